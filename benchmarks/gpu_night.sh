@@ -8,7 +8,7 @@
 #   benchmarks/gpu_night.sh CALL...          one after the other; A+B beside each other
 #
 #   tests    pytest -m gpu                                                                          3 minutes
-#   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes
+#   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
@@ -23,7 +23,8 @@
 #   decode   running requests beside loads, in place                                                4 minutes
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
-#   workers  instances of two workers, tensor and pipeline parallel, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3; nothing beside it   9 minutes
+#   workers  instances of two workers, tensor and pipeline parallel, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3; nothing beside it   9 minutes;
+#            PARTS=pp2,pp2_ttft WAYS=in_place: these alone
 #   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   3 minutes
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
 #   ep       two expert and data parallel ranks of one server: hits of the other rank equal to the own ones, and their TTFT, of a
@@ -129,10 +130,10 @@ tests() {
   echo "== tests: rc $?"; tail -n 15 "$out/tests.txt"
 }
 equal() {
-  local parts=agreeing,sensitive,flipped,equal
-  ttft equal_in_place 500 $parts "${in_place[@]}" --scale beside &
-  ttft equal_pool 500 $parts,restart --integration vllm --scale beside &
-  ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
+  local parts=agreeing,sensitive,flipped,equal ways=${WAYS:-in_place pool lmcache}
+  [[ $ways != *in_place* ]] || ttft equal_in_place 500 $parts "${in_place[@]}" --scale beside &
+  [[ $ways != *pool* ]] || ttft equal_pool 500 $parts,restart --integration vllm --scale beside &
+  [[ $ways != *lmcache* ]] || ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
   wait
 }
 speed() {
@@ -146,8 +147,9 @@ models() {
   wait
 }
 workers() {
-  ttft workers_in_place 280 tp2,tp2_ttft,pp2,pp2_ttft "${in_place[@]}" --scale beside --rounds 3
-  ttft workers_pool 280 tp2,tp2_ttft,pp2,pp2_ttft --integration vllm --scale beside --rounds 3
+  local parts=${PARTS:-tp2,tp2_ttft,pp2,pp2_ttft} ways=${WAYS:-in_place pool}
+  [[ $ways != *in_place* ]] || ttft workers_in_place 280 "$parts" "${in_place[@]}" --scale beside --rounds 3
+  [[ $ways != *pool* ]] || ttft workers_pool 280 "$parts" --integration vllm --scale beside --rounds 3
 }
 three() {
   ttft three_in_place 150 three "${in_place[@]}" --kv-gib 6

@@ -61,7 +61,7 @@ class Watched:
         self.pool, self.resets = Observed(self.generations), 0
         self.owner = Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        self.places = dict[ChunkKey, tuple[bytes, bytes]]()
+        self.places = dict[ChunkKey, tuple[int, int, int]]()
         self.duplicates = Duplicates(
             KVBlocks(self.pool),
             self.generations,
@@ -106,7 +106,8 @@ class Watched:
         copies = list[Copy]()
         for chunk, own in zip(chunks, ids.reshape(-1, EACH), strict=True):
             key, last = ChunkKey(bytes([chunk])), EACH * chunk + EACH - 1
-            self.places[key] = own.tobytes(), self.view.counters[own].tobytes()
+            end = int(own[-1])
+            self.places[key] = end, int(self.view.counters[end]), int(own[0])
             copies.append(Copy(key, OWNER, last, int(self.owner.counters[last])))
         self.duplicates.hear(copies)
         self.duplicates.learn()
@@ -253,6 +254,87 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     for left in (3, 1, 0):
         watched.take(1)
         assert watched.duplicates.count == left
+
+
+def freed(watched: Watched, chunks: list[int]) -> list[Any]:
+    """The blocks of a request that has read these chunks, and has ended."""
+    tracked, blocks = watched.read(chunks)
+    watched.duplicates.finished(tracked, 4)
+    watched.pool.free_blocks(reversed(blocks))
+    return blocks
+
+
+def fill_up(watched: Watched, count: int) -> list[Any]:
+    """A request of its own has computed so many blocks, and has ended."""
+    blocks, _ = watched.take(count)
+    watched.known(blocks)
+    watched.duplicates.finished(used([block.block_id for block in blocks]), 4)
+    watched.pool.free_blocks(reversed(blocks))
+    return blocks
+
+
+def test_a_prefix_that_every_request_begins_with_keeps_no_other_copy_here(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duplicates, "YOUNG", 10)
+    now = 1000.0
+    monkeypatch.setattr(duplicates, "monotonic", lambda: now)
+    fill_up(watched, BLOCKS - 1 - 2 * EACH)
+    hot = freed(watched, [0])
+    cold = freed(watched, [1])
+    now = 1100.0
+    watched.pool.touch(hot)
+    watched.duplicates.finished(used([block.block_id for block in hot], local=8), 4)
+    watched.pool.free_blocks(reversed(hot))
+    watched.take(EACH)
+    assert [block.block_hash is None for block in cold + hot] == [True] * EACH + [False] * EACH
+
+
+def test_what_would_leave_instead_is_what_vllm_s_cache_still_finds(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM puts each request's last block, which is not full, before all others."""
+    monkeypatch.setattr(duplicates, "YOUNG", 10)
+    now = 1000.0
+    monkeypatch.setattr(duplicates, "monotonic", lambda: now)
+    fill_up(watched, BLOCKS - 2 - EACH)
+    now = 1095.0
+    copy = freed(watched, [0])
+    now = 1100.0
+    last, _ = watched.take(1)
+    watched.duplicates.finished(used([last[0].block_id]), 4)
+    watched.pool.free_blocks(last)
+    watched.take(2)
+    assert all(block.block_hash is not None for block in copy)
+
+
+def test_rows_that_overlap_leave_vllm_s_queue_whole(watched: Watched) -> None:
+    """As after a chunk whose first block left alone, and is the end of another chunk now."""
+    blocks = KVBlocks(watched.pool)
+    assert blocks.to_head([3, 4, 7], [4, 5, 8], 2) == [False, True, True]
+    assert blocks.head(BLOCKS) == [4, 5, 7, 8, 1, 2, 3, 6, 9, 10, 11]
+    taken = watched.pool.get_new_blocks(BLOCKS - 1)
+    assert sorted(block.block_id for block in taken) == [*range(1, BLOCKS)]
+
+
+def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
+    """Impossible ones are passed over, the others count, and they take a bounded memory."""
+    own = fill_up(watched, BLOCKS - 1 - EACH)
+    copy = freed(watched, [0])
+    key = ChunkKey(bytes([0]))
+    wrong = [(-1, 2), (-BLOCKS - 1, 2), (BLOCKS, 2), (1 << 63, 2), (1, -2), (1, 1 << 70)]
+    for block, generation in wrong:
+        watched.places[ChunkKey(b"wrong" + bytes([block % 256]))] = watched.places[key]
+        news = Copy(ChunkKey(b"wrong" + bytes([block % 256])), OWNER, block, generation)
+        watched.duplicates.hear([news, Copy(key, OWNER, EACH - 1, 2)])
+        watched.duplicates.learn()
+    watched.take(1)
+    assert copy[-1].block_hash is None
+    assert all(block.block_hash is not None for block in own)
+    for number in range(1000):
+        watched.duplicates.hear([Copy(ChunkKey(number.to_bytes(4)), OWNER, 1, 2)])
+        watched.duplicates.learn()
+    assert watched.duplicates.count <= BLOCKS // EACH
 
 
 def test_a_block_that_is_freed_and_hit_again_keeps_its_generation(watched: Watched) -> None:

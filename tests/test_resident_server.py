@@ -35,6 +35,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.instances import publications as residence
 from vcache_backend.metadata_server.instances import registry as instances
+from vcache_backend.metadata_server.instances import resident_chunks
 from vcache_backend.metadata_server.processes import is_pidfd
 
 A, B = instance_id(1), instance_id(2)
@@ -401,8 +402,8 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
         show(client, name)
         publish(client, name, keys(count))
     assert reader.find(m.Find(keys(1), 1, A)).copies == []
-    assert a.listen(A).copies == copies(B, 0, 1)
-    assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 0, 1)
+    assert a.listen(A).copies == copies(B, 1, 0)
+    assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
     assert a.listen(A).copies == b.listen(B).copies == []
     publish(b, B, keys(1, start=2), first=8, sequence=2)
     b.retract(B, 3)
@@ -416,7 +417,26 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
             join(client, name)
             show(client, name)
             publish(client, name, keys(3))
-        assert a.listen(A).copies == copies(B, 1, 2)
+        assert a.listen(A).copies == copies(B, 1, 0)
+
+
+def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
+    alone: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One publication tells only some of them."""
+    monkeypatch.setattr(resident_chunks, "MAX_CELLS", 1)
+    with running(alone.path):
+        clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
+        for client, name in clients:
+            join(client, name)
+            show(client, name)
+            publish(client, name, keys(1))
+            client.listen(name)
+        (last, name), silent = clients[2], {A, B}
+        for sequence in range(2, 200):
+            publish(last, name, keys(1), sequence=sequence)
+            silent -= {other for client, other in clients[:2] if client.listen(other).copies}
+        assert not silent
 
 
 # ---- what cannot be

@@ -17,7 +17,7 @@ from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.in_place import duplicates
@@ -134,16 +134,15 @@ def hear(engine: Engine) -> None:
     """What the next heartbeat brings."""
     client = engine.half.instance.client
     assert client is not None
-    heard = client.listen(engine.half.publications.instance)
-    engine.half.publications.hear(heard.epoch, heard.copies)
+    client.listen(engine.half.publications.instance)
 
 
-def take_more(engine: Engine) -> None:
-    """Three blocks more than those that hold nothing."""
+def take_more(engine: Engine, more: int = 3) -> None:
+    """So many blocks more than those that hold nothing."""
     queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
     empty = sum(block.block_hash is None for block in queue.get_all_free_blocks())
-    other = computed(engine, new_tokens((empty + 3) * BLOCK))
-    assert other.num_computed_tokens >= (empty + 3) * BLOCK
+    other = computed(engine, new_tokens((empty + more) * BLOCK))
+    assert other.num_computed_tokens >= (empty + more) * BLOCK
 
 
 def has(engine: Engine, tokens: list[int]) -> bool:
@@ -225,6 +224,38 @@ def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_wri
     for _ in range(reader.half._steps):
         reader.step()
     assert early()
+
+
+def test_a_prefix_is_given_up_from_its_end(
+    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM finds what is left of it."""
+    monkeypatch.setattr(duplicates, "YOUNG", inf)
+    owner, reader = shared(), shared()
+    own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    computed(owner, both)
+    computed(reader, own)
+    read(reader, both)
+    hear(reader)
+    take_more(reader, 1)
+    request = reader.add(both, load=False)
+    assert reader.scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 3 * CHUNK
+
+
+def test_news_of_copies_are_heard_though_nobody_reads_the_answer_that_brings_them(
+    shared: Callable[[], Engine],
+) -> None:
+    """A request waited for long, and then went away."""
+    owner, reader = shared(), shared()
+    both = new_tokens(4 * CHUNK + 1)
+    computed(owner, both)
+    read(reader, both)
+    request = reader.add(new_tokens(2 * CHUNK + 1))
+    reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    hear(reader)
+    while reader.half.publications.duplicates._waiting:
+        reader.half.publications.learn()
+    assert reader.half.publications.duplicates.count == 4
 
 
 def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(

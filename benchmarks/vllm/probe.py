@@ -3,7 +3,8 @@
 A request asks for it with `extra_args`: `{"timed": FILE}`. Every call of the connector's scheduler
 side from the request's arrival to its end is timed: those that are about this request, and those
 made once a step, whomever they are for. A line of JSON is added to FILE when the request ends:
-seconds by method, and the steps that took."""
+seconds by method, the steps that took, and as `promise` what its promise to compute cost within
+these methods."""
 
 from __future__ import annotations
 
@@ -44,6 +45,9 @@ class Probe:
         for name in (*OF_A_REQUEST, *OF_A_STEP):
             if hasattr(connector, name) and name != inner:
                 setattr(connector, name, self._wrapped(name, getattr(connector, name)))
+        promises = getattr(getattr(connector, "_scheduler", None), "_promises", None)
+        for name in () if promises is None else ("begun", "ended"):
+            setattr(promises, name, self._promise(getattr(promises, name)))
         watcher = getattr(getattr(pool, "get_new_blocks", None), "__self__", pool)
         if watcher is not pool:
             inner_get, inside = watcher._get, [0.0]
@@ -97,6 +101,17 @@ class Probe:
             for _, spent in self._timed.values():
                 spent["get_new_blocks"] += seconds
             return blocks
+
+        return called
+
+    def _promise(self, method: Any) -> Any:
+        """A method about a request's promise, its seconds added to the request's."""
+
+        def called(tracked: Any, *args: Any) -> None:
+            started = time.perf_counter()
+            method(tracked, *args)
+            if (timed := self._timed.get(tracked.request.request_id)) is not None:
+                timed[1]["promise"] += time.perf_counter() - started
 
         return called
 

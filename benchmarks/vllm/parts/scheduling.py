@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 
@@ -17,6 +16,7 @@ from ..prompts import Prompts
 SECONDS = 120.0
 ALLOWED_US = {"vllm": 250.0, "inplace": 600.0}
 """By the way of sharing: in place there is a generation to note for every block."""
+PROMISE_US = 30.0
 COUNTS = {"4k": 10, "16k": 5}
 """Prompts of each length, each for hits and for misses, on an idle engine and beside running
 requests.
@@ -33,7 +33,7 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     row is left out."""
     timed, scale = fleet.instance("timed"), fleet.scale
     file = fleet.folder / "timed.jsonl"
-    rows = []
+    rows, promises = list[Row](), list[float]()
     for beside in (0, scale.running):
         running = [prompts.new(scale.decode_prompt) for _ in range(beside)]
         for name, count in COUNTS.items():
@@ -52,7 +52,10 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                     f"{kind} of {scale.lengths[name]} tokens beside {beside} running "
                     f"requests ({right} of {len(cached)} were)"
                 )
-                rows.append(_row(fleet.rows, f"{name}_{kind}_{beside}_running", file, what))
+                spent = [json.loads(line) for line in file.read_text().splitlines()][1:]
+                if kind == "miss":
+                    promises += [US * each.get("promise", 0.0) for each in spent]
+                rows.append(_row(fleet.rows, f"{name}_{kind}_{beside}_running", spent, what))
     worst = max(rows, key=lambda each: each.value)
     what = (
         "scheduler's time in our connector a request, the worst median of all lengths, "
@@ -65,15 +68,18 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         limit=f"<= {worst.reference:g} us",
         ok=worst.value <= worst.reference,
     )
-    return [*rows, judged]
+    what = "of that, what a miss spends on promising its chunks, and on taking the promise back"
+    promise = row(f"{fleet.rows}_promise_us", "us", promises, PROMISE_US, what=what, at_most=1)
+    return [*rows, judged, promise]
 
 
-def _row(way: str, case: str, file: Path, what: str) -> Row:
+def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
     """The median of the requests' sums, with the 99th percentile and each method's median in its
-    text.
+    text. spent: by request what `Probe` has written.
     """
-    spent = [json.loads(line) for line in file.read_text().splitlines()][1:]
     steps = [int(each.pop("steps", 0)) for each in spent]
+    for each in spent:
+        each.pop("promise", None)
     sums = [US * sum(each.values()) for each in spent]
     methods: Counter[str] = Counter()
     for name in sorted({name for each in spent for name in each}):

@@ -66,42 +66,39 @@ class KVBlocks:
             block = block.next_free_block
         return numbers
 
-    def vacant(self, most: int) -> int:
-        """How many of the next blocks, at most `most`, hold nothing that vLLM's cache finds."""
+    def vacant(self, most: int) -> tuple[int, int]:
+        """How many of the next blocks, at most `most`, hold nothing that vLLM's cache finds, and
+        the block after these, -1 at the end of the queue."""
         count, block = 0, self._first
         end = self.pool.free_block_queue.fake_free_list_tail
         while count < most and block is not end and block.block_hash is None:
             count += 1
             block = block.next_free_block
-        return count
+        return count, block.block_id
 
     def to_head(self, first: Sequence[int], last: Sequence[int], length: int) -> list[bool]:
         """Have vLLM hand out these rows of `length` free blocks first, in this order.
 
         first, last: each row's first and last block in the queue. Leaves rows where they are whose
         blocks do not lie there one behind the other, for example because one is in use. Returns
-        which rows were moved."""
+        which rows lie at the head now."""
         blocks, reach = self.pool.blocks, _reach(length)
-        sections, whole = list[tuple[Any, Any]](), list[bool]()
-        for begin, end in zip(first, last, strict=True):
-            start, stop = blocks[begin], blocks[end]
-            whole.append(reach(start) is stop)
-            if not whole[-1]:
-                continue
-            if sections and sections[-1][1].next_free_block is start:
-                start = sections.pop()[0]
-            sections.append((start, stop))
         head = self.pool.free_block_queue.fake_free_list_head
-        for start, stop in reversed(sections):
-            before, behind, old = start.prev_free_block, stop.next_free_block, head.next_free_block
-            if before is not head:
+        whole = list[bool]()
+        for begin, end in zip(reversed(first), reversed(last), strict=True):
+            start, stop = blocks[begin], blocks[end]
+            # Only now: an earlier move may have torn a row that overlaps with this one.
+            whole.append(reach(start) is stop)
+            before = start.prev_free_block
+            if whole[-1] and before is not head:
+                behind, old = stop.next_free_block, head.next_free_block
                 before.next_free_block = behind
                 behind.prev_free_block = before
                 head.next_free_block = start
                 start.prev_free_block = head
                 stop.next_free_block = old
                 old.prev_free_block = stop
-        return whole
+        return whole[::-1]
 
     @property
     def _first(self) -> Any:

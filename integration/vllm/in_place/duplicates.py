@@ -5,12 +5,11 @@ its copy.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from itertools import compress, islice
 from operator import not_
 from time import monotonic
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,25 +30,16 @@ So a prefix that nearly all requests begin with stays everywhere. In a simulatio
 benchmark's workloads the hit rate falls by at most 0.006 for it."""
 MOST_LOOKED = 128
 """The most useless duplicates skipped at once. When an instance is gone, skipping thousands would
-delay a step by 20 ms."""
+delay a step by milliseconds."""
+MOST_YOUNG = 16
+"""The most of them that stay because they are young: they mostly are the next time, too."""
 MOST_WAITING = 64
 """The most messages with copies that wait for a step. Beyond it the oldest are dropped, and their
 chunks leave the cache later."""
 
 
-class Duplicate(NamedTuple):
-    """A chunk in this and in another KV cache. blocks: here, packed. generation: of the last one.
-    copy: the other one."""
-
-    blocks: bytes
-    generation: int
-    copy: Copy
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Its last and its first block: vLLM frees the last one first."""
-        numbers = memoryview(self.blocks).cast("I")
-        return numbers[-1], numbers[0]
+Ends = tuple[int, int, int]
+"""A chunk's last block here, which leaves first, that block's generation, and its first block."""
 
 
 class Duplicates:
@@ -64,22 +54,21 @@ class Duplicates:
         generations: Generations,
         each: int,
         view: Callable[[bytes], GenerationView | None],
-        place: Callable[[ChunkKey], tuple[bytes, bytes] | None],
+        ends: Callable[[ChunkKey], Ends | None],
     ) -> None:
         """pool: vLLM's. each: blocks of a chunk. view: another instance's generations; None if it
-        is gone. place: the blocks and generations with which this instance has published a chunk
-        last, packed; None if it has not.
+        is gone. ends: where this instance has published a chunk last; None if it has not.
         """
         self._pool, self._generations, self._each = pool, generations, each
-        self._view, self._place = view, place
+        self._view, self._ends = view, ends
         self._waiting = deque[list[Copy]](maxlen=MOST_WAITING)
-        self._copies: dict[ChunkKey, tuple[Copy, float]] = {}
+        self._copies = OrderedDict[ChunkKey, tuple[Copy, float]]()
         """Those that may be given up, the first one first, and when each came to its place in this
-        order."""
+        order. No more than fit into the KV cache."""
         self._in_use: dict[int, Copy] = {}
         """Those that were in use when they were to be given up, by their last block here."""
-        self._used = np.zeros(generations.blocks)
-        """By block: when the last request ended that used it (`monotonic`)."""
+        self._used = np.full(generations.blocks, monotonic())
+        """By block: when the last request ended that used it."""
         self._ahead = 0
         """A lower bound of the blocks at the head of the free queue that are vacant, or left of
         copies moved there. vLLM puts further vacant blocks before them."""
@@ -110,25 +99,28 @@ class Duplicates:
         if self._in_use:
             # A prefix is given up from its end.
             for last in row[self._each - 1 :: self._each][::-1]:
-                if last in self._in_use:
-                    self._add(self._in_use.pop(last), now)
+                copy = self._in_use.pop(last, None)
+                if copy is not None and copy.key not in self._copies:
+                    self._add(copy, now)
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
         would else take cached blocks.
 
         No more than these blocks need: what is given up is handed out at once, so the other
-        instance sees that its own copy is the last one. Never raises.
+        instance sees that its own copy is the last one. Waits for the server only to open another
+        instance's table for the first time. Never raises.
         """
         try:
             if self._ahead < count:
-                self._ahead = max(self._ahead, self._pool.vacant(count))
-            if self._ahead < count:
-                # The look-up for these blocks may have brought news.
-                self.learn()
-                if self._copies:
-                    needed = -((self._ahead - count) // self._each)
-                    self._ahead += self._each * self._give_way(needed)
+                vacant, instead = self._pool.vacant(count)
+                self._ahead = max(self._ahead, vacant)
+                if self._ahead < count:
+                    # The look-up for these blocks may have brought news.
+                    self.learn()
+                    if self._copies and instead >= 0:
+                        needed = -((self._ahead - count) // self._each)
+                        self._ahead += self._each * self._give_way(needed, instead)
             self._ahead = max(self._ahead - count, 0)
         except Exception:  # vLLM goes on with the present order
             self._copies.clear()
@@ -138,58 +130,53 @@ class Duplicates:
     # ---- inside
 
     def _add(self, copy: Copy, now: float) -> None:
-        self._copies.pop(copy.key, None)
         self._copies[copy.key] = copy, now
+        self._copies.move_to_end(copy.key)
+        if len(self._copies) * self._each > self._generations.blocks:
+            self._copies.popitem(last=False)
 
-    def _give_way(self, needed: int) -> int:
-        """Move `needed` chunks to the head of the free queue. Returns how many were moved."""
+    def _give_way(self, needed: int, instead: int) -> int:
+        """Move `needed` chunks to the head of the free queue. Returns how many were moved. instead:
+        the block that would leave else."""
         now = monotonic()
-        oldest = float(self._used[self._pool.head(1)].max(initial=0.0))
-        latest = now - (now - oldest) / YOUNG
+        latest = now - (now - float(self._used[instead])) / YOUNG
         moved, look = 0, self._look(latest)
         while chosen := list(islice(look, needed - moved)):
-            first, then = zip(*[duplicate.ends for duplicate in chosen], strict=True)
-            whole = self._pool.to_head(first, then, self._each)
+            last, first, copies = zip(*chosen, strict=True)
+            whole = self._pool.to_head(last, first, self._each)
             moved += sum(whole)
-            for duplicate in compress(chosen, map(not_, whole)):
-                self._in_use[duplicate.ends[0]] = duplicate.copy
+            if not all(whole):
+                held = map(not_, whole)
+                self._in_use.update(compress(zip(last, copies, strict=True), held))
         return moved
 
-    def _look(self, latest: float) -> Iterator[Duplicate]:
-        """Take duplicates that are intact and were not used after `latest`. Ends after
-        `MOST_LOOKED` others."""
-        copies, looks = self._copies, MOST_LOOKED
-        views: dict[bytes, GenerationView | None] = {}
-        while copies and looks > 0:
-            key, (copy, since) = next(iter(copies.items()))
-            place = self._place(key)
-            duplicate = self._intact(copy, place, views) if place is not None else None
-            used = float(self._used[duplicate.ends[0]]) if duplicate is not None else 0.0
-            if used > latest:
-                return
-            del copies[key]
-            if duplicate is not None and used <= since:
-                yield duplicate
-                continue
+    def _look(self, latest: float) -> Iterator[tuple[int, int, Copy]]:
+        """Take duplicates that are intact and were not used after `latest`, with their last and
+        first blocks here. Ends after `MOST_LOOKED` others."""
+        copies, views = self._copies, dict[bytes, GenerationView | None]()
+        looks, young = MOST_LOOKED, MOST_YOUNG
+        own, used = self._generations.counters.data, self._used.data
+        while copies and looks and young:
+            key, (copy, since) = copies.popitem(last=False)
+            ends = self._ends(key)
+            if ends is not None and own[ends[0]] == ends[1] and self._keeps(copy, views):
+                last, _, first = ends
+                if used[last] <= min(since, latest):
+                    yield last, first, copy
+                    continue
+                copies[key] = copy, used[last]
+                young -= used[last] > latest
             looks -= 1
-            if duplicate is not None:
-                copies[key] = copy, used
 
-    def _intact(
-        self, copy: Copy, place: tuple[bytes, bytes], views: dict[bytes, GenerationView | None]
-    ) -> Duplicate | None:
-        """The chunk if it is unchanged at `place`, here, and in the other KV cache, as far as its
-        last block says, which leaves first. views: those looked at so far."""
+    def _keeps(self, copy: Copy, views: dict[bytes, GenerationView | None]) -> bool:
+        """Whether the other KV cache still has the chunk, as far as its last block says, which
+        leaves first. views: those looked at so far."""
         if copy.instance not in views:
             view = self._view(copy.instance)
             views[copy.instance] = view if view is None or not view.dead else None
         view = views[copy.instance]
-        generation = memoryview(place[1]).cast("Q")[-1]
-        duplicate = Duplicate(place[0], generation, copy)
-        intact = (
+        return (
             view is not None
-            and copy.block < view.blocks
-            and view.counters.data[copy.block] == copy.generation
-            and self._generations.counters.data[duplicate.ends[0]] == generation
+            and 0 <= copy.block < view.blocks
+            and bool(view.counters.data[copy.block] == copy.generation)
         )
-        return duplicate if intact else None

@@ -5,6 +5,7 @@ chunks published in them.
 from __future__ import annotations
 
 import secrets
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -32,6 +33,8 @@ from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates
+
+_NUMBER, _GENERATION = struct.Struct(NUMBERS), struct.Struct(GENERATIONS)
 
 
 class Publications:
@@ -81,7 +84,7 @@ class Publications:
         if pool.count != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
         self.duplicates = Duplicates(
-            pool, self.generations, self.each, lambda instance: self.view(instance), self._place
+            pool, self.generations, self.each, lambda instance: self.view(instance), self._ends
         )
         self._pool = ResidentPool(
             pool.pool, self.generations, self._reset, self.duplicates.give_way
@@ -92,14 +95,13 @@ class Publications:
         self._void_all()
         self._reset()
 
-    def hear(self, epoch: int, copies: list[Copy]) -> None:
-        """Note what the server says, for the next `learn`: see `Heard`. Any thread."""
-        self.heard = epoch
+    def hear(self, copies: list[Copy]) -> None:
+        """Note which chunks others hold as well, for the next `learn`. Any thread."""
         if self.duplicates is not None:
             self.duplicates.hear(copies)
 
     def learn(self) -> bool:
-        """Act on what `hear` noted. True if the namespace was reset.
+        """Act on what `hear` and `heard` say. True if the namespace was reset.
 
         After a reset others no longer find chunks from before, though vLLM's own cache may still
         hit them."""
@@ -266,6 +268,17 @@ class Publications:
             blocks[at * number : (at + 1) * number],
             generations[at * counter : (at + 1) * counter],
         )
+
+    def _ends(self, key: ChunkKey) -> tuple[int, int, int] | None:
+        """A chunk's last block, that block's generation, and the chunk's first block, where it was
+        published last; None if it was not."""
+        if key not in self._told:
+            return None
+        blocks, generations, at = self._told[key]
+        first, last = at * self.each, at * self.each + self.each - 1
+        (end,) = _NUMBER.unpack_from(blocks, last * NUMBER_BYTES)
+        (generation,) = _GENERATION.unpack_from(generations, last * GENERATION_BYTES)
+        return end, generation, _NUMBER.unpack_from(blocks, first * NUMBER_BYTES)[0]
 
     def _tell(self, tracked: Tracked, chunks: Sequence[int], loaded: bool) -> PublicationSpec:
         """Make a publication of the request's chunks, and note where they lie."""

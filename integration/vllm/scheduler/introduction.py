@@ -15,7 +15,7 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import SegmentId
+from vcache_backend.metadata_server.messages import Found, Heard, SegmentId
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import with_codec
@@ -179,6 +179,10 @@ class Introduction:
         self.tables = Tables(client)
         publications.view = self.tables.view
         publications.retract = partial(outbox.retract, publications.instance)
+        # Also an answer that a request no longer waits for brings news.
+        client.on_reply = lambda reply: (
+            publications.hear(reply.copies) if isinstance(reply, Found | Heard) else None
+        )
         client.on_return.append(self._join)
         client.on_beat.append(self._beat)
         self._join()
@@ -222,8 +226,7 @@ class Introduction:
         if publications is None or client is None:
             return
         try:
-            heard = client.listen(publications.instance)
-            publications.hear(heard.epoch, heard.copies)
+            publications.heard = client.listen(publications.instance).epoch
         except VCacheError as error:
             log.debug("listen: %s", error)
 

@@ -227,7 +227,7 @@ class Lookups:
         there = chunks = len(reply.pooled)
         if publications is not None and tables is not None:
             # The epoch only grows, and an older answer may be read late.
-            publications.hear(max(publications.heard, reply.epoch), reply.copies)
+            publications.heard = max(publications.heard, reply.epoch)
             chunks, residents = choose(reply, tables, publications.each, first)
         # Behind a chunk that has just been lost nothing can be loaded.
         coming = reply.coming if chunks == there else None

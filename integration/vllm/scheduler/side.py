@@ -46,7 +46,8 @@ class SchedulerSide:
 
     `arrived` and `matched` wait for the server as `Lookups` says, `hit_sources` for one call,
     `reset` for two, of which one may take `client.control_seconds`. The step in which the namespace
-    becomes known waits for the connection. `close` waits for its threads. Nothing else waits."""
+    becomes known waits for the connection. `close` waits for its threads. vLLM's allocation of
+    blocks waits to open another instance's table for the first time. Nothing else waits."""
 
     def __init__(
         self,

@@ -94,6 +94,9 @@ class Channel:
         background thread; hooks may make calls, and their errors are logged."""
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
+        self.on_reply: Callable[[m.Reply], None] = lambda reply: None
+        """Called with each answer, though nobody may ask for it. Any thread; must neither raise nor
+        make calls."""
         self._killed = False
         self._killed_at: float | None = None
         self._start_after = 0.0
@@ -220,6 +223,7 @@ class Channel:
                     f"{type(sent.request).__name__} was answered with {type(reply).__name__}"
                 )
             self._unread.popleft().reply = reply
+            self.on_reply(reply)
             if isinstance(reply, m.Error) and reply.fatal:
                 self._drop(
                     link,

@@ -153,5 +153,4 @@ def _joined(first: m.Found, then: m.Found) -> m.Found:
         then.epoch,
         then.cut,
         then.coming,
-        first.copies + then.copies,
     )

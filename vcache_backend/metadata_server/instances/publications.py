@@ -235,13 +235,12 @@ class Copies:
     def __init__(self) -> None:
         self._others: dict[m.ChunkKey, m.InstanceId] = {}
 
-    def note(self, key: m.ChunkKey, other: m.InstanceId) -> None:
-        """Note that `other` has the chunk, too."""
-        self._others[key] = other
-        if len(self._others) > MAX_COPIES:
-            del self._others[next(iter(self._others))]
+    def note(self, others: dict[m.ChunkKey, m.InstanceId]) -> None:
+        """Note who else has each of these chunks."""
+        self._others.update(others)
+        self.take(len(self._others) - MAX_COPIES)
 
     def take(self, most: int) -> dict[m.ChunkKey, m.InstanceId]:
         """Take the oldest notes, at most `most`: who else has each chunk."""
-        keys = list(islice(self._others, most))
+        keys = list(islice(self._others, max(0, most)))
         return {key: self._others.pop(key) for key in keys}

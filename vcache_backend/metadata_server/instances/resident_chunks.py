@@ -167,13 +167,15 @@ class ResidentDirectory:
         self, instance: m.InstanceId, publications: InstancePublications, keys: list[m.ChunkKey]
     ) -> None:
         """Note which of these chunks, which an instance has just published, others have, too: both
-        are told."""
+        are told. The end of a prefix comes first, and so leaves first."""
         others = self._alike(instance, publications.namespace, publications.ranks)
-        for other, there in others[: MAX_CELLS // max(1, len(keys))]:
-            for key in keys:
-                if key in there.complete:
-                    there.copies.note(key, instance)
-                    publications.copies.note(key, other)
+        room, own = MAX_CELLS // max(1, len(keys)), dict[m.ChunkKey, m.InstanceId]()
+        keys = keys[::-1]
+        for other, there in random.sample(others, room) if len(others) > room else others:
+            both = list(filter(there.complete.__contains__, keys))
+            there.copies.note(dict.fromkeys(both, instance))
+            own.update(dict.fromkeys(both, other))
+        publications.copies.note(own)
 
     def _alike(
         self, instance: m.InstanceId, namespace: bytes, ranks: int
