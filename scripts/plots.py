@@ -17,6 +17,8 @@ from benchmarks.serving.summary import case  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 ROUTED = RESULTS / "h100x2-vllm-0.33-routed-2026-11-26.json"
+LATER = RESULTS / "h200x2-vllm-0.33-routed-2026-11-26.json"
+FOUR = RESULTS / "h100x4-vllm-0.33-routed-2026-11-26.json"
 RANKS = RESULTS / "h200x2-vllm-0.33-ranks-2026-11-26.json"
 ARMS = {
     "alone_turn": ("vLLM, in turn", "#b0b0b0"),
@@ -27,26 +29,26 @@ ARMS = {
     "alone_dp_turn": ("vLLM, data parallel", "#b0b0b0"),
     "inplace_dp_turn": ("vcache, data parallel", "#1f6fb4"),
 }
-WORKLOADS = {
-    "fork": (ROUTED, "one 32k context, 48 requests"),
-    "hot": (ROUTED, "hot documents"),
-    "chat": (ROUTED, "conversations"),
-    "prefix": (RANKS, "prefixes, one vllm serve"),
-}
+LINES = [
+    ("fork", ROUTED, "one 32k context, 48 requests"),
+    ("prefix", FOUR, "prefixes, four servers"),
+    ("chat", LATER, "160 conversations"),
+    ("prefix", RANKS, "prefixes, one vllm serve"),
+]
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
 
 
 def serving(picture: Path) -> None:
     """Throughput and time to first token of each arm: a line a workload."""
-    arms = [[arm for arm in ARMS if _has(workload, arm)] for workload in WORKLOADS]
+    arms = [[arm for arm in ARMS if _has(*line[:2], arm)] for line in LINES]
     figure, grid = pyplot.subplots(
-        len(WORKLOADS),
+        len(LINES),
         len(PANELS),
         figsize=(9, 7),
         layout="constrained",
         height_ratios=[len(line) + 1 for line in arms],
     )
-    for line, (workload, (result, name)), shown in zip(grid, WORKLOADS.items(), arms, strict=True):
+    for line, (workload, result, name), shown in zip(grid, LINES, arms, strict=True):
         values = {row.case: row.value for row in read(result)}
         for axes, (which, title) in zip(line, PANELS.items(), strict=True):
             bars = axes.barh(
@@ -65,8 +67,8 @@ def serving(picture: Path) -> None:
     pyplot.close(figure)
 
 
-def _has(workload: str, arm: str) -> bool:
-    rows = {row.case for row in read(WORKLOADS[workload][0])}
+def _has(workload: str, result: Path, arm: str) -> bool:
+    rows = {row.case for row in read(result)}
     return case(arm, workload, "requests_per_second") in rows
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import processes
@@ -30,7 +30,7 @@ from vcache_backend.config import (
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.copies.copier import Copier, Finished, HostCopier, Mark
+from vcache_backend.vram_pool.copies.copier import Finished, HostCopier, Mark
 from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.slots import SlotView
@@ -134,14 +134,14 @@ class TrustingEngine(VCacheEngine):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is started with. `copier` and `engine`: the plain ones, or planted
-    ones. visible: the GPUs it sees; empty: those that this process sees. apart: see
-    `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
+    """What a worker process is started with. pauses: its copier is a `PausingCopier`. trusting: its
+    engine is a `TrustingEngine`. visible: the GPUs it sees; empty: those that this process sees.
+    apart: see `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
 
     config: Config
     arrangement: Arrangement
     sizes: Sizes
-    copier: Literal["plain", "pausing"] = "plain"
+    pauses: bool = False
     trusting: bool = False
     visible: str = ""
     apart: processes.Apart | None = None
@@ -162,12 +162,10 @@ class WorkerLoop:
             torch.cuda.set_device(device)
         self.cache = Cache(setup.arrangement, setup.sizes, device)
         self.pausing = PausingCopier(self._wait)
-        planted: dict[str, Copier] = {"pausing": self.pausing}
-        kind = TrustingEngine if setup.trusting else VCacheEngine
         layout = layout_of(self.cache, setup.config.engine.chunk_size)
-        self.engine = kind(
-            setup.config, layout, copier=planted.get(setup.copier), kv_device=setup.kv_device
-        )
+        copier = self.pausing if setup.pauses else None
+        kind = TrustingEngine if setup.trusting else VCacheEngine
+        self.engine = kind(setup.config, layout, copier=copier, kv_device=setup.kv_device)
 
     def pause(self) -> None:
         """In the next copy."""
@@ -316,7 +314,7 @@ class Node:
         chunk_size: int = CHUNK,
         **more: Any,
     ) -> Worker:
-        """A worker process on `device`. more: `copier`, `trusting`, `visible`, `apart`, `kv_device`
+        """A worker process on `device`. more: `pauses`, `trusting`, `visible`, `apart`, `kv_device`
         (see Setup).
         """
         config = self.config(device, segment_bytes, chunk_size)

@@ -96,13 +96,14 @@ class Engine:
         blocks: int = BLOCKS,
         arguments: dict[str, Any] | None = None,
         lends: int = 0,
+        role: str = "kv_both",
         **connector: Any,
     ) -> None:
         """arguments: of vLLM's. lends: bytes, to the pool. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
-            kv_role="kv_both",
+            kv_role=role,
             kv_connector_extra_config={
                 "server": {"socket": str(here.path)},
                 "pool": {"segment_bytes": lends},

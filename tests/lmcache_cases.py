@@ -274,6 +274,3 @@ def all_of(count: int, first: int = 0) -> tuple[int, int, bool]:
 
 def said(found: Retrieved) -> tuple[int, int, bool]:
     return (found.first, found.tokens, found.right)
-
-
-NOTHING = all_of(0)

@@ -9,7 +9,6 @@ import mmap
 import os
 import resource
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -179,25 +178,6 @@ class Owner:
             torch.cuda.synchronize(self.cache.device.ordinal)
         return self.table.counters[list(blocks)].copy()
 
-    def churn(self, published: Path, late: bool = False) -> int:
-        """Use blocks again and again, and note each in the file `published` once it is written,
-        until the file's last number is not 0. late: a planted bug, the generation changes after the
-        write. How many times."""
-        notes, random, times = shared_numbers(published), np.random.default_rng(1), 0
-        while not notes[-1]:
-            block = int(random.integers(self.table.blocks))
-            after = self.table.coming
-            if not late:
-                self._hand_out([block])
-            notes[block] = 0
-            self.cache.fill(written(block, after, self.size), self.slots([block]))
-            if late:
-                time.sleep(0.002)
-                self._hand_out([block])
-            notes[block] = after
-            times += 1
-        return times
-
     def reads(self, name: InstanceId) -> bool:
         """Whether it has mapped the KV cache of another one, which it goes on to have."""
         self.neighbours = Neighbours(self.client, self.cache.device, self.cache.kv, self.rank or 0)
@@ -212,16 +192,6 @@ class Owner:
         self.shown.close()
         self.leave()
         self.cache.close()
-
-
-def written(block: int, generation: int, size: int) -> torch.Tensor:
-    """The tokens whose KV a block holds that is used for the so-manieth time."""
-    return torch.arange(size) + block * 4_000_000 + generation * size
-
-
-def shared_numbers(path: Path) -> UInt64s:
-    """As many as fit into the file, for several processes."""
-    return np.memmap(path, dtype=np.uint64, mode="r+")
 
 
 def owner(stage: Stage, number: int = 1, config: ClientConfig = PATIENT, **more: object) -> Worker:

@@ -132,7 +132,7 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = [*arguments[:2], "--help"]  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
-    if arguments[0] in ("demo", "mooncake", "plan") or "--model" in arguments:
+    if arguments[0] in ("demo", "mooncake") or "--model" in arguments:
         arguments.append("--help")  # test_demo, test_examples and test_doctor_model run them
     done = _run(place, arguments)
     fails = {"doctor": "fail", "clear": "no offload tier"}.get(arguments[0], "?")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_cases import Copied, Node
-from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
+from kv_cases import CHUNK, SMALL, Cache, layout_of
 from neighbour_cases import Owner, instance, mapped
 from processes import PATIENT, SECONDS, Worker, eventually, with_torch
 
@@ -34,11 +34,11 @@ def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     return made
 
 
-def owner_process(here: Node, name: int = 1, device: str = "host", sizes: Sizes = SMALL) -> Worker:
+def owner_process(here: Node, name: int = 1, device: str = "host") -> Worker:
     """An `Owner` in a process of its own."""
     home, patience = with_torch(), 120.0 if device.startswith("cuda") else 2 * SECONDS
     made = Worker(
-        *(home, Owner, here.path, PATIENT, instance(name), 1, 0, True, sizes, sizes.layers, device),
+        *(home, Owner, here.path, PATIENT, instance(name), 1, 0, True, SMALL, SMALL.layers, device),
         name=f"owner {name}",
         patience=patience,
         start_seconds=patience,

@@ -66,11 +66,6 @@ def there(directory: Directory, *keys: m.ChunkKey) -> list[m.ChunkKey]:
     ]
 
 
-def places(leased: m.Leased | m.Reserved) -> list[tuple[str, int]]:
-    slots = leased.locations if isinstance(leased, m.Leased) else leased.slots
-    return [(slot.segment, slot.offset) for slot in slots if isinstance(slot, m.Location)]
-
-
 def used(directory: Directory, segment: str = "s0") -> int:
     return next(info.used for info in directory.segment_infos() if info.id == segment)
 

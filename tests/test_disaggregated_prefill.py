@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 from processes import PATIENT, ROOT, Child, Worker, eventually
 from test_vllm_processes import counted, serving
-from vllm_cases import forking, new_tokens, node
+from vllm_cases import IN_PLACE, forking, new_tokens, node
 
 from benchmarks.processes import free_ports
 from vcache_backend.metadata_server.client import Client
@@ -164,10 +164,7 @@ def site(
 def in_place(folder: Path) -> Iterator[Site]:
     folder.mkdir()
     with node(folder) as here:
-        transfers = [
-            here.transfer({"connector": {"share": "in_place"}}, role)
-            for role in ("kv_producer", "kv_consumer")
-        ]
+        transfers = [here.transfer(IN_PLACE, role) for role in ("kv_producer", "kv_consumer")]
         with serving(here, *transfers) as servers:
             yield Site(folder, "tiny", ["", *servers], next(iter(servers.values())).pid)
 

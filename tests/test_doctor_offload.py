@@ -47,9 +47,6 @@ def test_a_tier_that_is_off_is_one_line_and_asks_nobody(monkeypatch: pytest.Monk
     assert finding.detail.startswith("off: ")
 
 
-# ---- packages
-
-
 # ---- a real store
 
 

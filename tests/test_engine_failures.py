@@ -39,7 +39,7 @@ def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done(here: N
     here.serve(reservation_seconds=1.0)
     mine, theirs = Cache(), Cache()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", copier="pausing")
+    writer = here.worker("host:b", pauses=True)
     client = here.client()
     writer.until_paused("store", prompt(CHUNK), places(SMALL, CHUNK))
     writer.stop()
@@ -132,9 +132,6 @@ def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptur
     assert other.lookup(prompt(CHUNK, 2)) == 0
 
 
-# ---- workers that start together
-
-
 # ---- readers that die or hang
 
 
@@ -146,7 +143,7 @@ def test_a_reader_that_outlives_its_lease_counts_nothing(here: Node, trusting: b
     mine = Cache()
     writer = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))
-    reader = here.worker("host:b", copier="pausing", trusting=trusting)
+    reader = here.worker("host:b", pauses=True, trusting=trusting)
     client = here.client()
     reader.until_paused("retrieve", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
     with reader.stopped():

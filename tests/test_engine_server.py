@@ -103,7 +103,7 @@ def test_a_writer_that_wakes_after_a_cold_restart_writes_over_nobody(here: Node)
     server = here.serve()
     mine, theirs = Cache(), Cache()
     owner = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", copier="pausing")
+    writer = here.worker("host:b", pauses=True)
     writer.until_paused("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
     with leaving_nothing(here.path):
         server.kill()

@@ -11,6 +11,7 @@ import torch
 from kv_cases import CHUNK, SMALL, Arrangement
 from lmcache_cases import Pool, Retrieved, chunks, needs_lmcache, pool, served
 from processes import QUICK, SECONDS, eventually, hasty
+from test_start_server import end_servers, servers
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
@@ -50,6 +51,18 @@ def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Poo
 
     eventually(stored)
     assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
+
+
+def test_a_server_that_an_engine_has_started_outlives_it_and_so_does_the_pool(pool: Pool) -> None:
+    told = {"extra": {"vcache.start_server": True}}
+    try:
+        with pool.engine(**told) as first:
+            first.store(chunks(2))
+        started = servers(pool.node.path)
+        assert all_of(pool.engine(**told).retrieve(chunks(2)), 2 * CHUNK)
+        assert servers(pool.node.path) == started != []
+    finally:
+        end_servers(pool.node.path)
 
 
 def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, Any]:

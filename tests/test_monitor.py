@@ -48,20 +48,25 @@ def address_of(shown: Child) -> str:
     return shown.expect("metrics and a page at").split("//")[1].strip()
 
 
-def monitoring(alone: Stage, *more: str) -> tuple[Child, str]:
-    """A server's monitor that asks more often than that of `server.metrics`, and where it
-    listens.
+MONITOR = """
+from vcache_backend.monitor import __main__, metrics
+metrics.SILENT_SECONDS = 1.0
+raise SystemExit(__main__.main())
+"""
+
+
+def monitoring(alone: Stage) -> tuple[Child, str]:
+    """A server's monitor that asks more often than that of `server.metrics`, and takes an instance
+    for silent sooner; and where it listens.
     """
     options = ["--socket", str(alone.path), "--listen", ":0", "--every", "0.1"]
-    monitor = alone.undo.enter_context(
-        Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more])
-    )
+    monitor = alone.undo.enter_context(Child([sys.executable, "-c", MONITOR, *options]))
     return monitor, address_of(monitor)
 
 
-def beside(alone: Stage, *more: str) -> str:
+def beside(alone: Stage) -> str:
     """Where such a monitor listens."""
-    return monitoring(alone, *more)[1]
+    return monitoring(alone)[1]
 
 
 def get(address: str, path: str = "/metrics") -> tuple[int, str]:
@@ -418,7 +423,6 @@ def test_slow_connections_keep_nobody_away(
     vain restarts the server.
     """
     monkeypatch.setattr(web, "MOST_AT_ONCE", 32)
-    monkeypatch.setattr(web, "BACKLOG", 8)
     sources = ["127.0.0.1"] * 30 + [f"127.0.0.{last}" for last in range(2, 7)] * 3
 
     def what(served: web.Web) -> None:

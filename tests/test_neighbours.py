@@ -319,9 +319,6 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
     table.close()
 
 
-# ---- a GPU's, as the driver sees it
-
-
 # ---- closing
 
 

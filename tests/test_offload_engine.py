@@ -56,6 +56,9 @@ def test_a_bad_object_is_a_miss_and_removed(
     assert get(two, cache, tokens) == 2 * CHUNK
     assert two.get_stats()["failures"]["offload_bad"] == 1
     eventually(lambda: raw.there(names) == [True, True, False, True, True])
+    # What is computed instead is written.
+    through(two, cache, tokens)
+    assert raw.there(names) == [True] * 5
 
 
 def test_without_a_master_everything_else_works(

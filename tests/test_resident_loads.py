@@ -5,17 +5,15 @@ it may not be what it was.
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
-from kv_cases import CHUNK, SMALL, prompt
-from neighbour_cases import Owner, instance, kv_mapped, shared_numbers, written
+from kv_cases import CHUNK, prompt
+from neighbour_cases import Owner, instance, kv_mapped
 from processes import QUICK, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_process
 
@@ -139,7 +137,7 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
         assert reader.loaded(tokens, {number: there[number] for number in (0, 1)}) == (2, "server")
 
 
-# ---- a block that is used again
+# ---- a block that is used again; by another process, all the time: test_inplace_campaign
 
 
 def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -> None:
@@ -160,82 +158,6 @@ def test_a_block_that_is_used_again_while_it_is_read_ends_the_load_before_it(
     assert reader.loaded(tokens, there) == (block // 2, "changed")
     assert reader.stats["refused"] == 4 - block // 2
     assert reader.session.stats.snapshot()["failures"] == {}
-
-
-class Churn:
-    """An owner in another process that uses its 128 blocks again and again, and a reader."""
-
-    def __init__(self, here: Node, folder: Path, late: bool) -> None:
-        self.held = self.refused = self.wrong = 0
-        path = folder / "published"
-        path.write_bytes(bytes(8 * 129))
-        self.published, self._random = shared_numbers(path), np.random.default_rng(2)
-        self.owner = owner_process(here, sizes=SMALL._replace(blocks=128))
-        self._reader = Reader(here)
-        self._reader.knows(1)
-        # A copy of a thousand chunks takes as long.
-        self._reader.copier.half_way = lambda: time.sleep(0.005)
-        self.owner.tell("churn", path, late)
-
-    def read(self) -> None:
-        """Some chunks of what was published."""
-        published = np.array(self.published)
-        there = np.flatnonzero(published[:128])
-        if len(there) < 64:
-            return
-        reader, ids = self._reader, self._random.permutation(there)[:16].astype(np.uint32)
-        now = published[ids]
-        tokens = torch.cat(
-            [
-                written(int(block), int(generation), 16)
-                for block, generation in zip(ids, now, strict=True)
-            ]
-        )
-        load = reader.load(
-            tokens,
-            {n: ResidentChunk(instance(1), ids[2 * n :][:2], now[2 * n :][:2]) for n in range(8)},
-        )
-        load.run(10)
-        self.held += load.loaded
-        self.refused += load.cause == "changed"
-        self.wrong += (
-            reader.cache.wrong(
-                tokens[: load.loaded * CHUNK], reader.slots(len(tokens))[: load.loaded * CHUNK]
-            )
-            > 0
-        )
-
-    def stop(self) -> None:
-        self.published[128] = 1
-        assert self.owner.answer()
-
-
-def test_beside_an_owner_that_uses_its_blocks_again_all_the_time_nothing_that_counts_is_wrong(
-    here: Node, tmp_path: Path
-) -> None:
-    churn = Churn(here, tmp_path, late=False)
-
-    def seen() -> bool:
-        churn.read()
-        return churn.wrong > 0 or (churn.held >= 50 and churn.refused >= 5)
-
-    eventually(seen, 60)
-    churn.stop()
-    assert churn.wrong == 0
-
-
-def test_an_owner_that_changed_the_generation_only_after_the_write_would_be_found_out(
-    here: Node, tmp_path: Path
-) -> None:
-    """The test before this one sees it."""
-    churn = Churn(here, tmp_path, late=True)
-
-    def seen() -> bool:
-        churn.read()
-        return churn.wrong > 0
-
-    eventually(seen, 60)
-    churn.stop()
 
 
 def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(here: Node) -> None:
@@ -303,24 +225,6 @@ def apart(
     there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(2 * chunks)))
     reader.knows(1)
     return one, reader, tokens, there
-
-
-def test_bytes_of_an_owner_killed_during_the_read_are_right_and_its_memory_goes_afterwards(
-    here: Node,
-) -> None:
-    one, reader, tokens, there = apart(here)
-    neighbour = reader.neighbours.get(there[0].instance)
-    assert neighbour is not None
-
-    def kill() -> None:
-        one.kill()
-        eventually(lambda: neighbour._forbidden)
-        assert kv_mapped()
-
-    reader.copier.half_way = kill
-    assert reader.loaded(tokens, there) == (3, "")
-    eventually(lambda: not kv_mapped())
-    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
 
 
 def test_an_owner_that_ends_between_the_look_at_it_and_the_launch_is_not_read(

@@ -246,8 +246,7 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
-    tracked, blocks = watched.read([0, 1, 2, 3, 4])
-    watched.duplicates.finished(tracked, 4)
+    _, blocks = watched.read([0, 1, 2, 3, 4])
     watched.pool.free_blocks(reversed(blocks))
     watched.take(BLOCKS - 1 - len(blocks))
     watched.owner.void_all()
@@ -317,6 +316,25 @@ def test_rows_that_overlap_leave_vllm_s_queue_whole(watched: Watched) -> None:
     assert sorted(block.block_id for block in taken) == [*range(1, BLOCKS)]
 
 
+def test_of_two_that_would_give_the_same_up_at_once_one_keeps_it(watched: Watched) -> None:
+    """Else it would be lost, most often where both plan their steps at the same time."""
+    fill_up(watched, BLOCKS - 1 - EACH)
+    copy = freed(watched, [0])
+    end, view = copy[-1].block_id, watched.duplicates._view
+    before, seen = watched.view.counters[end], list[int]()
+
+    def meanwhile(instance: bytes) -> GenerationView | None:
+        seen.append(int(watched.view.counters[end]))
+        watched.owner.void([EACH - 1])
+        return view(instance)
+
+    watched.duplicates._view = meanwhile
+    watched.take(1)
+    assert seen[0] % 2, "the other would not see it"
+    assert all(block.block_hash is not None for block in copy)
+    assert watched.view.counters[end] == before
+
+
 def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
     """Impossible ones are passed over, the others count, and they take a bounded memory."""
     own = fill_up(watched, BLOCKS - 1 - EACH)
@@ -335,6 +353,27 @@ def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
         watched.duplicates.hear([Copy(ChunkKey(number.to_bytes(4)), OWNER, 1, 2)])
         watched.duplicates.learn()
     assert watched.duplicates.count <= BLOCKS // EACH
+
+
+def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_do(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
+    tracked, blocks = watched.read([0, 1, 2, 3])
+    own = fill_up(watched, BLOCKS - 1 - len(blocks))
+    watched.take(1)
+    assert watched.duplicates.count == 2
+    watched.take(1)
+    assert watched.duplicates.count == 0
+    watched.duplicates.finished(tracked, 4)
+    watched.pool.free_blocks(reversed(blocks))
+    watched.take(1)
+    assert [block.block_hash is None for block in own + blocks] == [
+        *[False] * (len(own) - 2),
+        *[True] * 2,
+        *[False] * (len(blocks) - 1),
+        True,
+    ]
 
 
 def test_a_block_that_is_freed_and_hit_again_keeps_its_generation(watched: Watched) -> None:

@@ -5,7 +5,6 @@ and what goes with whom.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -301,21 +300,6 @@ def test_the_same_process_takes_its_place_again_while_its_old_connection_is_stil
 
 
 # ---- what goes with whom
-
-
-def test_with_its_owner_goes_an_instance_and_the_server_keeps_nothing_of_its_memory(
-    alone: Stage, server: Child, reader: Client
-) -> None:
-    owner = owning(alone)
-    owner.expect("shown")
-    _, (table, *pidfds) = reader.open_instance(A)
-    os.close(table)
-    assert (found(reader), memories(server)) == (3, 2)
-    owner.signal(signal.SIGKILL)
-    eventually(lambda: found(reader) == memories(server) == 0)
-    for pidfd in pidfds:
-        assert select.select([pidfd], [], [], 20)[0]
-        os.close(pidfd)
 
 
 def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(

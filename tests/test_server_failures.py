@@ -16,10 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 from model import chunk_key
-from processes import QUICK, SECONDS, Child, Stage, eventually, hasty, hung, info
+from processes import (
+    IN_A_CONTAINER,
+    QUICK,
+    SECONDS,
+    Child,
+    Stage,
+    containers,
+    eventually,
+    hasty,
+    hung,
+    info,
+)
 from server_cases import (
-    IN_A_PID_NAMESPACE,
-    ISOLATES,
     KIB,
     RESERVE_AND_HANG_UP,
     RESERVE_AND_LEAVE_A_CHILD,
@@ -120,17 +129,17 @@ def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_o
         os.kill(orphan, signal.SIGKILL)
 
 
-@pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
+@pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
 def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_not_before(
     stage_: Stage, memfd: int
 ) -> None:
     """As between containers: neither sees the other's pid. The writer's own pidfd, which it sends,
     tells the server of its end.
     """
-    stage_.server(within=IN_A_PID_NAMESPACE, reservation_seconds=0.2)
+    stage_.server(within=IN_A_CONTAINER, reservation_seconds=0.2)
     client = stage_.client()
     client.add_segment(info("s0", 4 * KIB), memfd)
-    inside = [*IN_A_PID_NAMESPACE, sys.executable, "-c", RESERVE_AND_WAIT, str(stage_.path)]
+    inside = [*IN_A_CONTAINER, sys.executable, "-c", RESERVE_AND_WAIT, str(stage_.path)]
     unshare = stage_.undo.enter_context(Child(inside))
     unshare.expect("reserved")
     writer = int(Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text())

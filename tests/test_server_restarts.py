@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 from model import chunk_key
-from processes import QUICK, Child, Raw, Stage, eventually, info, make_memfd, running
+from processes import (
+    IN_A_CONTAINER,
+    QUICK,
+    Child,
+    Raw,
+    Stage,
+    containers,
+    eventually,
+    info,
+    make_memfd,
+    running,
+)
 from server_cases import (
-    IN_A_PID_NAMESPACE,
-    ISOLATES,
     KIB,
     has_room,
     offer,
@@ -186,7 +195,7 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(
     eventually(lambda: has_room(client))
 
 
-@pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
+@pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
 def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     stage_: Stage, memfd: int
 ) -> None:
@@ -198,7 +207,7 @@ def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     reserving(stage_)
     before = client.epoch
     server.kill()
-    stage_.server(within=IN_A_PID_NAMESPACE)
+    stage_.server(within=IN_A_CONTAINER)
     eventually(
         lambda: (
             client.connected

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 from processes import PATIENT, Child, Stage, eventually, make_memfd, script, stage
-from vllm_cases import CHUNK, Node, missing, new_tokens
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
@@ -228,26 +227,6 @@ def test_a_folder_that_others_can_write_into_is_refused(path: Path) -> None:
         assert child.wait()[1].startswith("ConfigError server.socket: ")
     path.parent.chmod(0o700)
     assert servers(path) == []
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
-def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path: Path) -> None:
-    tokens, named = new_tokens(4 * CHUNK + 1), {"extra_config": {"vcache.start_server": True}}
-    here = Node(tmp_path / "node")
-    with here.undo:
-        try:
-            first = here.start("first", named)
-            first.forget()
-            before = first.one(tokens)
-            eventually(lambda: here.stats().chunks == 4)
-            first.close()
-            (pid,) = servers(here.socket)
-            second = here.start("second", named)
-            after = second.one(tokens)
-            assert (before.cached, after.cached, after.tokens) == (0, 4 * CHUNK, before.tokens)
-            assert servers(here.socket) == [pid]
-        finally:
-            end_servers(here.socket)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")

@@ -264,6 +264,3 @@ def test_a_tenant_makes_room_in_its_own_share(here: Node, a: Instance, b: Instan
     assert acme.evicted == 2 * (len(prompts) + 1) - acme.used // chunk
     assert b.again(named).cached == 2 * CHUNK
     assert b.again(others).cached == 4 * CHUNK
-
-
-# ---- where hits lay

@@ -11,7 +11,6 @@ import importlib.util
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,10 +31,8 @@ pytestmark = needs_vllm
 
 def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
     """Why this instance, changed in one thing, may not share its KV cache, and how it shares if
-    nothing is said.
+    nothing is said. Of block tables: test_vllm_groups.
     """
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
     from vcache_backend.config import Config
     from vcache_backend.integration.vllm.in_place import exporter as exportable
     from vcache_backend.integration.vllm.model import spec as model_spec
@@ -43,33 +40,23 @@ def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
     vllm_config = serving.llm.llm_engine.vllm_config
     kv_config = serving.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     model = model_spec.read_model(vllm_config)
-    (group,) = kv_config.kv_cache_groups
-    windowed = type("SlidingWindowSpec", (), {})()
 
-    def of(
-        target: Any = None, groups: Any = None, model: Any = model, **changes: Any
-    ) -> tuple[str | None, str]:
-        config = SimpleNamespace(kv_cache_groups=groups) if groups else kv_config
+    def of(target: Any = None, model: Any = model, **changes: Any) -> tuple[str | None, str]:
         before = {name: getattr(target, name) for name in changes}
         try:
             for name, value in changes.items():
                 setattr(target, name, value)
-            said = exportable.decide(Config(), vllm_config, config, model)
-            return exportable.refusal(vllm_config, config, model), said.connector.share
+            said = exportable.decide(Config(), vllm_config, kv_config, model)
+            return exportable.refusal(vllm_config, kv_config, model), said.connector.share
         finally:
             for name, value in before.items():
                 setattr(target, name, value)
-
-    def grouped(spec: Any) -> Any:
-        return KVCacheGroupSpec(["x"], spec)
 
     return {
         "as it is": of(),
         "tensor parallel": of(model=msgspec.structs.replace(model, tp_size=2)),
         "pipeline parallel": of(model=msgspec.structs.replace(model, pp_size=2)),
         "uncached": of(vllm_config.cache_config, enable_prefix_caching=False),
-        "groups": of(groups=[group, grouped(windowed)]),
-        "windows": of(groups=[grouped(windowed)]),
         "sleep": of(model=msgspec.structs.replace(model, sleep_mode=True)),
         "cumem": of(vllm_config.model_config, enable_cumem_allocator=True),
         "expandable": of(model=msgspec.structs.replace(model, device_type="cuda")),
@@ -97,10 +84,6 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone:
     assert found.pop("as it is") == (None, "in_place")
     assert found.pop("tensor parallel") == (None, "in_place")
     assert found.pop("pipeline parallel") == (None, "pool")
-    only = "is shared through a pool only: set connector.share: pool"
-    for which in ("groups", "windows"):
-        said, share = found.pop(which)
-        assert (str(said).endswith(only), share) == (True, "pool")
     expected = {
         "uncached": (
             "without prefix caching vLLM's KV cache keeps nothing to share: take out "

@@ -98,20 +98,14 @@ def worker(here: Node) -> Worker:
     return Worker(here)
 
 
-def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it(worker: Worker) -> None:
+def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it_until_it_is_over(
+    worker: Worker,
+) -> None:
     """As after a preemption: the blocks of the request that had to go are somebody else's in the
-    same step.
+    same step. A step that gives away other blocks waits for nothing.
     """
+    assert worker.step() == worker.step([1, 2], [9]) == []
     assert worker.step([1, 2], [8]) == [1]
-
-
-def test_a_step_that_gives_away_other_blocks_waits_for_nothing(worker: Worker) -> None:
-    assert worker.step([1, 2], [9]) == []
-    assert worker.step() == []
-
-
-def test_a_store_is_waited_for_in_later_steps_too_until_it_is_over(worker: Worker) -> None:
-    assert worker.step([9]) == []
     assert worker.step([4]) == [0]
     assert worker.step([3]) == [0]
     worker.copier.ends[0].set()

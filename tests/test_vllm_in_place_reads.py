@@ -226,6 +226,25 @@ def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_wri
     assert early()
 
 
+@pytest.mark.parametrize("why", ["its role", "no server"])
+def test_who_could_not_load_a_chunk_again_keeps_it(
+    shared: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(duplicates, "YOUNG", inf)
+    owner, other = shared(), shared(role="kv_producer" if why == "its role" else "kv_both")
+    own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    computed(owner, both)
+    computed(other, own)
+    computed(other, both)
+    hear(other)
+    if why == "no server":
+        # It has read there before.
+        other.half.instance.tables.view(owner.half.publications.instance)
+        other.half.instance.client.close()
+    take_more(other)
+    assert (has(other, own), has(other, both)) == (False, True)
+
+
 def test_a_prefix_is_given_up_from_its_end(
     shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from vllm_cases import (
     BLOCK,
     CHUNK,
+    IN_PLACE,
     TOKEN_BYTES,
     Answer,
     Instance,
@@ -140,8 +141,8 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
 def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     here: Node, start: Start
 ) -> None:
-    """Speculative decoding: what an answer leaves to others is as good as what it leaves in vLLM's
-    own cache.
+    """Speculative decoding: what an answer leaves to others, here to one that guesses nothing, is as
+    good as what it leaves in vLLM's own cache.
     """
     guesses = {
         "method": "ngram",
@@ -149,9 +150,7 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
     }
-    b, reader = (
-        start({"connector": {"share": "in_place"}}, speculative_config=guesses) for _ in range(2)
-    )
+    b, reader = start(IN_PLACE, speculative_config=guesses), start(IN_PLACE)
     prompt, before = new_tokens(40) * 3 + new_tokens(5), here.chunks()
     following = prompt + b.one(prompt, max_tokens=3 * CHUNK + 17 - len(prompt)).tokens
     whole = 3 * CHUNK
@@ -267,11 +266,10 @@ def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_kno
 ) -> None:
     model = write_states(here.folder / "states")
     tokens = new_tokens(LENGTH + 1)
-    in_place = {"connector": {"share": "in_place"}}
-    b = start(in_place, model=str(model))
+    b = start(IN_PLACE, model=str(model))
     caches_nothing(here, b, "is shared through a pool only: set connector.share: pool")
     assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"
-    refused = doctor_report(model, from_dict(in_place)).refused
+    refused = doctor_report(model, from_dict(IN_PLACE)).refused
     assert "is shared through a pool only: set connector.share: pool" in refused
 
 

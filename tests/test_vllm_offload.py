@@ -18,6 +18,7 @@ from processes import eventually
 from vllm_cases import (
     BLOCK,
     CHUNK,
+    IN_PLACE,
     LEASE,
     OURS,
     SESSION,
@@ -209,7 +210,7 @@ def test_a_router_knows_from_events_what_the_pool_has(
 def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(
     two: Two, a: Instance
 ) -> None:
-    in_place = {**two.settings(ROOM), "connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
+    in_place = two.settings(ROOM) | IN_PLACE
     router = Router(two.second.folder, "c")
     tokens = new_tokens(HITS + 17)
     leaving_no_trace = {"vcache": {"store": False}}
@@ -245,25 +246,6 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(
 
 
 # ---- failures
-
-
-def test_a_damaged_object_is_computed_and_removed(two: Two, a: Instance, b: Instance) -> None:
-    two.empty()
-    tokens = new_tokens(HITS + 17)
-    _, names = two.keep(a, tokens[: 2 * CHUNK + 17])
-    computed, more = two.keep(a, tokens)
-    own = a.one(tokens)
-    with Raw(two.depot.config()) as store:
-        store.damage(sorted(more)[0])
-    failures = b.counter("vllm:vcache_failures", cause="store_bad")
-    answer = b.one(tokens)
-    assert answer.agrees(computed)
-    assert b.counter("vllm:vcache_failures", cause="store_bad") == failures + 1
-    # It was removed, and what was computed instead is written.
-    eventually(lambda: names | more <= two.names())
-    two.empty()
-    again = eventually(lambda: (found := b.again(tokens)).cached == HITS and found)
-    assert again.said == own.said
 
 
 def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(

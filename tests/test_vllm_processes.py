@@ -21,12 +21,13 @@ import pytest
 from page_commands import COMMANDS, commands
 from processes import ROOT, containers, eventually
 from test_start_server import end_servers
-from test_vllm_sharing import PULL
 from vllm_cases import (
     ANSWER_SECONDS,
     BLOCK,
     CHUNK,
     FOREVER,
+    IN_PLACE,
+    PULL,
     QUIET,
     SCATTER,
     START_SECONDS,
@@ -170,15 +171,11 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
     """In place: a chunk is found once both ranks have published the same of it. From its container
     the server sees nobody's pid.
     """
-    settings = {
-        "connector": {"share": "in_place", "min_hit_tokens": CHUNK},
-        "pool": {"segment_bytes": 0},
-    }
     with node(tmp_path, isolated=isolated) as here:
         given: dict[str, Any] = {"environment": APART, "max_num_batched_tokens": 2 * CHUNK, **RANKS}
-        owner = here.connect("owner", settings, **given)
+        owner = here.connect("owner", IN_PLACE, **given)
         reader = here.connect(
-            "reader", settings, otlp_traces_endpoint="http://127.0.0.1:4317", **given
+            "reader", IN_PLACE, otlp_traces_endpoint="http://127.0.0.1:4317", **given
         )
         tokens = new_tokens(LENGTH + 17)
         computed = owner.one(tokens)
@@ -463,9 +460,8 @@ def test_the_router_of_the_page_sends_requests_to_servers_that_share(here: Node)
     """By its command, and with the policy that needs KV events, of which it understands all."""
     page = (ROOT / "docs" / "router.md").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"^\$ (vllm-router .*)$", page, re.M)
-    in_place = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
     events = free_ports(2)
-    with serving(here, *[here.transfer(in_place)] * 2, events=events) as servers:
+    with serving(here, *[here.transfer(IN_PLACE)] * 2, events=events) as servers:
         urls = list(servers)
         assert re.findall(r"http://\S+", command) == [
             f"http://127.0.0.1:{port}" for port in (8000, 8001)
@@ -513,7 +509,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]
     here = Node(tmp_path_factory.mktemp("ranks"))
     write_experts(here.model)
     config = here.folder / "vcache.yaml"
-    sections = here.transfer({"connector": {"share": "in_place"}})["kv_connector_extra_config"]
+    sections = here.transfer(IN_PLACE)["kv_connector_extra_config"]
     del sections["connector"]["share"]
     config.write_text(json.dumps(sections))
     more = ["--data-parallel-size", "2", "--enable-expert-parallel"]

@@ -122,10 +122,10 @@ def several(*connectors: Any) -> dict[str, Any]:
     [
         (OURS, ""),
         (
-            OURS | WRONG,
+            several(THEIRS, OURS | WRONG),
             (
-                "kv_connector_extra_config: Object contains unknown field `min_hit` - at "
-                "`$.connector`; did you mean"
+                "connectors[1]: kv_connector_extra_config: Object contains unknown field "
+                "`min_hit` - at `$.connector`; did you mean"
             ),
         ),
         (THEIRS, ""),

@@ -15,7 +15,9 @@ from processes import eventually
 from vllm_cases import (
     BLOCK,
     CHUNK,
+    IN_PLACE,
     OURS,
+    PULL,
     Answer,
     Instance,
     Node,
@@ -31,14 +33,12 @@ from vllm_models import TOKEN_BYTES
 __all__ = ["here"]
 pytestmark = needs_vllm
 
-PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler.side:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.calls.instances:InstanceCalls.open_cache"
 STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
-"""Places: a copy begins; it is over, and was it right; a hit was found, its load is not described
+"""Places: a copy is over, and was it right; a hit was found, its load is not described
 yet; a worker asks for another one's KV cache; a step is over, and the scheduler learns so."""
-IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
 """KV blocks for 448 tokens."""
 

@@ -15,6 +15,7 @@ import pytest
 from processes import eventually
 from vllm_cases import (
     CHUNK,
+    PULL,
     SCATTER,
     Answer,
     Instance,
@@ -31,8 +32,6 @@ __all__ = ["here"]
 pytestmark = needs_vllm
 
 MODELS = 4
-PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
-"""A copy out of another instance's KV cache begins."""
 _numbers = count()
 
 
@@ -178,21 +177,8 @@ def fresh(instance: Instance, tokens: list[int]) -> Answer:
 def kept(instance: Instance, tokens: list[int]) -> Answer:
     """The answer, once others can find all of its chunks."""
     answer = instance.one(tokens)
-    stored(instance)
+    assert instance.ask("told")
     return answer
-
-
-def stored(instance: Instance) -> None:
-    """Wait until all that `instance` has stored or published can be found."""
-    assert instance.ask(flushed)
-
-
-def flushed(serving: Any) -> bool:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    worker = get_kv_transfer_group()._worker
-    told = worker.in_place is None or worker.in_place.publisher.flush(10.0)
-    return bool(told and worker._worker.session.flush(10.0))
 
 
 def test_instances_updated_one_after_the_other_share_within_a_version_and_never_across(
@@ -251,12 +237,12 @@ def test_what_runs_over_an_update_goes_into_no_version(
     whole = new[: 2 * CHUNK + 1] + answer.tokens
     longer = old + new_tokens(2 * CHUNK)
     a.run(Prompt(longer), Prompt(whole))
-    stored(a)
+    assert a.ask("told")
     b.ask(update, models[1], names[1])
     for tokens in (whole, longer):
         found = b.one(tokens)
         assert (found.cached, found.agrees(fresh(b, tokens))) == (0, True)
-    stored(b)
+    assert b.ask("told")
     a.forget()
     hit = a.one(longer)
     assert (hit.cached, hit.agrees(fresh(b, longer))) == (6 * CHUNK, True)
@@ -324,7 +310,7 @@ def test_a_load_under_way_over_an_update(
         whole = tokens
     assert b.one(tokens).agrees(fresh(b, tokens)) or mode == "keep"
     b.run(Prompt(whole))
-    stored(b)
+    assert b.ask("told")
     a.ask(update, models[1], names[1])
     found = a.one(whole)
     assert found.agrees(fresh(a, whole))
@@ -368,13 +354,15 @@ def test_any_name_is_a_version_or_none(
     a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
 ) -> None:
     """What is no text names nothing. Half of a surrogate pair comes out of JSON."""
+    if a.in_place:
+        pytest.skip("once is enough")
     tokens = new_tokens(4 * CHUNK + 1)
     computed = kept(a, tokens)
     for name in ("x" * 1_000_000, "v\udc80é\0\n\x1b[31m", "../../v0", "", None, 7, b"v"):
         for one in (a, b):
             one.ask(update, models[0], name)
         assert a.one(tokens).cached == 0
-        stored(a)
+        assert a.ask("told")
         hit = b.one(tokens)
         shared = isinstance(name, str) and bool(name)
         assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK * shared, True)

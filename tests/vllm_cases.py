@@ -63,6 +63,7 @@ TINY = {
     "max_model_len": 448,
 }
 """KV blocks for 448 tokens, and no prefix cache of its own."""
+IN_PLACE = {"connector": {"share": "in_place"}}
 
 
 def missing(beside: Sequence[str] = ("lmcache",)) -> str:
@@ -305,7 +306,9 @@ LOOK_UP, LEASE = f"{_CLIENT}.lookup|{_FIND}", f"{_CLIENT}.acquire"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
 VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.leases:LeaseClient.verdict"
-SCATTER = "vcache_backend.vram_pool.copies.copier:HostCopier.scatter"
+SCATTER, PULL = (
+    f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("scatter", "pull")
+)
 """Places: in the order in which a load comes by, but for the second line."""
 
 

@@ -242,14 +242,10 @@ class Serving:
         return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
-        """Wait until what the steps so far have written, or saved, is known to the server, where
-        the KV cache is shared in place.
-        """
+        """Wait until what the steps so far have written, stored or saved is known to the server."""
         worker = get_kv_transfer_group()._worker
-        return bool(
-            worker.in_place.publisher.flush(PATIENCE_SECONDS)
-            and worker._worker.session.flush(PATIENCE_SECONDS)
-        )
+        told = worker.in_place is None or worker.in_place.publisher.flush(PATIENCE_SECONDS)
+        return bool(told and worker._worker.session.flush(PATIENCE_SECONDS))
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""
@@ -304,7 +300,10 @@ class Serving:
         """Deadlines for the metadata server's answers, from now on."""
         from vcache_backend.metadata_server.client import Client
 
-        for client in (one for one in gc.get_objects() if type(one) is Client):
+        gc.unfreeze()  # vLLM hides from it all that it has made at its start
+        clients = [one for one in gc.get_objects() if type(one) is Client]
+        assert clients
+        for client in clients:
             client._config = msgspec.structs.replace(
                 client._config, connect_seconds=connect_seconds, request_seconds=request_seconds
             )

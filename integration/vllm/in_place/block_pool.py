@@ -76,6 +76,10 @@ class KVBlocks:
             block = block.next_free_block
         return count, block.block_id
 
+    def is_free(self, number: int) -> bool:
+        """Whether no request uses this block."""
+        return self.pool.blocks[number].next_free_block is not None
+
     def to_head(self, first: Sequence[int], last: Sequence[int], length: int) -> list[bool]:
         """Have vLLM hand out these rows of `length` free blocks first, in this order.
 

@@ -14,7 +14,7 @@ from time import monotonic
 import numpy as np
 
 from vcache_backend.metadata_server.messages import ChunkKey, Copy
-from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.generations import VOID, Generations, GenerationView
 
 from ..scheduler.tracked import Tracked
 from .block_pool import KVBlocks
@@ -29,8 +29,8 @@ the next one anywhere must compute.
 So a prefix that nearly all requests begin with stays everywhere. In a simulation of the serving
 benchmark's workloads the hit rate falls by at most 0.006 for it."""
 MOST_LOOKED = 128
-"""The most useless duplicates skipped at once. When an instance is gone, skipping thousands would
-delay a step by milliseconds."""
+"""The most duplicates skipped at once that cannot be given up. When an instance is gone, or all are
+in use, skipping thousands would delay a step by milliseconds."""
 MOST_YOUNG = 16
 """The most of them that stay because they are young: they mostly are the next time, too."""
 MOST_WAITING = 64
@@ -66,7 +66,8 @@ class Duplicates:
         """Those that may be given up, the first one first, and when each came to its place in this
         order. No more than fit into the KV cache."""
         self._in_use: dict[int, Copy] = {}
-        """Those that were in use when they were to be given up, by their last block here."""
+        """Those that were in use, or lay in pieces, when they were to be given up, by their last
+        block here."""
         self._used = np.full(generations.blocks, monotonic())
         """By block: when the last request ended that used it."""
         self._ahead = 0
@@ -140,32 +141,44 @@ class Duplicates:
         the block that would leave else."""
         now = monotonic()
         latest = now - (now - float(self._used[instead])) / YOUNG
-        moved, look = 0, self._look(latest)
-        while chosen := list(islice(look, needed - moved)):
-            last, first, copies = zip(*chosen, strict=True)
+        moved, torn, look = 0, 0, self._look(latest)
+        while torn < MOST_LOOKED and (chosen := list(islice(look, needed - moved))):
+            ends, copies = zip(*chosen, strict=True)
+            last, generations, first = zip(*ends, strict=True)
             whole = self._pool.to_head(last, first, self._each)
             moved += sum(whole)
             if not all(whole):
-                held = map(not_, whole)
-                self._in_use.update(compress(zip(last, copies, strict=True), held))
+                torn += whole.count(False)
+                kept = zip(last, generations, copies, strict=True)
+                for end, generation, copy in compress(kept, map(not_, whole)):
+                    self._generations.counters.data[end] = generation
+                    self._in_use[end] = copy
         return moved
 
-    def _look(self, latest: float) -> Iterator[tuple[int, int, Copy]]:
-        """Take duplicates that are intact and were not used after `latest`, with their last and
-        first blocks here. Ends after `MOST_LOOKED` others."""
+    def _look(self, latest: float) -> Iterator[tuple[Ends, Copy]]:
+        """Take duplicates that are intact, free and were not used after `latest`, and void their
+        last blocks. Ends after `MOST_LOOKED` others."""
         copies, views = self._copies, dict[bytes, GenerationView | None]()
         looks, young = MOST_LOOKED, MOST_YOUNG
         own, used = self._generations.counters.data, self._used.data
         while copies and looks and young:
             key, (copy, since) = copies.popitem(last=False)
             ends = self._ends(key)
-            if ends is not None and own[ends[0]] == ends[1] and self._keeps(copy, views):
-                last, _, first = ends
-                if used[last] <= min(since, latest):
-                    yield last, first, copy
-                    continue
-                copies[key] = copy, used[last]
-                young -= used[last] > latest
+            if ends is not None and own[ends[0]] == ends[1]:
+                last, generation, _ = ends
+                if not self._pool.is_free(last):
+                    self._in_use[last] = copy
+                elif used[last] > min(since, latest):
+                    copies[key] = copy, used[last]
+                    young -= used[last] > latest
+                else:
+                    # Void it first: if the other gives its copy up now, one of both sees that.
+                    own[last] = VOID
+                    if self._keeps(copy, views):
+                        yield ends, copy
+                        continue
+                    # Nobody has written it since.
+                    own[last] = generation
             looks -= 1
 
     def _keeps(self, copy: Copy, views: dict[bytes, GenerationView | None]) -> bool:

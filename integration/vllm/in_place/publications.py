@@ -45,10 +45,11 @@ class Publications:
     sequence: the number of the next publication; a reset voids all lower numbers. epoch: the epoch
     of everything published. heard: the namespace's epoch as the server last said."""
 
-    def __init__(self, blocks: int, each: int) -> None:
-        """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. SegmentError if
-        memory for the table is lacking.
+    def __init__(self, blocks: int, each: int, loads: bool) -> None:
+        """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. loads: the
+        instance's role allows loads. SegmentError if memory for the table is lacking.
         """
+        self._loads = loads
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
         self.epoch = self.heard = 0
@@ -64,7 +65,9 @@ class Publications:
         """
         self._pool: ResidentPool | None = None
         self.duplicates: Duplicates | None = None
-        """Made when vLLM has shown its pool."""
+        """Made when vLLM has shown its pool, if the instance could load again what it gives up."""
+        self.reachable: Callable[[], bool] = lambda: False
+        """Whether the server can be asked where chunks are."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
         """Returns another instance's generations; None if the instance is gone, or no server is
         known yet.
@@ -83,12 +86,11 @@ class Publications:
         """
         if pool.count != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
-        self.duplicates = Duplicates(
-            pool, self.generations, self.each, lambda instance: self.view(instance), self._ends
-        )
-        self._pool = ResidentPool(
-            pool.pool, self.generations, self._reset, self.duplicates.give_way
-        )
+        if self._loads:
+            self.duplicates = Duplicates(
+                pool, self.generations, self.each, lambda instance: self.view(instance), self._ends
+            )
+        self._pool = ResidentPool(pool.pool, self.generations, self._reset, self._give_way)
 
     def reset(self) -> None:
         """Void all that was published, and all that the steps under way compute."""
@@ -206,6 +208,11 @@ class Publications:
         self.generations.close()
 
     # ---- inside
+
+    def _give_way(self, count: int) -> None:
+        """See `Duplicates.give_way`. Without a server nothing could be loaded again."""
+        if self.duplicates is not None and self.reachable():
+            self.duplicates.give_way(count)
 
     def _leading(self, blocks: array[int]) -> array[int]:
         """The generations of these blocks, up to the first void block."""

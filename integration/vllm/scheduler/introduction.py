@@ -178,6 +178,7 @@ class Introduction:
         """Begin to read other instances' KV caches, and to show this one's."""
         self.tables = Tables(client)
         publications.view = self.tables.view
+        publications.reachable = lambda: client.connected
         publications.retract = partial(outbox.retract, publications.instance)
         # Also an answer that a request no longer waits for brings news.
         client.on_reply = lambda reply: (

@@ -329,7 +329,9 @@ class SchedulerSide:
         step_tokens: the most tokens of one step.
         """
         try:
-            self.publications = Publications(kv_cache_config.num_blocks, self._groups.blocks)
+            self.publications = Publications(
+                kv_cache_config.num_blocks, self._groups.blocks, self._loads_allowed
+            )
         except VCacheError as error:
             return str(error)
         if config.pool.lent:
