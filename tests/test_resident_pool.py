@@ -219,6 +219,23 @@ def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
     assert watched.duplicates.count <= BLOCKS // EACH
 
 
+def freed(watched: Watched, chunks: list[int]) -> list[Any]:
+    """The blocks of a request that has read these chunks, and has ended."""
+    tracked, blocks = watched.read(chunks)
+    watched.duplicates.finished(tracked, 4)
+    watched.pool.free_blocks(reversed(blocks))
+    return blocks
+
+
+def fill_up(watched: Watched, count: int) -> list[Any]:
+    """A request of its own has computed so many blocks, and has ended."""
+    blocks, _ = watched.take(count)
+    watched.known(blocks)
+    watched.duplicates.finished(used([block.block_id for block in blocks]), 4)
+    watched.pool.free_blocks(reversed(blocks))
+    return blocks
+
+
 def test_a_copy_that_was_used_shortly_before_stays(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,14 +243,9 @@ def test_a_copy_that_was_used_shortly_before_stays(
     monkeypatch.setattr(duplicates, "YOUNG", 10)
     now = 1000.0
     monkeypatch.setattr(duplicates, "monotonic", lambda: now)
-    own, _ = watched.take(BLOCKS - 1 - EACH)
-    watched.known(own)
-    watched.pool.free_blocks(reversed(own))
-    watched.duplicates.finished(used([block.block_id for block in own]), 4)
+    fill_up(watched, BLOCKS - 1 - EACH)
     now = 1091.0
-    tracked, copy = watched.read([0])
-    watched.duplicates.finished(tracked, 4)
-    watched.pool.free_blocks(reversed(copy))
+    copy = freed(watched, [0])
     now = 1100.0
     watched.take(1)
     assert all(block.block_hash is not None for block in copy)
@@ -253,23 +265,6 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     for left in (3, 1, 0):
         watched.take(1)
         assert watched.duplicates.count == left
-
-
-def freed(watched: Watched, chunks: list[int]) -> list[Any]:
-    """The blocks of a request that has read these chunks, and has ended."""
-    tracked, blocks = watched.read(chunks)
-    watched.duplicates.finished(tracked, 4)
-    watched.pool.free_blocks(reversed(blocks))
-    return blocks
-
-
-def fill_up(watched: Watched, count: int) -> list[Any]:
-    """A request of its own has computed so many blocks, and has ended."""
-    blocks, _ = watched.take(count)
-    watched.known(blocks)
-    watched.duplicates.finished(used([block.block_id for block in blocks]), 4)
-    watched.pool.free_blocks(reversed(blocks))
-    return blocks
 
 
 def test_a_prefix_that_every_request_begins_with_keeps_no_other_copy_here(

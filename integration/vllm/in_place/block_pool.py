@@ -44,14 +44,10 @@ class KVBlocks:
         return bool(self.pool.get_cached_block(block_hash, [0]))
 
     @property
-    def uncached(self) -> bool:
-        """Whether vLLM's own prefix cache has no block, as after a reset."""
-        return not len(self.pool.cached_block_hash_to_block)
-
-    @property
     def empty(self) -> bool:
         """Whether no request has a block, and vLLM's own prefix cache has none."""
-        return self.uncached and self.free == self.count - 1
+        cached = len(self.pool.cached_block_hash_to_block)
+        return not cached and self.free == self.count - 1
 
     def evict(self, numbers: set[int]) -> None:
         """Take blocks out of vLLM's own prefix cache."""

@@ -32,7 +32,7 @@ from vcache_backend.resident.generations import (
 from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
-from .duplicates import Duplicates
+from .duplicates import Duplicates, Ends
 
 _NUMBER, _GENERATION = struct.Struct(NUMBERS), struct.Struct(GENERATIONS)
 
@@ -259,26 +259,16 @@ class Publications:
 
     def _is_told(self, tracked: Tracked, chunk: int) -> bool:
         """Whether the request's chunk is published at this place, and at no other since."""
-        return self._place(tracked.lookup.keys[chunk]) == (
-            self._packed(tracked.store.rows[0], [chunk]),
-            self._packed(tracked.resident.generations, [chunk]),
-        )
-
-    def _place(self, key: ChunkKey) -> tuple[bytes, bytes] | None:
-        """The blocks and generations with which a chunk was published last, packed; None if it was
-        not."""
-        if key not in self._told:
-            return None
-        blocks, generations, at = self._told[key]
+        blocks, generations, at = self._told.get(tracked.lookup.keys[chunk], (b"", b"", 0))
         number, counter = self.each * NUMBER_BYTES, self.each * GENERATION_BYTES
         return (
-            blocks[at * number : (at + 1) * number],
-            generations[at * counter : (at + 1) * counter],
+            self._packed(tracked.store.rows[0], [chunk]) == blocks[at * number : (at + 1) * number]
+            and self._packed(tracked.resident.generations, [chunk])
+            == generations[at * counter : (at + 1) * counter]
         )
 
-    def _ends(self, key: ChunkKey) -> tuple[int, int, int] | None:
-        """A chunk's last block, that block's generation, and the chunk's first block, where it was
-        published last; None if it was not."""
+    def _ends(self, key: ChunkKey) -> Ends | None:
+        """Where a chunk was published last; None if it was not."""
         if key not in self._told:
             return None
         blocks, generations, at = self._told[key]
