@@ -21,7 +21,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.in_place import duplicates
-from vcache_backend.integration.vllm.in_place.replicas import unpacked
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
@@ -46,8 +45,8 @@ def shared(here: Node) -> Iterator[Callable[[], Engine]]:
 def owners(meta: StepMetadata) -> list[bytes]:
     """Of the chunks of the only load of a step, in order."""
     (load,) = meta.loads
-    chunks = unpacked(load.residents)
-    return [chunks[chunk].instance for chunk in range(len(load.keys))]
+    assert sum(run.chunks for run in load.residents) == len(load.keys)
+    return [run.instance for run in load.residents for _ in range(run.chunks)]
 
 
 def computed(engine: Engine, tokens: list[int]) -> Request:
@@ -71,9 +70,9 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     (load,) = loading.loads
     assert owners(loading) == [owner.half.publications.instance] * 3
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    assert [unpacked(load.residents)[one.number].blocks.tolist() for one in published] == [
-        one.blocks for one in published
-    ]
+    (run,) = load.residents
+    rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()
+    assert [rows[one.number] for one in published] == [one.blocks for one in published]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
     assert reader.numbers(request, reader.step()) == [0, 1, 2]
@@ -221,7 +220,7 @@ def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_wri
     assert early()
     # The request that has just ended has freed a block that nothing finds, to be used next.
     assert not early()
-    for _ in range(reader.half._steps):
+    for _ in range(reader.scheduler.vllm_config.max_concurrent_batches):
         reader.step()
     assert early()
 

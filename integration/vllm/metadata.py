@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
+from vcache_backend.transfer.resident import ResidentRun
 from vcache_backend.vram_pool.devices import Where
 
-from .in_place.replicas import Run
 from .model.spec import ShardSpec
 
 
@@ -57,7 +57,7 @@ class LoadSpec(_Spec, frozen=True):
     promote: bool = False
     prefix: list[ChunkKey] = []
     tenant: bytes = b""
-    residents: list[Run] = []
+    residents: list[ResidentRun] = []
     early: bool = False
     lost: bool = False
 

@@ -106,21 +106,28 @@ class KVBlocks:
 
 
 class FreedBlocks:
-    """The blocks that vLLM has freed lately. Steps that were planned before may still write them,
-    for example the step that was planned before its request's last token was known.
+    """The blocks that vLLM has freed lately. Steps that were planned before may still write them:
+    with asynchronous scheduling vLLM learns of a request's end after it has planned the next step.
 
     Runs in the scheduler's thread."""
 
     def __init__(self, pool: Any, steps: int) -> None:
         """pool: vLLM's `BlockPool`, before it has handed out a block. steps: how many steps vLLM
-        has under way at most, see `max_concurrent_batches`. AttributeError if the pool has no such
-        queue."""
+        has under way at most. AttributeError if the pool frees blocks in another way."""
         self._freed = deque[list[Any]]([[]], maxlen=steps)
-        """By step, the newest last: the blocks freed since the step before was planned."""
+        """The blocks freed between two plans, the newest last."""
         queue = pool.free_block_queue
+        append, append_n, prepend_n = queue.append, queue.append_n, queue.prepend_n
+
+        def note(blocks: Iterable[Any], put: Callable[[Any], None]) -> None:
+            freed = list(blocks)
+            self._freed[-1].extend(freed)
+            put(freed)
+
         # Whatever frees blocks ends in one of these.
-        for name in ("append", "append_n", "prepend_n"):
-            setattr(queue, name, self._noting(getattr(queue, name)))
+        queue.append_n = lambda blocks: note(blocks, append_n)
+        queue.prepend_n = lambda blocks: note(blocks, prepend_n)
+        queue.append = lambda block: note([block], lambda freed: append(*freed))
 
     def planned(self) -> None:
         """Note that a step is planned."""
@@ -130,16 +137,6 @@ class FreedBlocks:
         """Whether some of these blocks were freed since the oldest step under way was planned, or
         in the step before it, whose last kernels may still run."""
         return not {block.block_id for part in self._freed for block in part}.isdisjoint(numbers)
-
-    def _noting(self, put: Callable[[Any], None]) -> Callable[[Any], None]:
-        def noted(blocks: Any) -> None:
-            if isinstance(blocks, list):
-                self._freed[-1].extend(blocks)
-            else:
-                self._freed[-1].append(blocks)
-            put(blocks)
-
-        return noted
 
 
 class ResidentPool:

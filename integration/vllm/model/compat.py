@@ -65,8 +65,12 @@ def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
     return named | ({CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else {})
 
 
-def steps_under_way(vllm_config: Any) -> int:
-    """How many steps vLLM has under way at most; 0 if it does not say."""
+def steps_under_way(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many steps vLLM has under way at most. 0: it does not say, or a step zeroes the blocks
+    that it hands out, so that a load has to wait for that.
+    """
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", True):
+        return 0
     return int(getattr(vllm_config, "max_concurrent_batches", 0))
 
 

@@ -75,7 +75,7 @@ class SchedulerSide:
         """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
         KV caches shared in place.
         """
-        self._steps = compat.steps_under_way(vllm_config)
+        self._steps = compat.steps_under_way(vllm_config, kv_cache_config)
         self._freed: FreedBlocks | None = None
         """Blocks that steps under way may still write; None if loads wait for these steps anyway:
         stores and saves may still read any block."""
