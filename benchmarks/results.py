@@ -150,7 +150,10 @@ class Report:
         self.rows: dict[str, Row] = {}
         if path is not None and path.exists():
             self.rows = {row.case: row for row in read(path)}
-        self.add([])  # What cannot be written fails now, not after the measurements.
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".new").write_bytes(b"")  # fail now, not after the measurements
+            path.with_suffix(".new").unlink()
 
     @property
     def missed(self) -> bool:

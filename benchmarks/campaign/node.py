@@ -14,7 +14,7 @@ import msgspec
 
 from vcache_backend.metadata_server.endpoint import beside
 
-from ..processes import ChildFailed, Program
+from ..processes import ChildFailed, Program, until
 
 START_SECONDS = 20.0
 _LAUNCHER = """
@@ -78,8 +78,7 @@ class Node:
         """SIGTERM, then SIGKILL if the server does not end."""
         if (server := self._server) is not None:
             server.signal(signal.SIGTERM)
-            with contextlib.suppress(ChildFailed):
-                server.until(lambda: not server.alive, START_SECONDS)
+            until(lambda: not server.alive, START_SECONDS)
         self.kill()
 
     def look(self) -> None:

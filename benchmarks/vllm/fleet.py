@@ -237,17 +237,13 @@ class Fleet:
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
         deadline = time.monotonic() + seconds
-        keeps_states = KINDS[INSTANCES[writer].kind].states
-        while (found := self.chunks(writer)) < chunks:
-            if time.monotonic() > deadline:
-                if self.in_place and not found:
-                    said = " | ".join(self.instance(writer).said()[-5:])
-                    raise ChildFailed(
-                        f"{writer} shares nothing: {self.pool.stats().instances}; {said}"
-                    )
-                return False
-            time.sleep(0.005)
-        while keeps_states and time.monotonic() < deadline:
+        if not until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
+            if self.in_place and not self.chunks(writer):
+                said = " | ".join(self.instance(writer).said()[-5:])
+                raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
+            return False
+        found = self.chunks(writer)
+        while KINDS[INSTANCES[writer].kind].states and time.monotonic() < deadline:
             time.sleep(STATES_SECONDS)
             before, found = found, self.chunks(writer)
             if found == before > chunks:

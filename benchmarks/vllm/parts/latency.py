@@ -271,9 +271,9 @@ def _gaps(run: Run, loads: Sequence[list[int]], watched: str, *readers: str) -> 
         cached += answer["cached"]
     full = cached.count(scale.hit(len(loads[0])))
     who = f"{len(readers)} instances read" if readers[1:] else "another instance reads"
-    while_ = f"{who} from this one's GPU" if readers else "another loads from the peer GPU"
+    loading = f"{who} from this one's GPU" if readers else "another loads from the peer GPU"
     what = (
-        f"p99 of gaps between tokens of {scale.running} running requests while {while_} once a "
+        f"p99 of gaps between tokens of {scale.running} running requests while {loading} once a "
         f"second: {len(cached)} loads of {len(loads[0])} tokens ({full} full hits); reference: "
         "none loads"
     )
