@@ -88,10 +88,6 @@ class SchedulerSide:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             refused = exportable.refusal(vllm_config, kv_cache_config, model)
             refused = refused or self._share_in_place(config, kv_cache_config, step_tokens)
-        # Stores and saves of steps under way may read any block.
-        only_shares = self.publications is not None and self.victims is None
-        self._steps = compat.steps_under_way(vllm_config, kv_cache_config) if only_shares else 0
-        """How many steps may be under way beside a load; 0: it waits for all of them."""
         name = served_at(data_parallel_rank(vllm_config))
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name
@@ -116,6 +112,10 @@ class SchedulerSide:
             instance.announcer = Announcer(instance.ranks)
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
+        # Stores and saves of steps under way may read any block.
+        only_shares = self.publications is not None and self.victims is None
+        self._steps = compat.steps_under_way(vllm_config, kv_cache_config) if only_shares else 0
+        """How many steps may be under way beside a load; 0: it waits for all of them."""
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
         waits = bool(scheduling.async_scheduling) and (apart or not self._steps)
         self._pace = Pace(self._requests, waits, apart)
