@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -114,6 +115,11 @@ class Program:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+    def said(self, pattern: str = r"vcache.*(WARN|ERROR)|(WARN|ERROR).*vcache") -> list[str]:
+        """The log's lines that match; by default what vcache warns of."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [line for line in lines if re.search(pattern, line)]
 
     def tail(self) -> str:
         """The end of the log."""

@@ -27,24 +27,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from .options import end_in_time, names_of, parser
+from .options import Measurement, names_of, parser
 from .processes import ChildFailed
 from .results import Clock, Report, Row, none
 from .serving.client import Balancer, Job, Run
 from .serving.router import POLICIES, Arm, Way, check_installed, way
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import Counted, Figures, case, compared, rows_of, tables
+from .serving.summary import Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
 from .serving.workloads import (
@@ -98,41 +95,30 @@ class Load(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    report = Report(options.out, options.commit)
-    end_in_time(options.seconds)
-    sizes, clock, failed = _sizes(options), Clock(options.seconds), list[str]()
-    loads = dict[str, list[Load]]()
     check_installed(options.arms)
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"logs in {folder}", flush=True)
+    sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
     named = joined("model", options.shape, sizes.scale.name)
     model = write_model(options.cache / named, sizes.scale)
-    more = dict(options.set)
+    place = options.gpus, model, made.folder, options.cache, dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
         own = msgspec.structs.replace(sizes, kv_events=any(a.policy == "kv_aware" for a in arms))
-        try:
-            clock.check(LEAST_SECONDS)
-            with Servers(system, own, options.gpus, model, folder, options.cache, more) as servers:
+        with made.part(system):
+            made.clock.check(LEAST_SECONDS)
+            with Servers(system, own, *place) as servers:
                 # While the servers start.
                 loads = loads or _loads(options.workloads, options.shape, sizes, options.runs)
-                _start(servers, own, clock)
+                _start(servers, own, made.clock)
                 for name, runs in loads.items():
                     for arm in arms:
-                        clock.check(LEAST_SECONDS)
-                        _measure(arm, servers, own, runs, clock, report, folder)
-                    report.add(_compared(report, name, options))
-        except Exception as error:  # noqa: BLE001 - the other systems' rows count
-            failed.append(system)
-            print(f"{system}: FAILED: {type(error).__name__}: {error}", flush=True)
-    signal.alarm(0)
+                        made.clock.check(LEAST_SECONDS)
+                        _measure(arm, servers, own, runs, made)
+                    made.report.add(_compared(made.report, name, options))
     for name in (joined(name, options.shape) for name in options.workloads):
         if not options.arms:
-            report.add(_compared(report, name, options))
-        print(tables(report.rows, name))
-    print(f"{clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
-    return int(bool(failed) or report.missed)
+            made.report.add(_compared(made.report, name, options))
+        print(tables(made.report.rows, name))
+    return made.end()
 
 
 def _compared(report: Report, workload: str, options: argparse.Namespace) -> list[Row]:
@@ -199,13 +185,7 @@ def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
 
 
 def _measure(
-    arm: Arm,
-    servers: Servers,
-    sizes: Sizes,
-    runs: Sequence[Load],
-    clock: Clock,
-    report: Report,
-    folder: Path,
+    arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Load], made: Measurement
 ) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
     name, found, undecoded = runs[0].name, list[Figures](), 0
@@ -213,14 +193,14 @@ def _measure(
         servers.reset()
         _step(servers.ports)
         time.sleep(SETTLES)
-        with way(arm, servers, sizes.scale.block, folder) as to:
+        with way(arm, servers, sizes.scale.block, made.folder) as to:
             before = servers.counters()["preemptions"]
-            found.append(_answered(to, servers, load, clock))
+            found.append(_answered(to, servers, load, made.clock))
             preempted = servers.counters()["preemptions"] - before
             undecoded += to.undecoded
         print(
-            f"{clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s in "
-            f"{found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
+            f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
+            f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
             f"{found[-1].hit_rate:.3f} of {load.ceilings.shared:.3f}, {preempted:.0f} preemptions",
             flush=True,
         )
@@ -231,12 +211,12 @@ def _measure(
     if arm.policy == "kv_aware":
         text = f"{label}: KV events that the router did not understand"
         rows.append(none(case(arm.name, name, "undecoded_events"), "events", undecoded, text))
-    report.add(rows)
+    made.report.add(rows)
 
 
 def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
-    counted = Counted()
+    figures = Figures(load.ceilings)
     for phase, jobs in zip(load.phases, load.jobs, strict=True):
         if phase.restart:
             servers.restart(min(START_SECONDS, clock.left))
@@ -246,8 +226,8 @@ def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
         for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
             print(f"  {load.name}: {error}", flush=True)
         if phase.counted:
-            counted.add(run.answers, bool(phase.seconds), before, servers.counters())
-    return counted.figures(load.ceilings)
+            figures.add(run.answers, bool(phase.seconds), before, servers.counters())
+    return figures
 
 
 def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
@@ -294,39 +274,20 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("vllm_serving", __doc__, 540.0)
-    made.add_argument(
-        "--arms",
-        type=_arms,
-        default="alone:turn,inplace:turn",
-        help=f"SYSTEM:POLICY with commas between; systems: {', '.join(SYSTEMS)}; policies: "
-        f"{', '.join(POLICIES)}; '': only compare and print (default: %(default)s)",
+    option = made.add_argument
+    arms = (
+        f"SYSTEM:POLICY with commas between; systems: {', '.join(SYSTEMS)}; policies: "
+        f"{', '.join(POLICIES)}; '': only compare and print (default: %(default)s)"
     )
-    made.add_argument(
-        "--workloads",
-        type=names_of(WORKLOADS),
-        default=["prefix", "hot", "fork", "contention", "chat"],
-        help=f"of {', '.join(WORKLOADS)}",
-    )
-    made.add_argument("--scale", choices=SIZES, default="full")
-    made.add_argument("--shape", choices=KINDS, default="", help="the model, if not Llama's")
-    made.add_argument(
-        "--gpus",
-        type=_numbers,
-        default=[0, 1],
-        help="one for each server; 0,0: two on one GPU; default: 0,1",
-    )
-    made.add_argument(
-        "--memory",
-        type=float,
-        default=1.0,
-        help="of the scale's KV caches and host memory; default: all",
-    )
-    made.add_argument(
-        "--runs",
-        type=_numbers,
-        default=[0],
-        help="numbers of the runs to make, each with other prompts; default: 0",
-    )
+    option("--arms", type=_arms, default="alone:turn,inplace:turn", help=arms)
+    usual = "prefix,hot,fork,contention,chat"
+    names = names_of(WORKLOADS)
+    option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
+    option("--scale", choices=SIZES, default="full")
+    option("--shape", choices=KINDS, default="", help="the model, if not Llama's")
+    option("--gpus", type=_numbers, default="0,1", help="one for each server; 0,0: two on one GPU")
+    option("--memory", type=float, default=1.0, help="of the scale's KV caches and host memory")
+    option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:
         kind = type(getattr(SIZES["full"].plan, name))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -37,34 +39,20 @@ FATES = {
 }
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one arm under one run of a workload. Only complete answers count.
+class Figures:
+    """The figures of one arm under one run of a workload, from its phases that count. Only complete
+    answers count.
 
-    Samples are in ms; the duration is in seconds, from the first request to the last answer.
-    hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each request. fates: of
-    prompt tokens, as shares, by the servers' counters; see FATES."""
+    duration: seconds of all phases, each from its first request to its last answer. ttft, tpot: of
+    the answers, in ms. hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each
+    request."""
 
-    requests: int
-    errors: int
-    duration: float
-    ttft: list[float]
-    tpot: list[float]
-    hit_rate: float
-    fates: dict[str, float]
-    ceilings: Ceilings
-
-    @property
-    def throughput(self) -> float:
-        """Complete answers per second."""
-        return (self.requests - self.errors) / self.duration if self.duration else 0.0
-
-
-class Counted(msgspec.Struct):
-    """What a workload's phases that count have given so far."""
-
-    answers: list[Answer] = []
-    duration: float = 0.0
-    counters: dict[str, float] = {}
+    def __init__(self, ceilings: Ceilings) -> None:
+        self.ceilings = ceilings
+        self.requests, self.errors, self.duration = 0, 0, 0.0
+        self.ttft, self.tpot = list[float](), list[float]()
+        self._prompt = self._cached = 0
+        self._counters = Counter[str]()
 
     def add(
         self,
@@ -73,49 +61,50 @@ class Counted(msgspec.Struct):
         before: Mapping[str, float],
         after: Mapping[str, float],
     ) -> None:
-        """cut: the phase was to be cut, so late answers do not count. before, after: the servers'
+        """A phase. cut: it was to be cut, so late answers do not count. before, after: the servers'
         counters.
         """
         counts = [answer for answer in answers if not (cut and answer.error == LATE)]
         whole = [answer for answer in counts if not answer.error]
+        self.requests += len(counts)
+        self.errors += len(counts) - len(whole)
         if whole:
             self.duration += max(a.last for a in whole) - min(a.sent for a in whole)
-        self.answers = [*self.answers, *counts]
-        self.counters = {
-            key: self.counters.get(key, 0.0) + after[key] - before[key] for key in after
+        for answer in whole:
+            self.ttft.append(MS * (answer.first - answer.sent))
+            if answer.tokens > 1:
+                self.tpot.append(MS * (answer.last - answer.first) / (answer.tokens - 1))
+            self._prompt += answer.prompt
+            self._cached += answer.cached
+        self._counters.update(after)
+        self._counters.subtract(before)
+
+    @property
+    def throughput(self) -> float:
+        """Complete answers per second."""
+        return (self.requests - self.errors) / self.duration if self.duration else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self._cached / self._prompt if self._prompt else 0.0
+
+    @property
+    def fates(self) -> dict[str, float]:
+        """Of prompt tokens, as shares, by the servers' counters; see FATES. Empty without any."""
+        counted = self._counters
+        if not (asked := counted["queries"]):
+            return {}
+        own, external = counted["own"] / asked, counted["external"] / asked
+        # Loads of several workers of an instance are not counted by place.
+        resident = min(external, counted["resident"] / asked)
+        return {
+            "own": own,
+            "resident": resident,
+            "pooled": external - resident,
+            "waited": counted["waited"] / asked,
+            "held": max(0.0, self.ceilings.shared - own - external),
+            "new": 1 - max(self.ceilings.shared, own + external),
         }
-
-    def figures(self, ceilings: Ceilings) -> Figures:
-        whole = [answer for answer in self.answers if not answer.error]
-        several = [answer for answer in whole if answer.tokens > 1]
-        prompt = sum(answer.prompt for answer in whole)
-        return Figures(
-            requests=len(self.answers),
-            errors=len(self.answers) - len(whole),
-            duration=self.duration,
-            ttft=[MS * (answer.first - answer.sent) for answer in whole],
-            tpot=[MS * (each.last - each.first) / (each.tokens - 1) for each in several],
-            hit_rate=sum(answer.cached for answer in whole) / prompt if prompt else 0.0,
-            fates=_fates(self.counters, ceilings),
-            ceilings=ceilings,
-        )
-
-
-def _fates(counters: Mapping[str, float], ceilings: Ceilings) -> dict[str, float]:
-    asked = counters.get("queries", 0.0)
-    if not asked:
-        return {}
-    own, external = counters["own"] / asked, counters["external"] / asked
-    # Loads of several workers of an instance are not counted by place.
-    resident = min(external, counters["resident"] / asked)
-    return {
-        "own": own,
-        "resident": resident,
-        "pooled": external - resident,
-        "waited": counters["waited"] / asked,
-        "held": max(0.0, ceilings.shared - own - external),
-        "new": 1 - max(ceilings.shared, own + external),
-    }
 
 
 def rows_of(
@@ -128,30 +117,42 @@ def rows_of(
     compares rows with the same workload."""
     said = f"{label}, {has}; {what}"
 
-    def plain(figure: str, unit: str, values: Sequence[float]) -> Row:
-        return row(case(arm, workload, figure), unit, values, values, what=said)
-
-    def timed(figure: str, samples: Sequence[Sequence[float]]) -> list[Row]:
-        return [
-            plain(f"{figure}_p{share}", "ms", [percentile(each, share) for each in samples])
-            for share in (50, 99)
-        ]
-
-    def fated(fate: str) -> Row:
-        name, shares = case(arm, workload, f"fate_{fate}"), [run.fates[fate] for run in runs]
-        return row(name, "fraction", shares, 1.0, what=f"{said}; prompt tokens {FATES[fate]}")
+    def made(
+        figure: str, unit: str, values: list[float], reference: Any = None, more: str = ""
+    ) -> Row:
+        against = values if reference is None else reference
+        return row(case(arm, workload, figure), unit, values, against, what=said + more)
 
     errors, requests = sum(run.errors for run in runs), sum(run.requests for run in runs)
-    hits, shared = [run.hit_rate for run in runs], [run.ceilings.shared for run in runs]
-    single = sum(run.ceilings.single for run in runs) / len(runs)
-    about = f"reference: one shared cache without bounds ({single:.3f}: one a server, in turn)"
+    shared, single = (
+        [getattr(run.ceilings, which) for run in runs] for which in ("shared", "single")
+    )
+    about = (
+        f"; reference: one shared cache without bounds ({sum(single) / len(runs):.3f}: one a "
+        "server, in turn)"
+    )
+    times = {"ttft": [run.ttft for run in runs], "tpot": [run.tpot for run in runs]}
+    fates = [run.fates for run in runs]
     return [
-        plain("requests_per_second", "requests/s", [run.throughput for run in runs]),
-        *timed("ttft", [run.ttft for run in runs]),
-        *timed("tpot", [run.tpot for run in runs]),
+        made("requests_per_second", "requests/s", [run.throughput for run in runs]),
+        *(
+            made(f"{figure}_p{share}", "ms", [percentile(each, share) for each in values])
+            for figure, values in times.items()
+            for share in (50, 99)
+        ),
         none(case(arm, workload, "errors"), "requests", errors, said, requests),
-        row(case(arm, workload, "hit_rate"), "fraction", hits, shared, what=f"{said}; {about}"),
-        *(fated(fate) for fate in FATES if all(fate in run.fates for run in runs)),
+        made("hit_rate", "fraction", [run.hit_rate for run in runs], shared, about),
+        *(
+            made(
+                f"fate_{fate}",
+                "fraction",
+                [each[fate] for each in fates],
+                1.0,
+                f"; prompt tokens {words}",
+            )
+            for fate, words in FATES.items()
+            if all(fates)
+        ),
     ]
 
 

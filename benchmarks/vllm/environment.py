@@ -4,6 +4,7 @@ and whose child one is.
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -23,11 +24,26 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
+_STARTED = itertools.count()
 CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     # By itself vLLM binds every instance to the same core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+
+
+def environment(cpu: bool, cache: Path, **more: str) -> dict[str, str]:
+    """Of an instance or a server. cache: for vLLM's compiled code. more: of its own."""
+    given = {
+        **os.environ,
+        **ENVIRONMENT,
+        "VLLM_CACHE_ROOT": str(cache),
+        # The ports that vLLM's processes take among themselves are looked for from here on, apart
+        # from those of other instances of this process, and of other processes.
+        "VLLM_PORT": str(34_000 + 800 * (os.getpid() % 32) + 50 * (next(_STARTED) % 16)),
+        **(CPU_ENVIRONMENT if cpu else {}),
+    }
+    return given | more
 
 
 def prepare_host(cpu: bool) -> None:

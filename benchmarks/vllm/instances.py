@@ -71,7 +71,7 @@ def _stateful(name: str, block: int, **arguments: Any) -> Kind:
     Nobody tries which of Triton's kernels is the fastest: instances that choose others differ in
     the last bit."""
     given = {"arguments": arguments, "environment": {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}}
-    return _shaped(name, f"tiny_{name}", states=True, block=block, alone="known", **given)
+    return _shaped(name, f"tiny_{name}", states=True, block=block, alone="", **given)
 
 
 def _sparse(**arguments: Any) -> Kind:

@@ -28,12 +28,12 @@ class Prompts:
         self.seed = seed
         self._scale, self._random = scale, random.Random(seed)
 
-    @property
-    def vocabulary(self) -> int:
-        return self._scale.vocabulary
-
     def new(self, length: int) -> list[int]:
         return [self._random.randrange(3, self._scale.vocabulary) for _ in range(length)]
+
+    def altered(self, prompt: list[int]) -> list[int]:
+        """The prompt with another first token."""
+        return [prompt[0] % (self._scale.vocabulary - 4) + 3, *prompt[1:]]
 
     def whole(self, length: int) -> Hit:
         """The same prompt again."""

@@ -85,28 +85,6 @@ def flip_kv(worker: Any, offset: int, mask: int) -> None:
         torch.cuda.synchronize(cache.device)
 
 
-def flip_states(worker: Any) -> int:
-    """In vLLM's worker, beside a `known` scheduler: the highest bit of all bytes of its prefix
-    cache's states, where the first layer that keeps any has its own; other tables' first layers lie
-    there too. No token's KV is touched. How many blocks that are."""
-    import torch
-
-    from .scheduler import states
-
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    first = next(
-        layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), tuple)
-    )
-    blocks = torch.tensor(states(), dtype=torch.long, device=first[0].device)
-    for state in first:
-        bits = torch.tensor(0x80, dtype=torch.uint8, device=state.device)
-        held = state[blocks].contiguous()
-        state[blocks] = (held.view(torch.uint8) ^ bits).view(held.dtype)
-    if first[0].is_cuda:
-        torch.cuda.synchronize(first[0].device)
-    return len(blocks)
-
-
 def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:
     """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama
     brings its own, random ones of this seed.

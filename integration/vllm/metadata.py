@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
+from vcache_backend.transfer.resident import ResidentRun
 from vcache_backend.vram_pool.devices import Where
 
-from .in_place.replicas import Run
 from .model.spec import ShardSpec
 
 
@@ -46,8 +46,9 @@ class LoadSpec(_Spec, frozen=True):
     keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
     offload tier in the pool again. prefix, tenant: as of a store, if `offload`. residents:
-    chunks in other instances' KV caches, numbered within the load. lost: the scheduler could not
-    describe the load; load nothing and report a failure."""
+    chunks in other instances' KV caches, numbered within the load. early: no step under way writes
+    the blocks, so the load waits for none. lost: the scheduler could not describe the load; load
+    nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -56,7 +57,8 @@ class LoadSpec(_Spec, frozen=True):
     promote: bool = False
     prefix: list[ChunkKey] = []
     tenant: bytes = b""
-    residents: list[Run] = []
+    residents: list[ResidentRun] = []
+    early: bool = False
     lost: bool = False
 
 

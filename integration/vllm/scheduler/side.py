@@ -18,7 +18,7 @@ from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import data_parallel_rank, served_at
 from ..in_place import exporter as exportable
-from ..in_place.block_pool import NUMBERS, KVBlocks
+from ..in_place.block_pool import NUMBERS, FreedBlocks, KVBlocks
 from ..in_place.publications import Publications
 from ..in_place.victims import Victims
 from ..metadata import LoadSpec, StepMetadata, WorkerReport
@@ -75,6 +75,10 @@ class SchedulerSide:
         """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
         KV caches shared in place.
         """
+        self._steps = compat.steps_under_way(vllm_config, kv_cache_config)
+        self._freed: FreedBlocks | None = None
+        """Blocks that steps under way may still write; None if loads wait for these steps anyway:
+        stores and saves may still read any block."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
@@ -140,6 +144,8 @@ class SchedulerSide:
         self.blocks = blocks = KVBlocks(pool)
         if self.publications is not None:
             self.publications.watch(blocks)
+            if self.victims is None and self._steps:
+                self._freed = FreedBlocks(pool, self._steps)
         if self.victims is not None:
             self.victims.watch(blocks)
 
@@ -184,7 +190,7 @@ class SchedulerSide:
         """
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
-        load, first = self._specs.of(tracked, rows), tracked.local // self._size
+        load, first = self._specs.of(tracked, rows, self._freed), tracked.local // self._size
         self._stands(tracked, load, first)
         if self._spans is not None:
             self._spans.loading(tracked, external)
@@ -220,6 +226,8 @@ class SchedulerSide:
         """Move the loads that begin in this step into `meta`. Never raises."""
         meta.loads = self._loads
         self._loads = []
+        if self._freed is not None:
+            self._freed.planned()
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
