@@ -14,7 +14,7 @@ import msgspec
 
 from vcache_backend.metadata_server.endpoint import beside
 
-from ..processes import ChildFailed, Program
+from ..processes import ChildFailed, Program, until
 
 START_SECONDS = 20.0
 _LAUNCHER = """
@@ -55,20 +55,10 @@ class Node:
         assert self._server is not None
         return self._server.pid
 
-    def start(self, descriptors: int = 0) -> bool:
-        """Start a new server; False if it ended, or did not answer within START_SECONDS.
-        descriptors: the most that it may have; 0: as many as this process."""
-        try:
-            self._start(descriptors)
-        except ChildFailed:
-            return False
-        return True
-
-    def _start(self, descriptors: int = 0) -> None:
+    def _start(self) -> None:
+        """Start a new server. ChildFailed if it does not answer within START_SECONDS, or ends."""
         options = ["--socket", str(self.path), "--config", str(self._config)]
         command = [sys.executable, "-c", _LAUNCHER, str(self.clock), *options]
-        if descriptors:
-            command = ["bash", "-c", 'ulimit -n "$0"; exec "$@"', str(descriptors), *command]
         server = Program("metadata server", command, self._log)
         server.until(lambda: _answers(self.path, server.pid), START_SECONDS)
         self._server = server
@@ -88,8 +78,7 @@ class Node:
         """SIGTERM, then SIGKILL if the server does not end."""
         if (server := self._server) is not None:
             server.signal(signal.SIGTERM)
-            with contextlib.suppress(ChildFailed):
-                server.until(lambda: not server.alive, START_SECONDS)
+            until(lambda: not server.alive, START_SECONDS)
         self.kill()
 
     def look(self) -> None:
@@ -105,7 +94,9 @@ class Node:
         the first one is killed at the block's end, unless it has ended by itself, as it should; if
         not, the second one has ended."""
         first = self._server
-        if not self.start():
+        try:
+            self._start()
+        except ChildFailed:
             yield False
             return
         try:

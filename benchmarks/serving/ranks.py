@@ -62,16 +62,15 @@ class Pair:
 
     def timed(self, rank: int, tokens: list[int]) -> Answer:
         """Have a rank answer with one token, and take the time until it comes."""
-        answer = Answer()
-        asyncio.run(self.stream(rank, tokens, 1, answer))
-        return answer
-
-    async def stream(self, rank: int, tokens: list[int], count: int, answer: Answer) -> None:
-        """Have a rank answer, and note when."""
-        body = _body(tokens, count)
+        answer, body = Answer(), _body(tokens, 1)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         asked = complete(self.servers.ports[0], msgspec.json.encode(body), answer, rank)
-        await asyncio.wait_for(asked, ANSWER_SECONDS)
+
+        async def answered() -> None:
+            await asyncio.wait_for(asked, ANSWER_SECONDS)
+
+        asyncio.run(answered())
+        return answer
 
     def reset(self) -> None:
         """Empty all caches. Through a pool a reset is over after a rank's next step; and a rank
@@ -86,12 +85,13 @@ class Pair:
         before: chunks that could be by then. ChildFailed if no further one can be.
         """
         due = before + len(tokens) // self.scale.chunk
-        if not until(lambda: self.servers.shared() >= due, SHARED_SECONDS):
-            shared = self.servers.shared()
-            said = f"{shared} chunks can be read where {due} were due; {self.servers.said()}"
-            if shared <= before:
-                raise ChildFailed(said)
-            print(f"  {said}", flush=True)
+        if until(lambda: self.servers.shared() >= due, SHARED_SECONDS):
+            return
+        shared = self.servers.shared()
+        said = f"{shared} chunks can be read where {due} were due; {self.servers.said()}"
+        if shared <= before:
+            raise ChildFailed(said)
+        print(f"  {said}", flush=True)
 
     def computed(self, rank: int, tokens: list[int], salt: str = "") -> None:
         """Have a rank compute a prompt that the other can read then."""

@@ -75,10 +75,8 @@ class SchedulerSide:
         """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
         KV caches shared in place.
         """
-        self._steps = compat.steps_under_way(vllm_config, kv_cache_config)
         self._freed: FreedBlocks | None = None
-        """Blocks that steps under way may still write; None if loads wait for these steps anyway:
-        stores and saves may still read any block."""
+        """Blocks that steps under way may still write; None if loads wait for all these steps."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
@@ -114,8 +112,13 @@ class SchedulerSide:
             instance.announcer = Announcer(instance.ranks)
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
+        # Stores and saves of steps under way may read any block.
+        only_shares = self.publications is not None and self.victims is None
+        self._steps = compat.steps_under_way(vllm_config, kv_cache_config) if only_shares else 0
+        """How many steps may be under way beside a load; 0: it waits for all of them."""
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        self._pace = Pace(self._requests, bool(scheduling.async_scheduling), apart)
+        waits = bool(scheduling.async_scheduling) and (apart or not self._steps)
+        self._pace = Pace(self._requests, waits, apart)
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -144,8 +147,8 @@ class SchedulerSide:
         self.blocks = blocks = KVBlocks(pool)
         if self.publications is not None:
             self.publications.watch(blocks)
-            if self.victims is None and self._steps:
-                self._freed = FreedBlocks(pool, self._steps)
+        if self._steps:
+            self._freed = FreedBlocks(pool, self._steps)
         if self.victims is not None:
             self.victims.watch(blocks)
 
