@@ -92,9 +92,10 @@ class PublicationSpec(_Spec, frozen=True):
     loaded: bool = False
 
 
-@dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The scheduler's message to the workers in each step.
+@KVConnectorMetadata.register
+class StepMetadata(msgspec.Struct):
+    """The scheduler's message to the workers in each step. Not a dataclass: there is one for each
+    step, and msgspec makes it in C.
 
     fresh: lists of blocks that get a new owner in this step. cancelled: requests that ended during
     their load. flush: report this number once the stores of earlier steps have begun; 0: none.
@@ -104,16 +105,16 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     their blocks are used again. echo: report this number once this step's model run is over; 0:
     none."""
 
-    loads: list[LoadSpec] = field(default_factory=list)
-    stores: list[StoreSpec] = field(default_factory=list)
-    fresh: list[list[int]] = field(default_factory=list)
-    cancelled: set[str] = field(default_factory=set)
+    loads: list[LoadSpec] = []
+    stores: list[StoreSpec] = []
+    fresh: list[list[int]] = []
+    cancelled: set[str] = set()
     flush: int = 0
     idle: bool = False
     opaque: bool = False
     introduce: bool = False
     instance: bytes = b""
-    publications: list[PublicationSpec] = field(default_factory=list)
+    publications: list[PublicationSpec] = []
     victims: PublicationSpec | None = None
     echo: int = 0
 

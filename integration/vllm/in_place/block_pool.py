@@ -39,6 +39,12 @@ class KVBlocks:
         """The number of blocks that can be handed out."""
         return int(self.pool.get_num_free_blocks())
 
+    @property
+    def uncached(self) -> int:
+        """How many of these vLLM's own prefix cache does not find, at least, unless it has the same
+        tokens twice. vLLM hands them out first."""
+        return self.free - len(self.pool.cached_block_hash_to_block)
+
     def cached(self, block_hash: Any) -> bool:
         """Whether vLLM's own prefix cache has this block, of a model with one block table."""
         return bool(self.pool.get_cached_block(block_hash, [0]))
