@@ -20,7 +20,7 @@ TOKENS = b'"choices":[{'
 
 class Answer(msgspec.Struct, kw_only=True):
     """One answer. Times are in seconds on this process's clock; 0: that point was not reached.
-    error: why the answer is incomplete.
+    times: when tokens came. error: why the answer is incomplete.
     """
 
     sent: float = 0.0
@@ -29,6 +29,7 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt: int = 0
     cached: int = 0
     tokens: int = 0
+    times: list[float] = []
     error: str = ""
 
 
@@ -157,6 +158,7 @@ async def _stream(reader: asyncio.StreamReader, answer: Answer) -> None:
                 # An event of tokens is not parsed, which would make this process late.
                 answer.first = answer.first or now
                 answer.last = now
+                answer.times.append(now)
             elif event.startswith(b"data: {"):
                 _note(json.loads(event[6:]), answer)
             elif event == b"data: [DONE]":
