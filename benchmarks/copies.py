@@ -7,9 +7,10 @@ contiguous bytes. All bytes are compared before any timing."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,9 @@ import torch
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
-from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks
+from vcache_backend.vram_pool.copies.planner import plan_blocks
 from vcache_backend.vram_pool.devices import Device, resolve
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.segment import MappedSegment
+from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
 from .results import Row, row
@@ -33,33 +33,17 @@ RUNS = 31
 
 
 class Case(NamedTuple):
-    """A paged KV cache on `reader`, slots in a segment, and a plan that moves `nbytes` between
-    them.
-    """
+    """A copy of `nbytes`. into, out: by our kernel, into a paged KV cache and out of it. read,
+    write: as many bytes by the copy engine, contiguous, in the same directions."""
 
-    reader: Device
-    kv: PagedKV
-    mapped: MappedSegment
-    copy: CopyPlan
-    slots: list[SlotView]
-    flat: torch.Tensor
-
-    def scatter(self, copier: CudaCopier) -> Completion:
-        return copier.scatter(self.kv, self.copy, self.slots)
-
-    def gather(self, copier: CudaCopier) -> Completion:
-        return copier.gather(self.kv, self.copy, self.slots)
-
-    def pull(self) -> None:
-        """The copy engine: the same number of bytes out of the segment, contiguous."""
-        self.flat.copy_(self.mapped.tensor(0, self.copy.nbytes), non_blocking=True)
-
-    def push(self) -> None:
-        """The copy engine, into the segment."""
-        self.mapped.tensor(0, self.copy.nbytes).copy_(self.flat, non_blocking=True)
+    nbytes: int
+    into: Callable[[CudaCopier], Completion]
+    out: Callable[[CudaCopier], Completion]
+    read: Callable[[], object]
+    write: Callable[[], object]
 
 
-def case(owner: Device, reader: Device, nbytes: int) -> Case:
+def slots(owner: Device, reader: Device, nbytes: int) -> Case:
     """Slots in a new segment of `owner`, one a chunk; on `reader` layers of (2, blocks, 16, 8, 128)
     bf16: pages of 32 KiB for K and for V, blocks in random order."""
     with segment.create(owner, nbytes) as owned:
@@ -68,68 +52,40 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
     gpu = torch.device("cuda", reader.ordinal or 0)
     layers = 1 if nbytes < 32 * MIB else 16
     chunk_bytes = layers * (CHUNK // BLOCK_SIZE) * 2 * PAGE_BYTES
-    chunks = nbytes // chunk_bytes
-    blocks = chunks * (CHUNK // BLOCK_SIZE)
+    blocks = nbytes // chunk_bytes * (CHUNK // BLOCK_SIZE)
     shape = (2, blocks + 7, BLOCK_SIZE, 8, 128)
     caches = [torch.randn(shape, device=gpu).to(torch.bfloat16) for _ in range(layers)]
     kv = PagedKV.describe(caches, BLOCK_SIZE)
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
-    copy = plan_blocks(kv, CHUNK, ids)
-    whole = mapped.tensor(0, mapped.nbytes)
+    plan, whole = plan_blocks(kv, CHUNK, ids), mapped.tensor(0, nbytes)
     local = mapped.device == reader.name and reader.medium == "cuda"
-    starts = range(0, nbytes, chunk_bytes)
     views = [
-        SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start) for start in starts
+        SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start)
+        for start in range(0, nbytes, chunk_bytes)
     ]
-    made = Case(reader, kv, mapped, copy, views, torch.empty(nbytes, dtype=torch.uint8, device=gpu))
-    _check(made, caches)
-    return made
-
-
-def _check(made: Case, caches: list[torch.Tensor]) -> None:
-    """Out to the segment and back into poisoned blocks: every byte must be what it was."""
-    copier = CudaCopier(made.reader.ordinal or 0)
-    before = [cache.clone() for cache in caches]
-    if not made.gather(copier).wait(10):
-        raise RuntimeError("the gather did not end")
-    touched = torch.from_numpy(np.unique(made.copy.blocks[:, 2])).to(caches[0].device)
+    flat = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
+    case = Case(
+        nbytes,
+        lambda copier: copier.scatter(kv, plan, views),
+        lambda copier: copier.gather(kv, plan, views),
+        lambda: flat.copy_(whole, non_blocking=True),
+        lambda: whole.copy_(flat, non_blocking=True),
+    )
+    # Out to the segment and back into poisoned blocks: every byte must be what it was.
+    copier, before = CudaCopier(reader.ordinal or 0), [cache.clone() for cache in caches]
+    _wait(case.out(copier))
     for cache in caches:
-        cache[:, touched] = float("nan")
-    if not made.scatter(copier).wait(10):
-        raise RuntimeError("the scatter did not end")
+        cache[:, torch.from_numpy(ids).to(gpu)] = float("nan")
+    _wait(case.into(copier))
     for cache, saved in zip(caches, before, strict=True):
         if not torch.equal(cache.view(torch.int16), saved.view(torch.int16)):
             raise RuntimeError("the copy moved wrong bytes; nothing is measured")
+    return case
 
 
-class InPlaceCase(NamedTuple):
-    """A paged KV cache on `reader`, and blocks of other KV caches, in memory that their owners
-    exported. rows, origins: see `Copier.pull`.
-    """
-
-    reader: Device
-    kv: PagedKV
-    mapped: list[MappedSegment]
-    rows: Int64s
-    origins: Int64s
-    flat: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.flat.numel()
-
-    def move(self, copier: CudaCopier) -> Completion:
-        return copier.pull(self.kv, self.rows, self.origins, None, self.mapped)
-
-    def engine(self) -> None:
-        """The copy engine: as many bytes out of each owner's memory, contiguous."""
-        for part, mapped in zip(self.flat.chunk(len(self.mapped)), self.mapped, strict=True):
-            part.copy_(mapped.tensor(0, part.numel()), non_blocking=True)
-
-
-def in_place_case(owners: list[Device], reader: Device, nbytes: int) -> InPlaceCase:
-    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, on all sides; blocks in random
-    order, `nbytes` of them from each owner.
+def in_place(owners: list[Device], reader: Device, nbytes: int) -> Case:
+    """KV caches of others, in memory that they exported: 32 layers of (blocks, 2, 16, 8, 128) bf16,
+    pages of 64 KiB, on all sides; blocks in random order, `nbytes` of them from each owner.
     """
     layers, page_bytes = 32, 2 * PAGE_BYTES
     each = nbytes // (layers * page_bytes)
@@ -144,49 +100,46 @@ def in_place_case(owners: list[Device], reader: Device, nbytes: int) -> InPlaceC
         for _ in range(layers)
     ]
     kv = PagedKV.describe(caches, BLOCK_SIZE, axes="block part token head dim")
-    order = np.random.default_rng(0)
-    for memory in mapped:
-        filling = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
-        memory.tensor(0, nbytes).copy_(filling)
+    order, sources = np.random.default_rng(0), [memory.tensor(0, nbytes) for memory in mapped]
     rows = np.zeros((blocks, 3), dtype=np.int64)
     rows[:, 0] = np.arange(blocks) // each
     rows[:, 1] = np.concatenate([order.permutation(each) for _ in owners]) * page_bytes
     rows[:, 2] = order.permutation(blocks + 7)[:blocks]
     planes = np.arange(layers, dtype=np.int64) * each * page_bytes
-    origins = np.stack([memory.tensor(0, nbytes).data_ptr() + planes for memory in mapped])
-    flat = torch.empty(len(owners) * nbytes, dtype=torch.uint8, device=device)
-    made = InPlaceCase(reader, kv, mapped, rows, origins, flat)
-    _check_in_place(made)
-    return made
+    origins = np.stack([source.data_ptr() + planes for source in sources])
+    flats = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in owners]
 
+    def pull(copier: CudaCopier) -> Completion:
+        return copier.pull(kv, rows, origins, None, mapped)
 
-def _check_in_place(made: InPlaceCase) -> None:
-    """Every page must be the owner's."""
-    for page in made.kv.pages:
-        page.zero_()
-    if not made.move(CudaCopier(made.reader.ordinal or 0)).wait(10):
-        raise RuntimeError("the copy did not end")
-    nbytes, pages, page_bytes = made.nbytes // len(made.mapped), made.kv.pages, made.kv.page_bytes
-    for number, memory in enumerate(made.mapped):
-        there = memory.tensor(0, nbytes).view(len(pages), -1, page_bytes)
-        rows = made.rows[made.rows[:, 0] == number]
-        ids, places = (
-            torch.from_numpy(rows[:, column].copy()).to(made.flat.device) for column in (1, 2)
-        )
-        for page, source in zip(pages, there, strict=True):
-            if not torch.equal(page[places], source[ids // page_bytes]):
+    def read() -> None:
+        for flat, source in zip(flats, sources, strict=True):
+            flat.copy_(source, non_blocking=True)
+
+    # Every page must be the owner's.
+    for source in sources:
+        source.copy_(torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device))
+    _wait(pull(CudaCopier(reader.ordinal or 0)))
+    for number, source in enumerate(sources):
+        _, ids, places = torch.from_numpy(rows[rows[:, 0] == number]).to(device).T
+        pages = source.view(layers, -1, page_bytes)
+        for page, theirs in zip(kv.pages, pages, strict=True):
+            if not torch.equal(page[places], theirs[ids // page_bytes]):
                 raise RuntimeError("the copy moved wrong bytes; nothing is measured")
+    return Case(len(owners) * nbytes, pull, pull, read, read)
 
 
-def event() -> Any:
-    """A CUDA event that keeps the time (torch does not type its constructor)."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _wait(completion: Completion) -> Completion:
+    if not completion.wait(10):
+        raise RuntimeError("a copy did not end within 10 s")
+    return completion
 
 
 def engine_seconds(work: Callable[[], object]) -> float:
     """GPU time of one copy-engine copy on the current stream; the stream is kept busy until all of
     it is queued.
     """
+    event = partial(torch.cuda.Event, enable_timing=True)
     start, end = event(), event()
     torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     start.record()
@@ -196,35 +149,26 @@ def engine_seconds(work: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+def peer_speed(nbytes: int) -> float:
+    """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, or within a single
+    GPU: the median of RUNS.
+    """
+    owner, reader = resolve("cuda:0"), resolve(f"cuda:{min(1, torch.cuda.device_count() - 1)}")
+    torch.cuda.set_device(reader.ordinal)
+    with segment.create(owner, nbytes) as owned:
+        mapped = segment.map_segment(owned.info, owned.fd, reader)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
+    source = mapped.tensor(0, nbytes)
+    pull = partial(target.copy_, source, non_blocking=True)
+    return nbytes / statistics.median([engine_seconds(pull) for _ in range(RUNS + 3)][3:]) / 1e9
+
+
 def copier_seconds(work: Callable[[], Completion]) -> float:
     """GPU time of one copy of ours, from the launch of its kernel until the last bytes are in
     place.
     """
     torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
-    completion = work()
-    if not completion.wait(10):
-        raise RuntimeError("a copy did not end within 10 s")
-    return completion.seconds or 0.0
-
-
-def _measured(
-    name: str,
-    nbytes: int,
-    engine: Callable[[], object],
-    ours: Callable[[], Completion],
-    what: str,
-    floor: float,
-) -> Row:
-    """The row of GB/s, RUNS samples each; the copy engine and ours take turns."""
-    works = partial(copier_seconds, ours), partial(engine_seconds, engine)
-    for work in works * 3:
-        work()
-    rates: list[list[float]] = [[], []]
-    for _ in range(RUNS):
-        for work, samples in zip(works, rates, strict=True):
-            samples.append(nbytes / work() / 1e9)
-    text = f"{nbytes // MIB} MiB {what}; reference: the copy engine, contiguous"
-    return row(name, "GB/s", *rates, what=text, at_least=floor)
+    return _wait(work()).seconds or 0.0
 
 
 def run() -> list[Row]:
@@ -232,34 +176,39 @@ def run() -> list[Row]:
     first, host = resolve("cuda:0"), resolve("host", "cuda:0")
     copier, rows = CudaCopier(0), list[Row]()
 
-    def add(name: str, made: Case, what: str, floor: float, by: CudaCopier = copier) -> None:
-        """A read out of the segment."""
-        ours = partial(made.scatter, by)
-        rows.append(_measured(name, made.copy.nbytes, made.pull, ours, what, floor))
+    def add(
+        name: str, case: Case, how: str, floor: float, by: CudaCopier = copier, store: bool = False
+    ) -> None:
+        """The row of GB/s, RUNS samples each; the copy engine and ours take turns."""
+        ours, engine = (case.out, case.write) if store else (case.into, case.read)
+        works = partial(copier_seconds, partial(ours, by)), partial(engine_seconds, engine)
+        for work in works * 3:
+            work()
+        rates: list[list[float]] = [[], []]
+        for _ in range(RUNS):
+            for work, samples in zip(works, rates, strict=True):
+                samples.append(case.nbytes / work() / 1e9)
+        what = f"{case.nbytes // MIB} MiB {how}; reference: the copy engine, contiguous"
+        rows.append(row(name, "GB/s", *rates, what=what, at_least=floor))
 
-    def add_store(name: str, made: Case, what: str) -> None:
-        ours = partial(made.gather, copier)
-        rows.append(_measured(name, made.copy.nbytes, made.push, ours, what, 0.85))
-
-    if torch.cuda.device_count() > 1:
-        second = resolve("cuda:1")
-        how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages"
-        for mib, floor in ((256, 0.95), (32, 0.95), (4, 0.90)):
-            made = case(second, first, mib * MIB)
-            add(f"peer_retrieve_{mib}MiB", made, how, floor)
-            if mib == 256:
-                few = CudaCopier(0, max_ctas=32)
-                add("peer_retrieve_256MiB_32cta", made, f"with 32 CTAs {how}", 0.90, few)
-        others = [resolve(f"cuda:{number}") for number in range(1, torch.cuda.device_count())]
-        for owners in [others[:1], *([others[:3]] if others[2:] else [])]:
-            other = in_place_case(owners, first, 256 * MIB)
-            ours = partial(other.move, copier)
-            peers = f"KV caches on {len(owners)} peers" if owners[1:] else "a KV cache on the peer"
-            how = f"out of {peers} into scattered 64-KiB pages of 32 tensors"
-            name = "inplace_copy_" + (f"{len(owners)}_owners" if owners[1:] else "256MiB")
-            rows.append(_measured(name, other.nbytes, other.engine, ours, how, 0.93))
-    add_store("local_store_256MiB", case(first, first, 256 * MIB), "into the own segment")
-    locked = case(host, host, 256 * MIB)
+    peers = [resolve(f"cuda:{number}") for number in range(1, torch.cuda.device_count())]
+    how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages"
+    for mib, floor in ((256, 0.95), (32, 0.95), (4, 0.90)) if peers else ():
+        case = slots(peers[0], first, mib * MIB)
+        add(f"peer_retrieve_{mib}MiB", case, how, floor)
+        if mib == 256:
+            few = CudaCopier(0, max_ctas=32)
+            add("peer_retrieve_256MiB_32cta", case, f"with 32 CTAs {how}", 0.90, few)
+    how = "into scattered 64-KiB pages of 32 tensors"
+    if peers:
+        case = in_place(peers[:1], first, 256 * MIB)
+        add("inplace_copy_256MiB", case, f"out of a KV cache on the peer {how}", 0.93)
+    if len(peers) > 2:
+        case = in_place(peers[:3], first, 256 * MIB)
+        add("inplace_copy_3_owners", case, f"out of KV caches on 3 peers {how}", 0.93)
+    own = slots(first, first, 256 * MIB)
+    add("local_store_256MiB", own, "into the own segment", 0.85, store=True)
+    locked = slots(host, host, 256 * MIB)
     add("host_retrieve_256MiB", locked, "out of locked host memory", 0.85)
-    add_store("host_store_256MiB", locked, "into locked host memory")
+    add("host_store_256MiB", locked, "into locked host memory", 0.85, store=True)
     return rows

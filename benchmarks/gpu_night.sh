@@ -130,8 +130,8 @@ tests() {
   echo "== tests: rc $?"; tail -n 15 "$out/tests.txt"
 }
 equal() {
-  local parts=agreeing,sensitive,flipped,equal ways=${WAYS:-in_place pool lmcache}
-  [[ $ways != *in_place* ]] || ttft equal_in_place 500 $parts "${in_place[@]}" --scale beside &
+  local parts=agreeing,sensitive,equal ways=${WAYS:-in_place pool lmcache}
+  [[ $ways != *in_place* ]] || ttft equal_in_place 500 agreeing,sensitive,flipped,equal "${in_place[@]}" --scale beside &
   [[ $ways != *pool* ]] || ttft equal_pool 500 $parts,restart --integration vllm --scale beside &
   [[ $ways != *lmcache* ]] || ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
   wait

@@ -7,10 +7,11 @@ docs/benchmarks.md."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-from multiprocessing.synchronize import Barrier
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from vcache_backend.metadata_server.client import Client
@@ -24,7 +25,7 @@ from .results import Row, percentile, row
 CHUNKS = 300_000
 CHUNK_BYTES = 4096
 BATCH = 512
-SECONDS = 3.0
+SECONDS, PREPARE_SECONDS = 3.0, 4.0
 LOOKUPS = 20_000
 
 
@@ -90,36 +91,24 @@ def _lookup_times(client: Client) -> list[float]:
 
 def _together(clients: int, path: Path, what: str) -> list[float]:
     """Keys per second of all clients together; three samples."""
-    context = multiprocessing.get_context("spawn")
-    rates = []
-    for turn in range(3):
-        barrier = context.Barrier(clients)
-        results: multiprocessing.Queue[float] = context.Queue()
-        work = [
-            context.Process(target=_client, args=(path, what, turn, n, barrier, results))
-            for n in range(clients)
-        ]
-        for process in work:
-            process.start()
-        rates.append(sum(results.get(timeout=120) for _ in work))
-        for process in work:
-            process.join(30)
-    return rates
+    with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as processes:
+        # Each process has to be there before the first sample begins.
+        list(processes.map(time.sleep, [1.0] * clients))
+        rates = []
+        for turn in range(3):
+            client = partial(_client, path, what, turn, time.monotonic() + PREPARE_SECONDS)
+            rates.append(sum(processes.map(client, range(clients))))
+        return rates
 
 
-def _client(
-    path: Path,
-    what: str,
-    turn: int,
-    number: int,
-    barrier: Barrier,
-    results: multiprocessing.Queue[float],
-) -> None:
-    """One client process: as many batches as it can in SECONDS."""
+def _client(path: Path, what: str, turn: int, begin: float, number: int) -> float:
+    """One client process: as many batches as it can in SECONDS from the time `begin` on. Keys per
+    second.
+    """
     with Client(path, PATIENT) as client:
-        batches = _batches(turn, number, what)
-        barrier.wait(60)
-        started, done = time.perf_counter(), 0
+        batches, done = _batches(turn, number, what), 0
+        time.sleep(max(0.0, begin - time.monotonic()))
+        started = time.perf_counter()
         for keys in batches:
             if what == "lookup":
                 done += client.lookup(keys)
@@ -128,7 +117,7 @@ def _client(
                 done += client.commit(reserved.reservation)
             if time.perf_counter() - started > SECONDS:
                 break
-        results.put(done / (time.perf_counter() - started))
+        return done / (time.perf_counter() - started)
 
 
 def _batches(turn: int, number: int, what: str) -> list[list[ChunkKey]]:

@@ -5,25 +5,57 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
+
+from .results import Clock, Report
 
 GRACE = 20
 """Seconds after the deadline at which whatever still runs is ended. The rows so far are kept."""
 
 
-def end_in_time(seconds: float) -> None:
-    """SIGTERM, and the deadline with a reserve, become an exception, so that children are killed on
-    the way out.
+class Measurement:
+    """A measurement of vLLM that runs: its time, its rows, the folder of its logs. Parts that fail
+    cost no other part's rows. SIGTERM, and the deadline with a reserve, become an exception, so
+    that children are killed on the way out.
     """
 
-    def end(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
+    def __init__(self, options: argparse.Namespace) -> None:
+        """options: of `parser`."""
+        self.report = Report(options.out, options.commit)
+        self.clock, self._failed = Clock(options.seconds), list[str]()
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, _end)
+        signal.alarm(int(options.seconds) + GRACE)
+        self.folder: Path = options.logs or Path(tempfile.mkdtemp(prefix="vcache-logs-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        print(f"logs in {self.folder}", flush=True)
 
-    for number in (signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, end)
-    signal.alarm(int(seconds) + GRACE)
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part: if it raises, say so, and go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the other parts' rows count
+            self._failed.append(name)
+            traceback.print_exc()
+            said = f"FAILED after {self.clock.spent:.0f} s: {type(error).__name__}: {error}"
+            print(f"{name}: {said}", flush=True)
+
+    def end(self) -> int:
+        """1 if a row missed its limit or a part failed."""
+        signal.alarm(0)
+        failed = f"; failed: {', '.join(self._failed)}" if self._failed else ""
+        print(f"{self.clock.spent:.0f} s; {len(self.report.rows)} rows{failed}", flush=True)
+        return int(bool(failed) or self.report.missed)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -11,9 +11,11 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 PACKAGES = (
@@ -82,32 +84,26 @@ def fraction(case: str, good: Sequence[bool], what: str) -> Row:
 
 
 def percentile(values: Sequence[float], which: int) -> float:
-    """The percentile number `which`. 0 for no values, the value itself for one."""
-    if len(values) < 2:
-        return values[0] if values else 0.0
-    return statistics.quantiles(values, n=100, method="inclusive")[which - 1]
+    """The percentile number `which`; 0 for no values."""
+    return float(np.percentile(values, which)) if len(values) else 0.0
 
 
 def spread(samples: Sequence[float]) -> float:
     """(90th - 10th percentile) ÷ median; 0 for fewer than 3 samples."""
-    if len(samples) < 3:
-        return 0.0
-    deciles = statistics.quantiles(samples, n=10, method="inclusive")
-    middle = statistics.median(samples)
-    return (deciles[-1] - deciles[0]) / middle if middle else 0.0
+    low, middle, high = (percentile(samples, which) for which in (10, 50, 90))
+    return (high - low) / middle if len(samples) > 2 and middle else 0.0
 
 
 def machine() -> dict[str, object]:
     """The machine: GPUs, processor, memory, kernel and driver."""
-    model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
-    driver = " ".join(_lines("/proc/driver/nvidia/version"))
+    driver = _match(r"\d+\.\d+(?:\.\d+)?", "/proc/driver/nvidia/version")
     return {
         "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
+        "cpu": _match(r"(?<=model name).*", "/proc/cpuinfo").strip("\t: ") or platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
-        "driver": next(iter(re.findall(r"\d+\.\d+(?:\.\d+)?", driver)), ""),
+        "driver": driver,
     }
 
 
@@ -115,10 +111,8 @@ def versions() -> dict[str, str]:
     """Python and the packages that matter, those that are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found | ({"cuda": str(torch.version.cuda)} if torch.cuda.is_available() else {})
 
 
@@ -174,10 +168,6 @@ class Report:
         if self._path is not None:
             write(self._path, document(list(self.rows.values()), self._commit))
 
-    def table(self) -> str:
-        """All rows, for people."""
-        return "\n".join(line(row) for row in self.rows.values())
-
 
 def line(row: Row) -> str:
     """One row of a table."""
@@ -223,8 +213,9 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
+def _match(pattern: str, path: str) -> str:
+    """What matches first in a file; empty if nothing does, or there is none."""
+    with suppress(OSError):
+        if (match := re.search(pattern, Path(path).read_text())) is not None:
+            return match[0]
+    return ""

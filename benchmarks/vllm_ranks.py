@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import statistics
 import sys
-import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,14 +25,15 @@ from pathlib import Path
 
 import msgspec
 
-from .options import end_in_time, names_of, parser
+from .options import Measurement, names_of, parser
 from .processes import ChildFailed
-from .results import Clock, Report, Row, fraction, row
+from .results import Clock, Row, fraction, row
 from .serving.client import Answer
-from .serving.ranks import LOGPROBS, RANKS, TOKENS, Pair, Said
+from .serving.ranks import LOGPROBS, RANKS, TOKENS, Pair
 from .serving.servers import Servers
 from .serving.systems import SIZES, Sizes
 from .vllm.instances import KINDS
+from .vllm.parts.equality import difference
 from .vllm.prompts import Hit
 from .vllm.weights import write_model
 
@@ -74,16 +72,17 @@ def equal(pair: Pair, clock: Clock) -> list[Row]:
         own = pair.ask(reader, hit.then, "own")
         pair.computed(owner, hit.first, "shared")
         got = pair.ask(reader, hit.then, "shared")
-        good.append(own == got and got.cached == hit.cached)
-        if not good[-1]:
-            print(f"  {hit.kind}, rank {reader}: {_difference(own, got, hit)}", flush=True)
+        how = difference(own, got, hit) or difference(got, own, hit)
+        good.append(not how)
+        if how:
+            print(f"  {hit.kind}, rank {reader}: {how}", flush=True)
         if number < CONTROLS:
             there = pair.ask(owner, hit.first, "owner's")
-            same.append(there == first and not there.cached)
+            same.append(there == first and not there["cached"])
             repeated.append(pair.ask(reader, hit.then, "own") == own)
-            altered = [hit.first[0] % (pair.prompts.vocabulary - 4) + 3, *hit.first[1:]]
+            altered = pair.prompts.altered(hit.first)
             pair.computed(owner, altered, "shared")
-            changed.append(pair.ask(reader, altered, "shared").steps != got.steps)
+            changed.append(pair.ask(reader, altered, "shared")["logprobs"] != got["logprobs"])
     if not good:
         raise ChildFailed("there was no time to compare anything")
     kinds = Counter(hit.kind for hit in hits[: len(good)])
@@ -92,14 +91,13 @@ def equal(pair: Pair, clock: Clock) -> list[Row]:
         f"of one server has computed, bit for bit against the rank's own prefix-cache hit; prompts "
         f"by length: {dict(sorted(kinds.items()))}"
     )
-    return [
-        *_rows(pair, "hit_equal", good, what),
-        *_rows(
-            pair, "ranks_agree", same, "prompts that both ranks compute alike without any cache"
-        ),
-        *_rows(pair, "own_repeats", repeated, "a rank's own prefix-cache hit twice, bit for bit"),
-        *_rows(pair, "first_token_matters", changed, "hits whose logprobs change with token 0"),
-    ]
+    rows = {
+        "hit_equal": (good, what),
+        "ranks_agree": (same, "prompts that both ranks compute alike without any cache"),
+        "own_repeats": (repeated, "a rank's own prefix-cache hit twice, bit for bit"),
+        "first_token_matters": (changed, "hits whose logprobs change with token 0"),
+    }
+    return [fraction(f"ep_dp_{name}_{pair.shape}", *each) for name, each in rows.items()]
 
 
 def first_token(pair: Pair, clock: Clock, rounds: int) -> list[Row]:
@@ -126,7 +124,7 @@ def first_token(pair: Pair, clock: Clock, rounds: int) -> list[Row]:
     most = None if pair.scale.cpu else ALLOWED
     return [
         row(f"ep_dp_ttft_{LONG}_{pair.shape}", "ms", hits, computed, what=what, at_most=most),
-        *_rows(pair, "hits", whole, "timed prompts that were whole hits"),
+        fraction(f"ep_dp_hits_{pair.shape}", whole, "timed prompts that were whole hits"),
     ]
 
 
@@ -169,32 +167,17 @@ async def _gaps(pair: Pair, hits: Sequence[Hit]) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
-def _rows(pair: Pair, name: str, good: Sequence[bool], what: str) -> list[Row]:
-    return [fraction(f"ep_dp_{name}_{pair.shape}", good, what)]
-
-
-def _difference(own: Said, got: Said, hit: Hit) -> str:
-    if (own.cached, got.cached) != (hit.cached, hit.cached):
-        return f"{got.cached} tokens cached, {own.cached} by itself, where {hit.cached} were due"
-    pairs = enumerate(zip(own.steps, got.steps, strict=True))
-    first = next((number for number, (one, other) in pairs if one != other), -1)
-    tokens = "equal" if own.tokens == got.tokens else "differ"
-    return f"differs from step {first} on; tokens {tokens}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a shape failed."""
     options = _options(arguments)
-    report, clock = Report(options.out, options.commit), Clock(options.seconds)
-    end_in_time(options.seconds)
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-ranks-logs-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"logs in {folder}", flush=True)
-    failed = dict[str, str]()
+    made, pairs = Measurement(options), list[Pair]()
+    clock, report = made.clock, made.report
     with ExitStack() as undo:
-        started = [_start(shape, options, folder / shape, undo, failed) for shape in options.shapes]
-        for number, pair in enumerate(pairs := list(filter(None, started))):
-            try:
+        for shape in options.shapes:
+            with made.part(shape):
+                pairs.append(undo.enter_context(_start(shape, options, made.folder / shape)))
+        for number, pair in enumerate(pairs):
+            with made.part(pair.shape), pair:
                 reserved = NEEDED_SECONDS * (len(pairs) - number)
                 took = pair.servers.wait(max(1.0, options.seconds - reserved))
                 pair.servers.call("scale_weights")
@@ -205,36 +188,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 clock.check(LEAST_SECONDS)
                 report.add(beside(pair, clock))
                 print(f"{pair.shape}: {pair.servers.counters()}; {clock.spent:.0f} s", flush=True)
-            except Exception as error:  # noqa: BLE001 - the other shapes' rows count
-                _note(pair.shape, error, failed)
-                print(f"{pair.shape}: FAILED first: {pair.servers.causes()}", flush=True)
-            pair.servers.close()
-    signal.alarm(0)
-    print(report.table())
-    print(f"{clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
-    return int(bool(failed) or report.missed)
+    return made.end()
 
 
-def _start(
-    shape: str, options: argparse.Namespace, folder: Path, undo: ExitStack, failed: dict[str, str]
-) -> Pair | None:
-    """The ranks of a shape, which are not up yet. None if they do not start."""
-    try:
-        sizes = _sizes(shape, options)
-        folder.mkdir(parents=True, exist_ok=True)
-        model = write_model(options.cache / f"model_{shape}_{sizes.scale.name}", sizes.scale)
-        more = {"connector.share": "auto", **dict(options.set)}
-        servers = Servers(SHAPES[shape], sizes, options.gpus, model, folder, options.cache, more)
-        return Pair(shape, list(SHAPES).index(shape), sizes, undo.enter_context(servers))
-    except Exception as error:  # noqa: BLE001 - the other shapes' rows count
-        _note(shape, error, failed)
-        return None
-
-
-def _note(shape: str, error: Exception, failed: dict[str, str]) -> None:
-    failed[shape] = str(error)
-    traceback.print_exc()
-    print(f"{shape}: FAILED: {type(error).__name__}: {error}", flush=True)
+def _start(shape: str, options: argparse.Namespace, folder: Path) -> Pair:
+    """The ranks of a shape, which are not up yet."""
+    sizes = _sizes(shape, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = write_model(options.cache / f"model_{shape}_{sizes.scale.name}", sizes.scale)
+    more = {"connector.share": "auto", **dict(options.set)}
+    gpus = list(range(RANKS))
+    servers = Servers(SHAPES[shape], sizes, gpus, model, folder, options.cache, more)
+    return Pair(shape, list(SHAPES).index(shape), sizes, servers)
 
 
 def _sizes(shape: str, options: argparse.Namespace) -> Sizes:
@@ -251,9 +216,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--shapes", type=names_of(SHAPES), default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
     option("--scale", choices=SIZES, default="full")
     option("--rounds", type=int, default=7, help="prompts whose TTFT is taken")
-    options = made.parse_args(arguments)
-    options.gpus = list(range(RANKS))
-    return options
+    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

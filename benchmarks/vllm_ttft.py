@@ -12,54 +12,39 @@ deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to che
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from .options import end_in_time, names_of, parser
-from .results import Clock, Report, Row
-from .vllm.fleet import Fleet
+from .options import Measurement, names_of, parser
+from .results import Row
+from .vllm.fleet import Fleet, Run
 from .vllm.instances import KINDS, joined
 from .vllm.parts import equality, groups, latency, scheduling, versions
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 
-INTEGRATIONS = ("lmcache", "vllm")
-OURS = ("vllm",)
-
-
-class Run(NamedTuple):
-    """What a part works with."""
-
-    fleet: Fleet
-    clock: Clock
-    source: Prompts
-    rounds: int
+OURS, POOL = ("vllm", "inplace"), ("lmcache", "vllm")
+ALL = ("lmcache", *OURS)
 
 
 class Part(NamedTuple):
     """Something to measure, and the instances it needs.
 
-    of: the integrations it is for. cpu: whether it also runs on the CPU, where vLLM's MLA has no
-    prefix cache. in_place: whether it also applies to sharing in place."""
+    ways: those of sharing that it is for, by what their rows begin with. cpu: whether it also runs
+    on the CPU, where vLLM's MLA has no prefix cache."""
 
     instances: tuple[str, ...]
     run: Callable[[Run], list[Row]]
-    of: tuple[str, ...] = INTEGRATIONS
+    ways: tuple[str, ...] = ALL
     cpu: bool = True
-    in_place: bool = True
 
 
 def _equal(run: Run) -> list[Row]:
     scale = run.fleet.scale
-    hits = run.source.hits(scale.equal, scale.partial)
-    return equality.equal(run.fleet, run.clock, hits, run.source)
+    return equality.equal(run, run.prompts.hits(scale.equal, scale.partial))
 
 
 def _few(kind: str, cpu: bool = True) -> Part:
@@ -70,59 +55,42 @@ def _few(kind: str, cpu: bool = True) -> Part:
     behind their last chunk there, or nobody would have that chunk.
     """
 
-    def run(run: Run) -> list[Row]:
-        scale = KINDS[kind].of(run.fleet.scale)
-        goes_on = bool(KINDS[kind].head)
-        source = (groups.Ended if goes_on else Prompts)(scale, seed=run.source.seed)
-        hits = source.hits(dict.fromkeys(scale.few, 3), 0 if goes_on else 4)
-        rows = equality.agreeing(run.fleet, source, kind)
-        rows += equality.equal(run.fleet, run.clock, hits, source, kind)
-        return [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
+    def compared(run: Run) -> list[Row]:
+        scale, goes_on = KINDS[kind].of(run.fleet.scale), bool(KINDS[kind].head)
+        prompts = (groups.Ended if goes_on else Prompts)(scale, seed=run.prompts.seed)
+        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if goes_on else 4)
+        run = run._replace(prompts=prompts)
+        rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
+        return [*rows, *equality.sensitive(run, kind, 1)]
 
-    return Part(_trio(kind), run, OURS, cpu)
+    return Part(_trio(kind), compared, OURS, cpu)
 
 
 def _ttft(kind: str) -> Part:
     """A part that measures TTFT of instances of a kind with several ranks."""
-
-    def run(run: Run) -> list[Row]:
-        return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind=kind)
-
-    return Part(_trio(kind), run, OURS, cpu=False)
+    return Part(_trio(kind), lambda run: latency.first_token(run, kind), OURS, cpu=False)
 
 
 def _groups(kind: str, cpu: bool = True) -> Part:
     """A part for a model with several block tables, which is shared through a pool."""
-
-    def run(run: Run) -> list[Row]:
-        return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
-
-    return Part(_trio(kind), run, OURS, cpu, in_place=False)
+    return Part(_trio(kind), lambda run: groups.measure(run, kind), ("vllm",), cpu)
 
 
 def _trio(kind: str) -> tuple[str, ...]:
     return tuple(joined(kind, who) for who in ("alone", "a", "b"))
 
 
-def _miss(run: Run) -> list[Row]:
-    short = run.rounds < 5
-    counts = {"1k": 5 if short else 25, "4k": 5 if short else 31, "16k": 3 if short else 11}
-    return latency.miss(run.fleet, run.clock, run.source, counts)
-
-
 PAIR = _trio("")
 PARTS: dict[str, Part] = {
-    "scheduler": Part(
-        ("a", "timed"), lambda it: scheduling.scheduler_time(it.fleet, it.clock, it.source), OURS
-    ),
-    "ttft": Part(PAIR, lambda it: latency.first_token(it.fleet, it.clock, it.source, it.rounds)),
-    "agreeing": Part(PAIR, lambda it: equality.agreeing(it.fleet, it.source)),
-    "sensitive": Part(("alone",), lambda it: equality.sensitive(it.fleet, it.source)),
-    "flipped": Part(PAIR, lambda it: equality.flipped(it.fleet, it.source)),
+    "scheduler": Part(("a", "timed"), scheduling.scheduler_time, OURS),
+    "ttft": Part(PAIR, latency.first_token),
+    "agreeing": Part(PAIR, equality.agreeing),
+    "sensitive": Part(("alone",), equality.sensitive),
+    "flipped": Part(PAIR, equality.flipped, ("inplace",)),
     "equal": Part(PAIR, _equal),
-    "restart": Part(PAIR, lambda it: equality.restart(it.fleet, it.source), in_place=False),
-    "tpot": Part(("a", "b"), lambda it: latency.decoding(it.fleet, it.clock, it.source)),
-    "miss": Part(("alone", "a"), _miss),
+    "restart": Part(PAIR, equality.restart, POOL),
+    "tpot": Part(("a", "b"), latency.decoding),
+    "miss": Part(("alone", "a"), latency.miss),
     "fp8": _few("fp8"),
     "mla": _few("mla", cpu=False),
     "ngram": _few("ngram"),
@@ -133,21 +101,15 @@ PARTS: dict[str, Part] = {
     "state_mamba2": _groups("state_mamba2", cpu=False),
     "state_conv": _groups("state_conv"),
     "state_gdn": _groups("state_gdn"),
-    "short": Part(
-        ("busy_alone", "busy_a"), lambda it: latency.short_tax(it.fleet, it.clock, it.source), OURS
-    ),
+    "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS),
     "sparse": _few("sparse", cpu=False),
     "sparse_fp8": _few("sparse_fp8", cpu=False),
     "head": _few("head", cpu=False),
-    "weights": Part(
-        _trio(versions.KIND), lambda it: versions.measure(it.fleet, it.clock, it.source), OURS
-    ),
+    "weights": Part(_trio(versions.KIND), versions.measure, OURS),
     "tp2_ttft": _ttft("tp2"),
     "pp2": _few("pp2", cpu=False),
     "pp2_ttft": _ttft("pp2"),
-    "three": Part(
-        ("a", "b", "c", "d"), lambda it: latency.three_readers(it.fleet, it.clock, it.source), OURS
-    ),
+    "three": Part(("a", "b", "c", "d"), latency.three_readers, OURS),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
@@ -171,51 +133,26 @@ together, on the CPU one at a time.
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring. Returns 1 if a row missed its limit or a part had no rows."""
     options = _options(arguments)
-    end_in_time(options.seconds)
-    scale = SCALES[options.scale]
-    if options.pool_gib and not scale.cpu:
-        scale = msgspec.structs.replace(scale, pool_bytes=int(options.pool_gib * GIB))
-    if options.kv_gib and not scale.cpu:
-        scale = msgspec.structs.replace(scale, kv_bytes=int(options.kv_gib * GIB))
-    scale = msgspec.structs.replace(scale, compiled=not options.graphs_only)
-    clock, report = Clock(options.seconds), Report(options.out, options.commit)
-    in_place = options.share == "in_place"
-    names = [name for name in options.only or PARTS if _is_for(name, options.integration, in_place)]
+    made = Measurement(options)
+    scale = msgspec.structs.replace(SCALES[options.scale], compiled=not options.graphs_only)
+    for memory in ("kv", "pool"):
+        if (gib := getattr(options, f"{memory}_gib")) and not scale.cpu:
+            scale = msgspec.structs.replace(scale, **{f"{memory}_bytes": int(gib * GIB)})
+    names = [name for name in options.only or PARTS if options.way in PARTS[name].ways]
     skipped = [name for name in names if scale.cpu and not PARTS[name].cpu]
     names = [name for name in names if name not in skipped]
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
-    failed = []
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-vllm-"))
-    with Fleet(
-        scale, folder, options.cache, dict(options.set), options.integration, in_place
-    ) as fleet:
-        print(f"logs in {fleet.folder}", flush=True)
+    with Fleet(scale, made.folder, options.cache, dict(options.set), options.way) as fleet:
         for index, name in enumerate(names):
-            source = Prompts(fleet.scale, seed=list(PARTS).index(name))
-            try:
+            prompts = Prompts(fleet.scale, seed=list(PARTS).index(name))
+            with made.part(name):
                 _arrange(fleet, names[index:])
-                print(f"{name}: {clock.spent:.0f} s", flush=True)
-                clock.check(5)
-                report.add(PARTS[name].run(Run(fleet, clock, source, options.rounds)))
-                if in_place:
-                    report.add([fleet.copied()])
-            except Exception as error:  # noqa: BLE001 the other parts' rows count
-                failed.append(name)
-                traceback.print_exc()
-                print(
-                    f"{name}: FAILED after {clock.spent:.0f} s: {type(error).__name__}: {error}",
-                    flush=True,
-                )
-    signal.alarm(0)
-    print(report.table())
-    print(
-        (
-            f"{clock.spent:.0f} s; {len(report.rows)} "
-            f"rows{'; failed: ' + ', '.join(failed) if failed else ''}"
-        ),
-        flush=True,
-    )
-    return int(bool(failed) or report.missed)
+                print(f"{name}: {made.clock.spent:.0f} s", flush=True)
+                made.clock.check(5)
+                made.report.add(PARTS[name].run(Run(fleet, made.clock, prompts, options.rounds)))
+                if fleet.in_place:
+                    made.report.add([fleet.copied()])
+    return made.end()
 
 
 def _arrange(fleet: Fleet, names: Sequence[str]) -> None:
@@ -227,43 +164,27 @@ def _arrange(fleet: Fleet, names: Sequence[str]) -> None:
     rest = {name for group in apart for name in group}
     now = [name for name in names if (name in group if group else name not in rest)]
     needed = {instance for name in now for instance in PARTS[name].instances}
-    fleet.end(fleet.running - needed - {"memory"})
+    fleet.end(fleet.running - needed)
     fleet.start(sorted(needed))
-
-
-def _is_for(name: str, integration: str, in_place: bool) -> bool:
-    return integration in PARTS[name].of and (PARTS[name].in_place or not in_place)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("vllm_ttft", __doc__, 520.0)
     option = made.add_argument
     option("--only", type=names_of(PARTS), help=f"of {', '.join(PARTS)}")
-    option("--integration", choices=INTEGRATIONS, default="lmcache", help="rows begin with it")
-    option(
-        "--share",
-        choices=("pool", "in_place"),
-        default="pool",
-        help="what connector.share is; in_place: rows begin with inplace",
-    )
+    option("--integration", choices=POOL, default="lmcache", help="rows begin with it")
+    option("--share", choices=("pool", "in_place"), default="pool", help="rows: inplace_...")
     option("--scale", choices=SCALES, default="full")
     option("--pool-gib", type=float, help="of each instance, lent to the pool")
-    option(
-        "--kv-gib",
-        type=float,
-        help="vLLM's KV cache of each instance, twice as much of who computes in place",
-    )
+    option("--kv-gib", type=float, help="vLLM's KV cache of each instance; an owner's is twice it")
     option("--graphs-only", action="store_true", help="compile nothing, and graph decode steps")
     option("--rounds", type=int, default=11, help="prompts of each length in `ttft`")
     options = made.parse_args(arguments)
-    in_place = options.share == "in_place"
-    if in_place and options.integration == "lmcache":
+    options.way = "inplace" if options.share == "in_place" else options.integration
+    if options.way == "inplace" and options.integration == "lmcache":
         made.error("--share in_place is of our connector alone: add --integration vllm")
-    strange = [
-        name for name in options.only or () if not _is_for(name, options.integration, in_place)
-    ]
-    if strange:
-        made.error(f"{', '.join(strange)}: not for {options.integration}, {options.share}")
+    if strange := [name for name in options.only or () if options.way not in PARTS[name].ways]:
+        made.error(f"{', '.join(strange)}: not for {options.way}")
     return options
 
 

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 FORKED = (
     "benchmarks.vllm.child",
-    "benchmarks.vllm.memory",
     "vcache_backend.integration.vllm.model.report",
     "vllm.entrypoints.openai.api_server",
 )

@@ -24,10 +24,10 @@ from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
-from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
-from vcache_backend.transfer.resident import ResidentChunk, UInt64s
+from vcache_backend.transfer.resident import ResidentRun
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
@@ -150,15 +150,12 @@ class Owner:
             self.cache.mark(block, value)
         return [int(number) for number in self._written(blocks)]
 
-    def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> dict[int, ResidentChunk]:
+    def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> ResidentRun:
         """The same with these tokens' KV. The chunks as they would be published."""
         self._hand_out(blocks)
         self.cache.fill(tokens, self.slots(blocks))
-        ids, now, step = np.array(blocks, dtype=np.uint32), self._written(blocks), self.each
-        return {
-            at // step: ResidentChunk(self.name, ids[at:][:step], now[at:][:step])
-            for at in range(0, len(blocks), step)
-        }
+        ids, now = np.array(blocks, dtype=np.uint32), self._written(blocks)
+        return ResidentRun(0, len(ids) // self.each, self.name, ids.tobytes(), now.tobytes())
 
     def reuse(self, block: int) -> None:
         """Another request gets this block, and writes it."""
@@ -238,7 +235,9 @@ def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int
     """Whether these are as they were published."""
     return (
         view.leading(
-            np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64), len(blocks)
+            np.array(blocks, dtype=np.uint32).tobytes(),
+            np.array(generations, dtype=np.uint64).tobytes(),
+            len(blocks),
         )
         == 1
     )

@@ -20,7 +20,7 @@ from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.resident import ResidentRun
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
@@ -137,7 +137,7 @@ class Reader:
     def load(
         self,
         tokens: torch.Tensor,
-        residents: dict[int, ResidentChunk],
+        residents: Sequence[ResidentRun],
         known: bool = True,
         **more: Any,
     ) -> Load:
@@ -145,7 +145,7 @@ class Reader:
         already.
         """
         self.cache.poison()
-        for one in residents.values():
+        for one in residents:
             if known and one.instance not in self.neighbours._here:
                 mapped(self.neighbours, one.instance)
         return Load(
@@ -165,7 +165,7 @@ class Reader:
         return load.loaded
 
     def loaded(
-        self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], **more: Any
+        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], **more: Any
     ) -> tuple[int, str]:
         """A load to its end: how many chunks, and why not all."""
         load = self.load(tokens, residents, **more)

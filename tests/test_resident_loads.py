@@ -4,6 +4,7 @@ it may not be what it was.
 
 from __future__ import annotations
 
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,23 @@ from resident_cases import Reader, owner, owner_process
 from vcache_backend.errors import VCacheError
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.transfer import load as loads
-from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.resident import ResidentRun
 
 __all__ = ["here"]
 ROOM = 1 << 20
 
 
-def beside(
-    here: Node, chunks: int, **more: Any
-) -> tuple[Owner, Reader, torch.Tensor, dict[int, ResidentChunk]]:
+def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.Tensor, ResidentRun]:
     """An owner, a reader that knows it, tokens, and where the owner has computed their chunks.
     more: of the reader.
     """
     one, reader, tokens = owner(here), Reader(here, **more), prompt(chunks * CHUNK)
     return one, reader, tokens, one.compute(tokens, list(range(2 * chunks)))
+
+
+def only(there: ResidentRun, *chunks: int) -> list[ResidentRun]:
+    """These chunks, each a run of its own."""
+    return [there.cut(chunk, chunk + 1) for chunk in chunks]
 
 
 # ---- what is read
@@ -42,7 +46,7 @@ def beside(
 def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here: Node) -> None:
     one, reader, tokens = owner(here), Reader(here), prompt(5 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8, 12, 11])
-    assert reader.loaded(tokens, there) == (5, "")
+    assert reader.loaded(tokens, [there]) == (5, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert (reader.copier.pulls, reader.copier.scatters) == ([10], [])
     assert asked(reader.session.client, "Acquire", "Present", "Release") == 0
@@ -62,7 +66,7 @@ def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_
 ) -> None:
     one, reader, tokens = owner(here, split=theirs), Reader(here, split=ours), prompt(4 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 11, 0, 1, 7, 8][: 4 * one.each])
-    assert reader.loaded(tokens, there) == (4, "")
+    assert reader.loaded(tokens, [there]) == (4, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
 
 
@@ -75,7 +79,8 @@ def test_new_owners_are_mapped_while_the_load_waits_or_the_chunk_comes_from_else
     tokens = prompt(5 * CHUNK)
     first, second = one.compute(tokens, list(range(10))), two.compute(tokens, list(range(10)))
     reader.put(tokens, [2])
-    there = {0: first[0], 1: second[1], 2: second[2]._replace(instance=instance(9)), 3: first[3]}
+    elsewhere = second.cut(2, 3)._replace(instance=instance(9))
+    there = [*only(first, 0), *only(second, 1), elsewhere, *only(first, 3)]
     assert reader.loaded(tokens, there, known=False) == (4, loads.ABSENT)
 
 
@@ -88,7 +93,7 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
     reader.cache.poison()
     where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens)), reader.size, 1, 7)
     load = loads.Load(
-        reader.session, where, reader.keys(tokens), residents=there, neighbours=reader.neighbours
+        reader.session, where, reader.keys(tokens), residents=[there], neighbours=reader.neighbours
     )
     assert load.run(10) == 4
     wanted = slice(reader.size, 7 * reader.size)
@@ -103,7 +108,7 @@ def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) ->
     _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
     reader.put(tokens, [0, 2, 3])
     asked_before = asked(reader.session.client, "Acquire")
-    assert reader.loaded(tokens, {number: there[number] for number in (1, 4, 5)}) == (6, "")
+    assert reader.loaded(tokens, only(there, 1, 4, 5)) == (6, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert (reader.copier.pulls, reader.copier.scatters) == ([12], [])
     assert asked(reader.session.client, "Acquire") == asked_before + 1
@@ -118,7 +123,7 @@ def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk(
     session = reader.session
     monkeypatch.setattr(session.leases, "verdict", lambda lease, end=True: False)
     lease = session.leases.acquire(reader.keys(tokens)[1:2])
-    load = reader.load(tokens, {number: there[number] for number in (0, 2, 3)})
+    load = reader.load(tokens, only(there, 0, 2, 3))
     assert lease is not None
     assert load.run(10) == 1
     assert load.cause == "lease_lost"
@@ -134,7 +139,7 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
         reader.knows(1)
         here.server.kill()
         eventually(lambda: not reader.session.client.connected)
-        assert reader.loaded(tokens, {number: there[number] for number in (0, 1)}) == (2, "server")
+        assert reader.loaded(tokens, only(there, 0, 1)) == (2, "server")
 
 
 # ---- a block that is used again; by another process, all the time: test_inplace_campaign
@@ -143,7 +148,7 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
 def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -> None:
     one, reader, tokens, there = beside(here, 4)
     one.reuse(5)
-    assert reader.loaded(tokens, there) == (2, loads.ABSENT)
+    assert reader.loaded(tokens, [there]) == (2, loads.ABSENT)
     assert reader.copier.pulls == [4]
     assert reader.cache.holds_only(tokens[: 2 * CHUNK], reader.slots(len(tokens))[: 2 * CHUNK])
     assert (reader.stats["stale"], reader.stats["refused"]) == (1, 0)
@@ -155,7 +160,7 @@ def test_a_block_that_is_used_again_while_it_is_read_ends_the_load_before_it(
 ) -> None:
     one, reader, tokens, there = beside(here, 4)
     reader.copier.half_way = lambda: one.reuse(block)
-    assert reader.loaded(tokens, there) == (block // 2, "changed")
+    assert reader.loaded(tokens, [there]) == (block // 2, "changed")
     assert reader.stats["refused"] == 4 - block // 2
     assert reader.session.stats.snapshot()["failures"] == {}
 
@@ -163,7 +168,7 @@ def test_a_block_that_is_used_again_while_it_is_read_ends_the_load_before_it(
 def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(here: Node) -> None:
     one, reader, tokens, there = beside(here, 4)
     reader.copier.finished.clear()
-    load = reader.load(tokens, there)
+    load = reader.load(tokens, [there])
     assert not load.advance()
     one.reuse(4)
     reader.copier.finished.set()
@@ -177,7 +182,7 @@ def test_a_reset_of_the_owner_or_its_table_given_up_while_it_is_read_ends_the_lo
 ) -> None:
     one, reader, tokens, there = beside(here, 2)
     reader.copier.half_way = one.table.give_up if given_up else one.table.void_all
-    assert reader.loaded(tokens, there) == (0, "changed")
+    assert reader.loaded(tokens, [there]) == (0, "changed")
 
 
 @pytest.mark.parametrize("wrong", ["blocks", "generations", "outside", "nobody"])
@@ -186,14 +191,14 @@ def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> N
     show in the numbers.
     """
     _, reader, tokens, there = beside(here, 3)
-    second = there[1]
-    there[1] = {
-        "blocks": second._replace(blocks=second.blocks[:1]),
-        "generations": second._replace(generations=second.generations[:1]),
-        "outside": second._replace(blocks=second.blocks + 1000),
+    first, second, third = only(there, 0, 1, 2)
+    second = {
+        "blocks": second._replace(blocks=second.blocks[:4]),
+        "generations": second._replace(generations=second.generations[:8]),
+        "outside": second._replace(blocks=struct.pack("<2I", 1002, 1003)),
         "nobody": second._replace(instance=bytes(16)),
     }[wrong]
-    assert reader.loaded(tokens, there) == (1, loads.ABSENT)
+    assert reader.loaded(tokens, [first, second, third]) == (1, loads.ABSENT)
     assert launches(reader) == 0
 
 
@@ -201,12 +206,12 @@ def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> N
 def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: int) -> None:
     """Who says that half of our chunk is one of its own: and publishes such, or such as ours."""
     one, reader, tokens, there = beside(here, 2)
-    there = {
-        n: at._replace(blocks=at.blocks[:blocks], generations=at.generations[:blocks])
-        for n, at in there.items()
-    }
+    short = [
+        at._replace(blocks=at.blocks[: 4 * blocks], generations=at.generations[: 8 * blocks])
+        for at in only(there, 0, 1)
+    ]
     one.client.join(one.name, b"resident", one.table.blocks, 1, 1, one.table.fd)
-    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    assert reader.loaded(tokens, short) == (0, loads.ABSENT)
     assert launches(reader) == 0
 
 
@@ -215,14 +220,14 @@ def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: in
 
 def apart(
     here: Node, theirs: str = "host", ours: str = "host", chunks: int = 3
-) -> tuple[Worker, Reader, torch.Tensor, dict[int, ResidentChunk]]:
+) -> tuple[Worker, Reader, torch.Tensor, ResidentRun]:
     """An owner in a process of its own, a reader that knows it, tokens, and where the owner has
     computed their chunks.
     """
     one = owner_process(here, 1, theirs)
     reader = Reader(here, device=ours)
     tokens = prompt(chunks * CHUNK)
-    there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(2 * chunks)))
+    there: ResidentRun = one.ask("compute", tokens, list(range(2 * chunks)))
     reader.knows(1)
     return one, reader, tokens, there
 
@@ -240,7 +245,7 @@ def test_an_owner_that_ends_between_the_look_at_it_and_the_launch_is_not_read(
         return found
 
     monkeypatch.setattr(reader.neighbours, "get", and_it_ends)
-    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    assert reader.loaded(tokens, [there]) == (0, loads.ABSENT)
     assert reader.copier.pulls == []
 
 
@@ -252,10 +257,10 @@ def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and
     here: Node,
 ) -> None:
     one, reader, tokens, there = apart(here)
-    neighbour = reader.neighbours.get(there[0].instance)
+    neighbour = reader.neighbours.get(there.instance)
     assert neighbour is not None
     reader.copier.finished.clear()
-    load = reader.load(tokens, there)
+    load = reader.load(tokens, [there])
     assert load.run(0.01) == 0
     assert load.advance()
     one.kill()
@@ -270,7 +275,7 @@ def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and
 def test_a_load_that_nobody_wants_any_more_lets_go_once_its_copy_is_over(here: Node) -> None:
     _, reader, tokens, there = beside(here, 3)
     reader.copier.finished.clear()
-    load = reader.load(tokens, there)
+    load = reader.load(tokens, [there])
     assert not load.advance()
     load.cancel()
     assert not load.advance()
@@ -292,7 +297,7 @@ def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(
         raise error
 
     reader.copier.half_way = fail
-    assert reader.loaded(tokens, there) == (0, "copy")
+    assert reader.loaded(tokens, [there]) == (0, "copy")
     assert launches(reader) == left
     for neighbour in list(reader.neighbours._here.values())[:left]:
         # Or its mapping, and the thread that waits for the copy, stay as long as the process.
@@ -309,7 +314,7 @@ class Broken(threading.Event):
 def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
     _, reader, tokens, there = beside(here, 2)
     reader.copier.finished = Broken()
-    assert reader.loaded(tokens, there) == (0, "copy")
+    assert reader.loaded(tokens, [there]) == (0, "copy")
     assert launches(reader) == 0
 
 
@@ -330,10 +335,8 @@ def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_la
         first, second = (made.ask("compute", tokens, list(range(12))) for made in (one, two))
         reader = Reader(here, segment_bytes=ROOM, device=ours)
         reader.put(tokens, [0, 4])
-        assert reader.loaded(tokens, {1: first[1], 2: second[2], 3: first[3], 5: second[5]}) == (
-            6,
-            "",
-        )
+        there = [*only(first, 1), *only(second, 2), *only(first, 3), *only(second, 5)]
+        assert reader.loaded(tokens, there) == (6, "")
         assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
         assert len(reader.stats["owners"]) == 2
 
@@ -343,11 +346,11 @@ def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(
     here: Node, theirs: str, ours: str
 ) -> None:
     one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
-    load = reader.load(tokens, there)
+    load = reader.load(tokens, [there])
     load.advance()
     one.ask("reuse", 9)
     load.run(10)
     assert load.loaded in (4, 6)
     reader.check(load, tokens)
     one.ask("reuse", 1)
-    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
+    assert reader.loaded(tokens, [there]) == (0, loads.ABSENT)

@@ -5,7 +5,7 @@ any order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, groupby
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +17,8 @@ from mooncake_cases import depot, model
 from offload_cases import nodes
 from processes import eventually
 from resident_cases import Reader, owner
+
+from vcache_backend.transfer.resident import ResidentRun
 
 __all__ = ["depot", "model", "nodes"]
 CHUNKS = 6
@@ -68,11 +70,11 @@ class Scene:
             reader.put(tokens, pooled)
         blocks = list(range(2 * CHUNKS))
         there = [made.compute(tokens, blocks) for made in self.owners]
-        residents = {
-            number: there[at.owner][number]
-            for number, at in enumerate(where)
-            if at.owner is not None
-        }
+        residents = list[ResidentRun]()
+        for which, numbers in groupby(range(CHUNKS), lambda number: where[number].owner):
+            if which is not None:
+                first, *rest = numbers
+                residents.append(there[which].cut(first, first + 1 + len(rest)))
         self._reuse([number for number, at in enumerate(where) if at.stale], where)
         reader.copier.half_way = lambda: self._reuse(
             [number for number, at in enumerate(where) if at.during], where

@@ -22,7 +22,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vcache_backend.integration.vllm.in_place.replicas import unpacked
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
 
 __all__ = ["engine", "here", "make"]
@@ -295,13 +294,13 @@ class Written(Engine):
     def load(self, spec: LoadSpec, owner: Engine) -> bool:
         """As a worker does."""
         counters, right = owner.half.publications.generations.counters, True
-        chunks = unpacked(spec.residents)
-        for chunk in range(len(spec.keys)):
-            one = chunks[chunk]
-            right &= bool((counters[one.blocks] == one.generations).all())
-            at = np.arange(chunk * EACH, min(len(spec.blocks), (chunk + 1) * EACH))
+        assert sum(run.chunks for run in spec.residents) == len(spec.keys)
+        for run in spec.residents:
+            blocks = np.frombuffer(run.blocks, dtype="<u4")
+            right &= counters[blocks].tobytes() == run.generations
+            at = np.arange(run.first * EACH, min(len(spec.blocks), run.stop * EACH))
             at = at[np.array(spec.blocks)[at] >= 0]
-            self.holds[np.array(spec.blocks)[at]] = owner.holds[one.blocks[at - chunk * EACH]]
+            self.holds[np.array(spec.blocks)[at]] = owner.holds[blocks[at - run.first * EACH]]
         return right
 
 

@@ -21,7 +21,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.in_place import duplicates
-from vcache_backend.integration.vllm.in_place.replicas import unpacked
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
@@ -46,8 +45,8 @@ def shared(here: Node) -> Iterator[Callable[[], Engine]]:
 def owners(meta: StepMetadata) -> list[bytes]:
     """Of the chunks of the only load of a step, in order."""
     (load,) = meta.loads
-    chunks = unpacked(load.residents)
-    return [chunks[chunk].instance for chunk in range(len(load.keys))]
+    assert sum(run.chunks for run in load.residents) == len(load.keys)
+    return [run.instance for run in load.residents for _ in range(run.chunks)]
 
 
 def computed(engine: Engine, tokens: list[int]) -> Request:
@@ -71,9 +70,9 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     (load,) = loading.loads
     assert owners(loading) == [owner.half.publications.instance] * 3
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    assert [unpacked(load.residents)[one.number].blocks.tolist() for one in published] == [
-        one.blocks for one in published
-    ]
+    (run,) = load.residents
+    rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()
+    assert [rows[one.number] for one in published] == [one.blocks for one in published]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
     assert reader.numbers(request, reader.step()) == [0, 1, 2]
@@ -201,6 +200,29 @@ def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
         take_more(engine)
     assert (has(owner, own), has(owner, both)) == (True, False)
     assert (has(reader, both), has(reader, last)) == (False, True)
+
+
+def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_write(
+    shared: Callable[[], Engine],
+) -> None:
+    """Those are freed by requests whose end vLLM has learned of since it planned these steps."""
+    owner, reader = shared(), shared()
+
+    def early() -> bool:
+        tokens = new_tokens(2 * CHUNK + 1)
+        computed(owner, tokens)
+        request = reader.add(tokens, max_tokens=1)
+        (load,) = reader.step().loads
+        reader.step(finished_recving={request.request_id})
+        reader.finish(request)
+        return load.early
+
+    assert early()
+    # The request that has just ended has freed a block that nothing finds, to be used next.
+    assert not early()
+    for _ in range(reader.scheduler.vllm_config.max_concurrent_batches):
+        reader.step()
+    assert early()
 
 
 @pytest.mark.parametrize("why", ["its role", "no server"])

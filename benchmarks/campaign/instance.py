@@ -10,7 +10,10 @@ import random
 import secrets
 import time
 import traceback
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,13 +28,37 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.exports.host_memory import HostExportable
 
-from .blocks import BlockPool
 from .living import Living, Settings
 from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
 
 BLOCKS = 8 * MOST_CHUNKS * EACH
 OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
+
+
+class Block(NamedTuple):
+    block_id: int
+
+
+class BlockPool:
+    """vLLM's block pool, as far as our code wraps it. Hands out the block that was free for the
+    longest time first.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._free = deque(map(Block, range(blocks)))
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        return [self._free.popleft() for _ in range(num_blocks)]
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Nothing: the blocks' owners will write them again."""
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        self._free.extend(map(Block, blocks))
 
 
 @dataclass
@@ -125,7 +152,6 @@ class Owner(Instance):
             self.table.filled(blocks)
         self.step("before publication")
         written.over = True
-        self.told.outcomes.written += len(keys)
         self.pool.free_blocks(blocks)
         if not self._late:
             self._mishap(blocks[-EACH:], self.dice.random())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from integration.vllm.in_place.replicas import choose, unpacked
+from integration.vllm.in_place.replicas import choose
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Find, Found
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.resident import ResidentRun
 
 from .instance import Instance, Owner, Written
 from .living import Settings, Slowly, live_as
@@ -44,42 +44,34 @@ class Reader(Instance):
         self.step("looked up")
         count, runs = choose(found, self.tables, EACH, 0)
         if not count:
-            outcomes.misses += 1
             return
-        keys, chosen = keys[:count], unpacked(runs)
+        keys = keys[:count]
         blocks, generations = self.allocate(count)
         # A byte that a copy does not write is noticed.
         self.words[:, blocks] = POISON
         self.step("before launch")
-        before = self.session.stats.counted("chunks_")
-        load = self._load(keys, blocks, chosen)
+        stats = self.session.stats
+        before = stats.counted("chunks_").get("refused", 0)
+        load = self._load(keys, blocks, runs)
         loaded = load.run(PATIENCE_SECONDS)
         self.step("behind the verdict")
-        after = self.session.stats.counted("chunks_")
-        stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
         outcomes.loads += bool(loaded)
-        outcomes.nbytes += loaded * self.kv.chunk_bytes(self.session.chunk_size)
-        outcomes.stale += bool(stale)
         outcomes.causes[load.cause] += 1
-        outcomes.reuse_hits += bool(refused)
-        after_loaded, others = blocks[loaded * EACH :], keys[loaded : loaded + refused]
-        outcomes.differed += bool(self.memory.wrong(after_loaded, others))
-        if nbytes := self.memory.wrong(blocks, keys[:loaded]):
-            self.loaded_wrong(nbytes, self._describe(keys[:loaded], blocks, chosen))
+        outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
+        if self.memory.wrong(blocks, keys[:loaded]):
+            self.loaded_wrong(self._describe(keys[:loaded], blocks, runs))
         elif loaded:
             mine = slice(loaded * EACH)
             self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
         self.pool.free_blocks(blocks)
 
-    def _load(
-        self, keys: list[ChunkKey], blocks: list[int], chosen: Mapping[int, ResidentChunk]
-    ) -> Load:
+    def _load(self, keys: list[ChunkKey], blocks: list[int], runs: Sequence[ResidentRun]) -> Load:
         return Load(
             self.session,
             BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
             keys,
             mark=self.session.copier.mark(),
-            residents=chosen,
+            residents=runs,
             neighbours=self.neighbours,
         )
 
@@ -97,22 +89,19 @@ class Reader(Instance):
         return found
 
     def _describe(
-        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, ResidentChunk]
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], runs: Sequence[ResidentRun]
     ) -> str:
         """A description of the first wrong chunk. Call it before anything overwrites the blocks."""
-        number = next(
-            n for n, key in enumerate(keys) if self.memory.wrong(blocks[n * EACH :], [key])
-        )
-        got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
-        instance, ids, generations = chosen[number]
-        view = self.tables.view(instance)
+        wrong = [self.memory.wrong(blocks[n * EACH :], [key]) for n, key in enumerate(keys)]
+        number = next(n for n, count in enumerate(wrong) if count)
+        run = next(run for run in runs if run.first <= number < run.stop).cut(number, number + 1)
+        ids = memoryview(run.blocks).cast("I").tolist()
+        generations = memoryview(run.generations).cast("Q").tolist()
+        view = self.tables.view(run.instance)
         now = "gone" if view is None else view.counters[ids].tolist()
         return (
-            f"chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}, in "
-            f"{instance.hex()}'s blocks {ids.tolist()}, generations "
-            f"{generations.tolist()}, now {now}; "
-            f"{int((got == POISON).sum())} of {got.size} words are poison, "
-            f"{int((got == 0).sum())} zero"
+            f"chunk {number} of {len(keys)}, {wrong[number]} bytes, from {run.instance.hex()}'s "
+            f"blocks {ids}, generations {generations}, now {now}"
         )
 
 

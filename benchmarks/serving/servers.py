@@ -4,7 +4,6 @@ end with it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 
 from ..processes import (
@@ -33,7 +31,7 @@ from ..processes import (
     module,
     until,
 )
-from ..vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
+from ..vllm.environment import ENVIRONMENT, environment
 from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
 
@@ -46,26 +44,19 @@ COUNTERS = {
     "own": r"vllm:prefix_cache_hits_total",
     "external": r"vllm:external_prefix_cache_hits_total",
     "resident": r'vllm:vcache_loaded_tokens_total\{[^}]*tier="resident"[^}]*\}',
-    "loaded": r"vllm:vcache_loaded_tokens_total",
     "waited": r"vllm:vcache_awaited_tokens_total",
     "preemptions": r"vllm:num_preemptions_total",
 }
 """Of vLLM's Prometheus endpoint, in tokens but for the last: patterns, of which all series are
 added up. Where there is none, it is 0.
 """
-_STARTED = itertools.count()
-"""Servers of this process, whose ports lie apart from those of other processes."""
-_STEPPED = (
-    ["--scheduler-cls", "benchmarks.vllm.steps.stepped"] if "VCACHE_STEPS" in os.environ else []
-)
-"""Of a server whose steps are timed: see `vllm.steps`."""
 
 
 class Servers:
     """Starts at once; `wait` until they answer.
 
     gpus: one for each server, or for each rank of the only one, by ordinal; a server sees all of
-    them, its own first. One that is named twice has two servers. folder: for logs. cache: for
+    them, its own first. folder: for logs. cache: for
     vLLM's compiled code. more: settings of vcache."""
 
     def __init__(
@@ -95,16 +86,11 @@ class Servers:
             side = self._start_beside() | {"more": more}
             for index, port in enumerate(self.ports):
                 given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
-                arguments = serve_arguments(name, sizes, model, port, given) + _STEPPED
+                arguments = serve_arguments(name, sizes, model, port, given)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
-                log = folder / f"{name}_{index}.log"
-                environment = self._environment(index)
-                if _STEPPED:
-                    # Each server's steps in a file of its own, in the folder that the user named.
-                    file = Path(environment["VCACHE_STEPS"], f"{name}_{index}.jsonl")
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    environment["VCACHE_STEPS"] = str(file)
-                self._servers.append(Program(f"{name}_{index}", command, log, environment))
+                called = f"{name}_{index}"
+                log, given = folder / f"{called}.log", self._environment(index)
+                self._servers.append(Program(called, command, log, given))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Servers:
@@ -139,41 +125,40 @@ class Servers:
     def reset(self) -> None:
         """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
         # Without a connector vLLM has none to reset, and would say that it failed.
-        external = SYSTEMS[self.name].connector
-        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
+        system = SYSTEMS[self.name]
+        external = str(system.ours or system.host).lower()
+        path = f"/reset_prefix_cache?reset_external={external}"
         for port in self.ports:
             if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
-        if SYSTEMS[self.name].ours:
-            with Client(self._own / "vcache.sock", PATIENT, reconnect=False) as client:
+        if system.ours:
+            with self._client() as client:
                 client.clear()
 
     def _wait_for_memory(self, seconds: float) -> None:
         """Of the host, which our pool takes in the background: until it is all there, as a peer's
         is at its start.
         """
-        system, deadline = SYSTEMS[self.name], time.monotonic() + seconds
+        system = SYSTEMS[self.name]
         if not (system.ours and system.host):
             return
         wanted = int(self._sizes.host_gib * GIB) // len(self.ports) * len(self.ports)
-        with Client(self._own / "vcache.sock", ClientConfig(), reconnect=False) as client:
-            while (lent := sum(info.nbytes for info in client.list_segments())) < wanted:
-                if time.monotonic() > deadline:
-                    raise ChildFailed(
-                        f"{lent:,} of {wanted:,} B of host memory are lent; {self.said()}"
-                    )
-                time.sleep(0.2)
-        took = time.monotonic() - self._started
-        print(f"  {self.name}: {wanted / GIB:g} GiB of host memory {took:.0f} s after the start")
+        with self._client() as client:
+
+            def lent() -> int:
+                return sum(info.nbytes for info in client.list_segments())
+
+            if not until(lambda: lent() >= wanted, seconds, 0.2):
+                raise ChildFailed(f"{lent():,} of {wanted:,} B of host memory; {self.said()}")
 
     def counters(self) -> dict[str, float]:
         """`COUNTERS`, of all servers together."""
-        each = [counters(port) for port in self.ports]
-        return {key: sum(values[key] for values in each) for key in COUNTERS}
+        text = "\n".join(_get(port, "/metrics").decode() for port in self.ports)
+        return {key: counter(text, name) for key, name in COUNTERS.items()}
 
     def shared(self) -> int:
         """Chunks that others can read: in the pool, and in instances' KV caches."""
-        with Client(self._own / "vcache.sock", PATIENT, reconnect=False) as client:
+        with self._client() as client:
             stats = client.stats()
             return int(stats.chunks + sum(each.resident for each in stats.instances))
 
@@ -184,18 +169,15 @@ class Servers:
 
     def causes(self) -> str:
         """The first errors in the servers' logs, which say why one has ended."""
-        lines = "\n".join(program.log.read_text(errors="replace") for program in self._servers)
-        return " | ".join(re.findall(r"ERROR .*\b\w+(?:Error|Exception)\b.*", lines)[:3])
+        pattern = r"ERROR .*\b\w+(?:Error|Exception)\b"
+        return " | ".join([line for each in self._servers for line in each.said(pattern)][:3])
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
-        lines = [
-            line
-            for program in self._servers
-            for line in program.log.read_text(errors="replace").splitlines()
-            if "vcache" in line and ("WARN" in line or "ERROR" in line)
-        ]
-        return " | ".join(lines[-3:])
+        return " | ".join([line for each in self._servers for line in each.said()][-3:])
+
+    def _client(self) -> Client:
+        return Client(self._own / "vcache.sock", PATIENT, reconnect=False)
 
     def _start_beside(self) -> dict[str, Any]:
         """Start what the system needs beside its servers. It is up long before they ask."""
@@ -215,25 +197,13 @@ class Servers:
         return {}
 
     def _environment(self, index: int) -> dict[str, str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        # Of those that this process sees: another run may have the others of the host.
-        gpus = [
-            visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu) for gpu in self._gpus
-        ]
-        gpu = gpus[index]
-        given = {
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_SERVER_DEV_MODE": "1",  # for `reset`
-            "VLLM_CACHE_ROOT": str(self._cache),
-            # The ports that vLLM's processes take among themselves are looked for from here on.
-            "VLLM_PORT": str(34_000 + 800 * (os.getpid() % 32) + 100 * (next(_STARTED) % 8)),
-            **self._sizes.kind.environment,
-        }
-        if self._sizes.scale.cpu:
-            return given | CPU_ENVIRONMENT
-        others = [each for each in dict.fromkeys(gpus) if each != gpu]
-        return given | {"CUDA_VISIBLE_DEVICES": ",".join([gpu, *others])}
+        own = {"VLLM_SERVER_DEV_MODE": "1", **self._sizes.kind.environment}  # for `reset`
+        if not (cpu := self._sizes.scale.cpu):
+            # Of those that this process sees: another run may have the others of the host.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+            gpus = [visible[gpu] for gpu in (self._gpus[index], *self._gpus)]
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(gpus))
+        return environment(cpu, self._cache, **own)
 
     def _end(self) -> None:
         """The end of the servers, then of what they may still tell of it."""
@@ -248,12 +218,6 @@ def _finish(programs: Sequence[Program]) -> None:
     until(lambda: not any(program.alive for program in programs), END_SECONDS, 0.1)
     for program in programs:
         program.kill()
-
-
-def counters(port: int) -> dict[str, float]:
-    """`COUNTERS` of the server on a port, over all its ranks."""
-    text = _get(port, "/metrics").decode()
-    return {key: counter(text, name) for key, name in COUNTERS.items()}
 
 
 def counter(text: str, name: str) -> float:

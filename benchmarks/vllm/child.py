@@ -13,10 +13,12 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..processes import answer_commands
-from .weights import change_weights, flip_kv, flip_states, order_choices, scale_weights
+from .weights import change_weights, flip_kv, order_choices, scale_weights
 
 SECONDS = 120.0
 
@@ -29,7 +31,7 @@ class Serving:
 
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._count = 0
+        self._count = self._loads = 0
         if dummy:
             self._llm.apply_model(scale_weights)
         if "sparse_indexer_topk_backend" in arguments:
@@ -39,42 +41,34 @@ class Serving:
 
     def about(self) -> dict[str, Any]:
         """What this engine is, as far as it matters to a comparison."""
-        import vllm
-
         config = self._engine.vllm_config
-        compilation = config.compilation_config
         return {
-            "vllm": vllm.__version__,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "blocks": config.cache_config.num_gpu_blocks,
             "block_size": config.cache_config.block_size,
-            "cudagraph_mode": str(getattr(compilation, "cudagraph_mode", "")),
-            "model_len": config.model_config.max_model_len,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         }
 
-    def generate(
-        self,
-        tokens: list[int],
-        count: int,
-        logprobs: int | None = None,
-        extra: dict[str, Any] | None = None,
-        salt: str = "",
-    ) -> dict[str, Any]:
-        """One request; others may run. tokens: what came out; logprobs: of each step, sorted pairs
-        of token and value.
-
-        handed, ttft: when it was handed in, and seconds to the first token. extra: the request's
-        `extra_args`, see `scheduler` and `probe`. salt: nobody has the KV of its prompt who did not
-        use the same."""
-        name, started = self._add(tokens, count, logprobs, extra, salt)
-        first = 0.0
+    def generate(self, tokens: list[int], count: int, **more: Any) -> dict[str, Any]:
+        """One request; others may run. more: see `_add`. tokens: what came out; logprobs: of each
+        step, sorted pairs of token and value. ttft: seconds to the first token.
+        """
+        started, first = time.perf_counter(), 0.0
+        name = self._add(tokens, count, **more)
         while True:
             outputs = [each for each in self._engine.step() if each.request_id == name]
             now = time.perf_counter()
             for output in outputs:
                 first = first or now
                 if output.finished:
-                    return self._answer(output, started, first)
+                    (said,) = output.outputs
+                    steps = [
+                        sorted((int(token), value.logprob) for token, value in step.items())
+                        for step in said.logprobs or []
+                    ]
+                    answer = {"tokens": list(said.token_ids), "logprobs": steps}
+                    cached = output.num_cached_tokens or 0
+                    return answer | {"cached": cached, "ttft": first - started}
             if now - started > SECONDS:
                 self._engine.abort_request([name])
                 raise TimeoutError(
@@ -85,38 +79,52 @@ class Serving:
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
     ) -> list[int]:
         """`others` decode, and once all of them do, each of `tokens` is handed in for one token,
-        the next when the one before is done. Then the others are ended. Cached tokens of each.
+        the next when the one before is done. Cached tokens of each.
         """
-        room = self._engine.vllm_config.model_config.max_model_len
-        names = {self._add(prompt, room - len(prompt) - 1, None, None)[0] for prompt in others}
-        begun: set[str] = set()
-        while begun < names:
-            begun |= {output.request_id for output in self._engine.step()}
-        cached = [self.generate(prompt, 1, extra=extra)["cached"] for prompt in tokens]
-        self._abort(names)
-        return cached
+        with self._running(others):
+            return [self.generate(prompt, 1, extra=extra)["cached"] for prompt in tokens]
 
     def burst(self, prompts: list[list[int]], count: int, at_once: int) -> float:
         """Ask all prompts, so many at once, for so many tokens each. Seconds."""
         started, left, running = time.perf_counter(), iter(prompts), 0
         while True:
             while running < at_once and (prompt := next(left, None)) is not None:
-                self._add(prompt, count, None, None)
+                self._add(prompt, count)
                 running += 1
             if not running:
                 return time.perf_counter() - started
             running -= sum(output.finished for output in self._engine.step())
 
+    def decode(
+        self, prompts: list[list[int]], seconds: float, loads: list[list[int]], every: float
+    ) -> dict[str, Any]:
+        """Keep `prompts` decoding for so long, and hand in the next of `loads`, in turn, for one
+        token each time `every` seconds have passed. gaps: between tokens of one request in seconds,
+        all requests' together; cached: tokens of each load.
+        """
+        gaps, cached, loading = list[float](), list[int](), ""
+        with self._running(prompts) as last:
+            started = time.perf_counter()
+            due = started + every if loads else float("inf")
+            while (now := time.perf_counter()) < started + seconds:
+                if now >= due and not loading:
+                    loading = self._add(loads[self._loads % len(loads)], 1)
+                    self._loads += 1
+                    due += every
+                outputs = self._engine.step()
+                now = time.perf_counter()
+                for output in outputs:
+                    if output.request_id in last:
+                        gaps.append(now - last[output.request_id])
+                        last[output.request_id] = now
+                    elif output.request_id == loading:
+                        cached.append(output.num_cached_tokens or 0)
+                        loading = ""
+        return {"gaps": gaps, "cached": cached}
+
     def flip(self, offset: int, mask: int) -> None:
         """A byte of every block of the KV cache's first layer, exclusive or `mask`."""
         self._llm.collective_rpc(flip_kv, args=(offset, mask))
-
-    def turn_states(self) -> int:
-        """A bit of every byte of the states of a layer in vLLM's own prefix cache; a second time
-        takes it back. Of so many blocks.
-        """
-        (blocks,) = self._llm.collective_rpc(flip_states)
-        return int(blocks)
 
     def new_weights(self, seed: int, version: str) -> None:
         """Give the model other weights, as a trainer does between steps: nothing runs. version:
@@ -131,71 +139,35 @@ class Serving:
         """Empty vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
 
-    def decode(
-        self,
-        prompts: list[list[int]],
-        count: int,
-        windows: list[dict[str, Any]],
-        loads: list[list[int]],
-    ) -> Any:
-        """Keep `prompts` decoding and look at the gaps between their tokens, window by window.
-
-        A window: seconds, and every: how often to hand in the next of `loads`, in turn, for one
-        token; 0: none. For each window the gaps between tokens of one request in seconds, all
-        requests' together, and of each load its cached tokens."""
-        running = {self._add(prompt, count, None, None)[0] for prompt in prompts}
-        last: dict[str, float] = {}
-        while len(last) < len(running):
+    @contextmanager
+    def _running(self, prompts: list[list[int]]) -> Iterator[dict[str, float]]:
+        """These requests decode, all of them, until the context ends. By name, when each had its
+        last token.
+        """
+        room, last = self._engine.vllm_config.model_config.max_model_len, dict[str, float]()
+        names = [self._add(prompt, room - len(prompt) - 1) for prompt in prompts]
+        while len(last) < len(names):
             last |= {output.request_id: time.perf_counter() for output in self._engine.step()}
-        results = [self._window(running, last, window, loads) for window in windows]
-        self._abort(running)
-        return results
-
-    def _abort(self, names: set[str]) -> None:
-        self._engine.abort_request(list(names))
+        yield last
+        self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-    def _window(
-        self,
-        running: set[str],
-        last: dict[str, float],
-        window: dict[str, Any],
-        loads: list[list[int]],
-    ) -> dict[str, Any]:
-        started = time.perf_counter()
-        until = started + window["seconds"]
-        due = started + window["every"] if window["every"] else float("inf")
-        loading = ""
-        gaps: list[float] = []
-        done: list[int] = []
-        while (now := time.perf_counter()) < until:
-            if now >= due and not loading:
-                loading, _ = self._add(loads[self._count % len(loads)], 1, None, None)
-                due += window["every"]
-            outputs = self._engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                if output.request_id in running:
-                    gaps.append(now - last[output.request_id])
-                    last[output.request_id] = now
-                elif output.request_id == loading:
-                    done.append(output.num_cached_tokens or 0)
-                    loading = ""
-        return {"gaps": gaps, "loads": done}
 
     def _add(
         self,
         tokens: list[int],
         count: int,
-        logprobs: int | None,
-        extra: dict[str, Any] | None,
+        logprobs: int | None = None,
+        extra: dict[str, Any] | None = None,
         salt: str = "",
-    ) -> tuple[str, float]:
+    ) -> str:
+        """Hand a request for so many tokens in; its name. extra: its `extra_args`, see `scheduler`
+        and `probe`. salt: nobody has the KV of its prompt who did not use the same.
+        """
         from vllm import SamplingParams
 
         self._count += 1
-        name = str(self._count)
+        prompt = {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {})
         sampling = SamplingParams(
             temperature=0,
             max_tokens=count,
@@ -204,21 +176,8 @@ class Serving:
             logprobs=logprobs,
             extra_args=extra,
         )
-        started = time.perf_counter()
-        self._engine.add_request(
-            name, {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}, sampling
-        )
-        return name, started
-
-    def _answer(self, output: Any, started: float, first: float) -> dict[str, Any]:
-        (said,) = output.outputs
-        steps = [
-            sorted((int(token), value.logprob) for token, value in step.items())
-            for step in said.logprobs or []
-        ]
-        seconds = {"handed": started, "ttft": first - started}
-        cached = output.num_cached_tokens or 0
-        return {"tokens": list(said.token_ids), "logprobs": steps, "cached": cached, **seconds}
+        self._engine.add_request(str(self._count), prompt, sampling)
+        return str(self._count)
 
 
 if __name__ == "__main__":

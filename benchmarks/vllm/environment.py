@@ -4,6 +4,7 @@ and whose child one is.
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -23,11 +24,26 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
+_STARTED = itertools.count()
 CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     # By itself vLLM binds every instance to the same core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+
+
+def environment(cpu: bool, cache: Path, **more: str) -> dict[str, str]:
+    """Of an instance or a server. cache: for vLLM's compiled code. more: of its own."""
+    given = {
+        **os.environ,
+        **ENVIRONMENT,
+        "VLLM_CACHE_ROOT": str(cache),
+        # The ports that vLLM's processes take among themselves are looked for from here on, apart
+        # from those of other instances of this process, and of other processes.
+        "VLLM_PORT": str(34_000 + 800 * (os.getpid() % 32) + 50 * (next(_STARTED) % 16)),
+        **(CPU_ENVIRONMENT if cpu else {}),
+    }
+    return given | more
 
 
 def prepare_host(cpu: bool) -> None:
@@ -50,20 +66,6 @@ def descends(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
-def on_one_gpu() -> bool:
-    """Whether this run has a single GPU, which all its instances and their ranks share."""
-    return len(_own()) == 1
-
-
-def peer() -> str:
-    """Where the other instance's memory lies, in words."""
-    return "the same GPU" if on_one_gpu() else "the peer GPU"
-
-
-def _own() -> list[str]:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-
-
 def visible(gpu: int) -> str:
     """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then
     the other of its pair.
@@ -73,7 +75,7 @@ def visible(gpu: int) -> str:
     from the other GPU. Of a single one all instances are on it, and what they read of each other
     crosses no link.
     """
-    own = _own()
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     if gpu >= len(own) > 1:
         gpu = (gpu ^ 1) % len(own)
     return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

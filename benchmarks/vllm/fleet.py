@@ -17,16 +17,17 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from vcache_backend.metadata_server.client import Client
 
-from ..processes import PATIENT, Child, ChildFailed, MetadataServer, free_ports, module, until
-from ..results import Row, none
-from .environment import CPU_ENVIRONMENT, ENVIRONMENT, descends, visible
+from ..processes import PATIENT, Child, ChildFailed, MetadataServer, module, until
+from ..results import Clock, Row, none
+from .environment import ENVIRONMENT, descends, environment, visible
 from .instances import INSTANCES, KINDS, Spec, joined
+from .prompts import Prompts
 from .scale import Scale
 from .settings import BOTH, arguments, lmcache_file, our_connector
 from .weights import write_model
@@ -45,38 +46,31 @@ class Fleet:
     """Starts the processes that are asked for; the context manager ends all of them.
 
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
-    run. more: settings of vcache, by `SECTION.KEY`. integration: `lmcache`, vcache as a
-    plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. in_place:
-    nobody lends to the pool, and others read vLLM's own KV cache; rows begin with `inplace`."""
+    run. more: settings of vcache, by `SECTION.KEY`. way: `lmcache`, vcache as a plugin under
+    LMCacheConnectorV1; `vllm`, our own connector; or `inplace`, the same, but nobody lends to the
+    pool, and others read vLLM's own KV cache. Rows begin with it."""
 
     def __init__(
-        self,
-        scale: Scale,
-        folder: Path,
-        cache: Path,
-        more: dict[str, str],
-        integration: str,
-        in_place: bool,
+        self, scale: Scale, folder: Path, cache: Path, more: dict[str, str], way: str
     ) -> None:
-        self.scale = msgspec.structs.replace(scale, whole_blocks=integration == "vllm")
-        if in_place:
+        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way == "inplace"
+        self.scale = msgspec.structs.replace(scale, whole_blocks=not self.lmcache)
+        if self.in_place:
             self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
             more = {"connector.share": "in_place", **more}
-        self.folder, self.cache, self.integration, self.more = folder, cache, integration, more
-        self.in_place, self.rows = in_place, "inplace" if in_place else integration
+        self.folder, self.cache, self.more = folder, cache, more
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
         self._compiled: set[tuple[str, bool]] = set()
-        self._ports = iter(range(free_ports(1)[0], 60_000, 200))
         for each in (folder, cache):
             each.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
             # A folder apart from the logs, which may be another run's too.
             own = undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
             self._socket = Path(own, "vcache.sock")
-            log, environment = folder / "server.log", {**os.environ, **ENVIRONMENT}
-            undo.enter_context(MetadataServer(self._socket, log, environment))
+            given = {**os.environ, **ENVIRONMENT}
+            undo.enter_context(MetadataServer(self._socket, folder / "server.log", given))
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()
@@ -102,7 +96,8 @@ class Fleet:
         for name in new if self.scale.compiled and not self.scale.cpu else ():
             spec = INSTANCES[name]
             key = spec.kind, spec.alone
-            if key not in self._compiled and KINDS[spec.kind].shares_code:
+            eager = "enforce_eager" in KINDS[spec.kind].arguments
+            if key not in self._compiled and not eager:
                 first.setdefault(key, name)
         if first:
             with self._alone():
@@ -135,7 +130,7 @@ class Fleet:
         """An instance's `kv_transfer_config`; empty: it has none."""
         if spec.alone:
             return {}
-        if self.integration == "lmcache":
+        if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
         more = self.more | KINDS[spec.kind].settings
         return our_connector(self._socket, scale.pool_bytes, scale.chunk, more)
@@ -243,26 +238,18 @@ class Fleet:
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
         deadline = time.monotonic() + seconds
-        keeps_states = KINDS[INSTANCES[writer].kind].states
-        while (found := self.chunks(writer)) < chunks:
-            if time.monotonic() > deadline:
-                if self.in_place and not found:
-                    known = f"instances: {self.pool.stats().instances}; {self._said(writer)}"
-                    raise ChildFailed(f"{writer} shares nothing; {known}")
-                return False
-            time.sleep(0.005)
-        while keeps_states and time.monotonic() < deadline:
+        if not until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
+            if self.in_place and not self.chunks(writer):
+                said = " | ".join(self.instance(writer).said()[-5:])
+                raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
+            return False
+        found = self.chunks(writer)
+        while KINDS[INSTANCES[writer].kind].states and time.monotonic() < deadline:
             time.sleep(STATES_SECONDS)
             before, found = found, self.chunks(writer)
             if found == before > chunks:
                 break
         return True
-
-    def _said(self, name: str) -> str:
-        """vcache's last line in an instance's log."""
-        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        ours = [line for line in lines if "vcache" in line.lower()]
-        return " | ".join([line for line in ours if "WARN" in line or "ERROR" in line][-5:])
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the
@@ -283,33 +270,25 @@ class Fleet:
         count = stats.chunks + len(stats.segments)
         return none(f"{self.rows}_pooled_chunks", "chunks", count, what)
 
-    def helper(self) -> Child:
-        """The process that can write into the pool's memory, see `memory`."""
-        if "memory" not in self._children:
-            command = module(f"{__package__}.memory", str(self._socket))
-            log, environment = self.folder / "memory.log", {**os.environ, **ENVIRONMENT}
-            child = Child("memory", command, log, environment)
-            child.answer(START_SECONDS)
-            self._children["memory"] = child
-        return self._children["memory"]
-
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
-        given = {
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_CACHE_ROOT": str(self.cache),
-            "VLLM_PORT": str(next(self._ports)),
-        }
-        if self.integration == "lmcache" and not spec.alone:
+        kind, given = KINDS[spec.kind], environment(self.scale.cpu, self.cache)
+        if self.lmcache and not spec.alone:
             file = self.folder / f"{name}.yaml"
             settings = lmcache_file(self.scale, self._socket, self.more)
             file.write_text(json.dumps(settings, indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
-        kind = KINDS[spec.kind]
         if self.scale.cpu:
-            several = str(int(kind.ranks > 1))
-            return given | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": several}
+            return given | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.ranks > 1))}
         gpus = visible(spec.gpu)
-        if self.integration == "vllm" and kind.ranks == 1:
+        if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]
         return given | {"CUDA_VISIBLE_DEVICES": gpus} | kind.environment
+
+
+class Run(NamedTuple):
+    """What a part of `vllm_ttft` works with. rounds: prompts of each length that are timed."""
+
+    fleet: Fleet
+    clock: Clock
+    prompts: Prompts
+    rounds: int

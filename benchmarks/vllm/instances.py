@@ -38,11 +38,6 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str] = {}
     alone: str = "in_chunks"
 
-    @property
-    def shares_code(self) -> bool:
-        """Whether vLLM compiles it and keeps that for other processes."""
-        return not self.arguments.get("enforce_eager")
-
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as
         into the plain one's.
@@ -71,7 +66,7 @@ def _stateful(name: str, block: int, **arguments: Any) -> Kind:
     Nobody tries which of Triton's kernels is the fastest: instances that choose others differ in
     the last bit."""
     given = {"arguments": arguments, "environment": {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}}
-    return _shaped(name, f"tiny_{name}", states=True, block=block, alone="known", **given)
+    return _shaped(name, f"tiny_{name}", states=True, block=block, alone="", **given)
 
 
 def _sparse(**arguments: Any) -> Kind:

@@ -10,10 +10,7 @@ too: as our connector's, whole chunks, and of such a prompt all but the last blo
 
 `probed`: a request may ask what the KV connector costs the scheduler (`probe`).
 
-`known`: `states` says which blocks hold states that vLLM's own prefix cache has, to code in the
-same process.
-
-All are functions that vLLM calls as it would the class; they take the scheduler that vLLM would
+Both are functions that vLLM calls as it would the class; they take the scheduler that vLLM would
 have taken."""
 
 from __future__ import annotations
@@ -21,15 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from .probe import Probe
-
-_schedulers: list[Any] = []
-"""Those of this process that are `known`."""
 
 
 def _asked(request: Any) -> dict[str, Any]:
@@ -83,33 +75,7 @@ class _Probed:
         super().add_request(request)  # type: ignore[misc]
 
 
-class _Known:
-    """Mixed into a scheduler."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _schedulers.append(self)
-
-
-def states() -> list[int]:
-    """The blocks of this process's `known` scheduler that hold states in vLLM's own prefix
-    cache.
-    """
-    (scheduler,) = _schedulers
-    manager = scheduler.kv_cache_manager
-    groups = manager.kv_cache_config.kv_cache_groups
-    kept = {
-        number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)
-    }
-    blocks = manager.block_pool.blocks
-    return [
-        block.block_id
-        for block in blocks
-        if block.block_hash is not None and get_group_id(block.block_hash) in kept
-    ]
-
-
-def with_(addition: type) -> Callable[..., Any]:
+def _with(addition: type) -> Callable[..., Any]:
     """vLLM's own scheduler with this mixed in, asynchronous or not as the instance's is; called as
     vLLM calls the class.
     """
@@ -121,4 +87,4 @@ def with_(addition: type) -> Callable[..., Any]:
     return make
 
 
-in_chunks, probed, known = with_(_InChunks), with_(_Probed), with_(_Known)
+in_chunks, probed = _with(_InChunks), _with(_Probed)

@@ -85,51 +85,33 @@ def flip_kv(worker: Any, offset: int, mask: int) -> None:
         torch.cuda.synchronize(cache.device)
 
 
-def flip_states(worker: Any) -> int:
-    """In vLLM's worker, beside a `known` scheduler: the highest bit of all bytes of its prefix
-    cache's states, where the first layer that keeps any has its own; other tables' first layers lie
-    there too. No token's KV is touched. How many blocks that are."""
-    import torch
-
-    from .scheduler import states
-
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    first = next(
-        layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), tuple)
-    )
-    blocks = torch.tensor(states(), dtype=torch.long, device=first[0].device)
-    for state in first:
-        bits = torch.tensor(0x80, dtype=torch.uint8, device=state.device)
-        held = state[blocks].contiguous()
-        state[blocks] = (held.view(torch.uint8) ^ bits).view(held.dtype)
-    if first[0].is_cuda:
-        torch.cuda.synchronize(first[0].device)
-    return len(blocks)
-
-
 def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:
     """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama
     brings its own, random ones of this seed.
 
     One that is there stays as it is: vcache knows a model by its files, and when they were written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file, text = folder / "config.json", json.dumps(scale.model)
-    if not file.exists() or file.read_text() != text:
-        if scale.cpu and scale.model["model_type"] == "llama":
-            _write_weights(folder / "model.safetensors", scale.model, seed)
-        file.write_text(text)
+    new, weights = _configured(folder, scale.model), folder / "model.safetensors"
+    if scale.cpu and scale.model["model_type"] == "llama" and (new or not weights.exists()):
+        _write_weights(weights, scale.model, seed)
     return folder
 
 
 def write_head(folder: Path, scale: Scale, changes: dict[str, Any]) -> Path:
     """A folder that vLLM takes for an EAGLE head of the Llama of this scale, with these changes."""
-    folder.mkdir(parents=True, exist_ok=True)
     kind = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
-    file, text = folder / "config.json", json.dumps(scale.model | kind | changes)
-    if not file.exists() or file.read_text() != text:
-        file.write_text(text)
+    _configured(folder, scale.model | kind | changes)
     return folder
+
+
+def _configured(folder: Path, model: dict[str, Any]) -> bool:
+    """Whether the folder had another `config.json`, or none. It has this one now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, text = folder / "config.json", json.dumps(model)
+    if file.exists() and file.read_text() == text:
+        return False
+    file.write_text(text)
+    return True
 
 
 def _write_weights(path: Path, model: dict[str, Any], seed: int) -> None:

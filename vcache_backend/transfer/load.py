@@ -7,26 +7,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.memory import MemorySource
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.pooled import Pooled
+from vcache_backend.transfer.resident import ResidentRun, ResidentRuns
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
-
-if TYPE_CHECKING:
-    from vcache_backend.resident.neighbours import Neighbours
-    from vcache_backend.transfer.resident import ResidentChunk, ResidentChunks
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ class Load:
         mark: Mark | None = None,
         offload: bool = True,
         name: str = "",
-        residents: Mapping[int, ResidentChunk] | None = None,
+        residents: Sequence[ResidentRun] = (),
         neighbours: Neighbours | None = None,
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
@@ -72,7 +69,7 @@ class Load:
         lease: a lease on the leading chunks. The load ends it, and leases the other chunks
         itself. mark: see `LoadContext`; None: the current stream continues behind the
         copies. offload: look in the offload tier for chunks that the pool lacks. name: the
-        request's, for the log. residents: chunks in the KV caches of `neighbours`, by number.
+        request's, for the log. residents: chunks in the KV caches of `neighbours`, in order.
 
         A new KV cache is mapped in the background, and the load waits for it. If a resident chunk
         is gone when its copy would start, another source may provide it."""
@@ -81,13 +78,15 @@ class Load:
         self.loaded, self.cause = 0, ""
         self._session = session
         self._context = LoadContext(session, places, keys, mark, self.stats)
-        pooled = [at for at in range(len(keys)) if at not in residents] if residents else []
-        others = self._of_others(residents, neighbours) if residents else None
+        others: ResidentRuns | None = None
+        if residents and neighbours is not None:
+            others = ResidentRuns(residents, neighbours)
+        pooled = [] if others is None else others.missing(len(keys))
         self._memory = MemorySource(self._context, Pooled(self._context, lease, pooled), others)
         self._sources: list[Source] = [self._memory]
         self._offload: OffloadSource | None = None
         if offload and session.tier is not None:
-            self._offload = OffloadSource(self._context, session.tier)
+            self._offload = OffloadSource(self._context, session.tier, others)
             self._sources.append(self._offload)
         self._parts: deque[Part] = deque()
         self._end = len(keys)
@@ -221,15 +220,6 @@ class Load:
                 return False
             self.wait(SLICE_SECONDS)
         return True
-
-    def _of_others(
-        self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None
-    ) -> ResidentChunks | None:
-        if neighbours is None:
-            return None
-        from vcache_backend.transfer.resident import ResidentChunks
-
-        return ResidentChunks(self._context, residents, neighbours)
 
     def _go_on(self) -> None:
         self._settle()

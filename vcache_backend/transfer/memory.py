@@ -20,7 +20,7 @@ from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.pooled import Pooled
-    from vcache_backend.transfer.resident import ResidentChunks
+    from vcache_backend.transfer.resident import ResidentRuns
 
 
 @dataclass
@@ -94,9 +94,7 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s,
 
 
 class MemorySource(Source):
-    def __init__(
-        self, context: LoadContext, pool: Pooled, residents: ResidentChunks | None
-    ) -> None:
+    def __init__(self, context: LoadContext, pool: Pooled, residents: ResidentRuns | None) -> None:
         self._context, self._pool, self._residents = context, pool, residents
 
     @property
@@ -108,7 +106,8 @@ class MemorySource(Source):
 
     def has(self, chunk: int) -> bool:
         """Whether this source is known to have the chunk."""
-        return chunk in self._context.resident or self._pool.has(chunk)
+        residents = self._residents
+        return (residents is not None and residents.next(chunk) == chunk) or self._pool.has(chunk)
 
     def launch(self, chunk: int) -> Sequence[Part]:
         """Ask the server for a lease for the first part only, so that the copy need not wait for
@@ -117,7 +116,7 @@ class MemorySource(Source):
         at, residents = chunk, self._residents
         try:
             while at < len(self._context.keys) and not self.expects(at):
-                part = residents.take(at) if residents is not None else None
+                part = residents.take(at, self._context) if residents is not None else None
                 if part is None and (not parts or residents is not None):
                     part = self._pool.take(at, ask=not parts)
                 if part is None:
@@ -133,5 +132,6 @@ class MemorySource(Source):
         return parts
 
     def cancel(self) -> None:
-        self._context.resident.clear()
+        if self._residents is not None:
+            self._residents.clear()
         self._pool.cancel()

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
@@ -112,9 +110,7 @@ class Publisher(Outbox):
 
     def _unchanged(self, publication: Publication, view: GenerationView) -> int:
         """Count the leading chunks whose blocks still have the published generations."""
-        blocks = np.frombuffer(publication.blocks, dtype="<u4")
-        generations = np.frombuffer(publication.generations, dtype="<u8")
-        return view.leading(blocks, generations, self._each)
+        return view.leading(publication.blocks, publication.generations, self._each)
 
     def close(self, timeout: float = 5.0) -> None:
         super().close(timeout)

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.paged import Int64s
 
-UInt32s = npt.NDArray[np.uint32]
-UInt64s = npt.NDArray[np.uint64]
-_NUMBER, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
-"""Made once: parsing the types from text took almost half of the unpacking time."""
 
+class ResidentRun(NamedTuple):
+    """Consecutive chunks in one instance's KV cache: `chunks` of a load's, from number `first` on.
+    They stay together from the look-up to the verdict, so that a long hit costs as much as a short
+    one.
 
-class ResidentChunk(NamedTuple):
-    """One chunk in the KV cache of `instance`. blocks: the owner's block numbers, in order.
-    generations: the blocks' generations at publication."""
+    blocks, generations: the owner's block numbers, and the blocks' generations at publication, of
+    all chunks in order, packed as in the protocol."""
 
+    first: int
+    chunks: int
     instance: bytes
-    blocks: UInt32s
-    generations: UInt64s
+    blocks: bytes
+    generations: bytes
 
-    @classmethod
-    def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
-        """Unpack `count` equally long chunks of one instance, packed together. ValueError."""
-        rows = np.frombuffer(blocks, dtype=_NUMBER).reshape(count, -1)
-        counters = np.frombuffer(generations, dtype=_GENERATION).reshape(count, -1)
-        return list(map(cls, repeat(instance), rows, counters))
+    @property
+    def stop(self) -> int:
+        return self.first + self.chunks
+
+    def cut(self, first: int, stop: int) -> ResidentRun:
+        """Return the run of the chunks [first, stop), which are some of this run's."""
+        number, counter = len(self.blocks) // self.chunks, len(self.generations) // self.chunks
+        begin, end = first - self.first, stop - self.first
+        blocks = self.blocks[begin * number : end * number]
+        generations = self.generations[begin * counter : end * counter]
+        return ResidentRun(first, stop - first, self.instance, blocks, generations)
 
 
 @dataclass
@@ -42,31 +48,30 @@ class _ResidentPart(MemoryPart):
     """A part between the neighbour's `enter` and `leave`, which keep the KV cache mapped."""
 
     neighbour: Neighbour
-    blocks: UInt32s
-    generations: UInt64s
+    run: ResidentRun
 
     def origin(self) -> tuple[object, Int64s]:
         return self.neighbour, self.neighbour.bases
 
     def offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
         kv, split = self.context.places.kv.kinds[number], self.neighbour.split
-        parts = self.blocks.astype(np.int64)[:, None] * split + np.arange(split)
+        blocks = np.frombuffer(self.run.blocks, dtype=np.uint32).astype(np.int64)
+        parts = blocks[:, None] * split + np.arange(split)
         ids = parts.reshape(self.count, -1)[chunks, inside // (kv.parts * kv.page_bytes)]
         offsets: Int64s = ids * self.neighbour.shape.kinds[number].stride
         return offsets
 
     def settle(self) -> Settled:
-        seconds = self.seconds
+        seconds, run = self.seconds, self.run
         try:
-            right = self.neighbour.view.leading(self.blocks, self.generations, self.neighbour.each)
+            right = self.neighbour.view.leading(run.blocks, run.generations, self.neighbour.each)
         finally:
             self.neighbour.leave()
         stats = self.context.stats
         if right:
-            tokens = self.tokens(right)
-            stats.resident(self.first, self.neighbour.instance, right, tokens, seconds)
+            stats.resident(self.first, run.instance, right, self.tokens(right), seconds)
         if right < self.count:
-            stats.refused(self.first + right, self.neighbour.instance, self.count - right)
+            stats.refused(self.first + right, run.instance, self.count - right)
             return Settled(right, "changed")
         return Settled(right)
 
@@ -74,69 +79,76 @@ class _ResidentPart(MemoryPart):
         self.neighbour.leave()
 
 
-class ResidentChunks:
-    """Takes chunks out of `LoadContext.resident` when their copies start, or when they turn out to
-    be gone. Runs in the worker's thread."""
+class ResidentRuns:
+    """One load's chunks in other instances' KV caches. Runs in the worker's thread.
 
-    def __init__(
-        self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours
-    ) -> None:
-        """Begin to map the owners' KV caches."""
-        self._context, self._neighbours, self._chunks = context, neighbours, context.resident
-        self._chunks.update(residents)
-        for instance in {chunk.instance for chunk in residents.values()}:
-            self._neighbours.expects(instance)
+    Forgets chunks when their copies start, when they turn out to be gone, and when a later chunk is
+    asked for: a load never goes back."""
+
+    def __init__(self, runs: Iterable[ResidentRun], neighbours: Neighbours) -> None:
+        """Begin to map the owners' KV caches. runs: in the order of their chunks."""
+        self._runs, self._neighbours = deque(runs), neighbours
+        for instance in {run.instance for run in self._runs}:
+            neighbours.expects(instance)
+
+    def missing(self, chunks: int) -> list[int]:
+        """Return which of the load's `chunks` chunks are not here."""
+        missing = np.ones(chunks, dtype=np.bool_)
+        for run in self._runs:
+            missing[run.first : run.stop] = False
+        numbers: list[int] = np.flatnonzero(missing).tolist()
+        return numbers
+
+    def next(self, chunk: int) -> int | None:
+        """Return the first chunk here from number `chunk` on."""
+        while self._runs and self._runs[0].stop <= chunk:
+            self._runs.popleft()
+        return max(chunk, self._runs[0].first) if self._runs else None
 
     def expects(self, chunk: int) -> bool:
         """Whether this chunk's KV cache is still being mapped."""
-        resident = self._chunks.get(chunk)
-        return resident is not None and self._neighbours.expects(resident.instance)
+        return self.next(chunk) == chunk and self._neighbours.expects(self._runs[0].instance)
 
-    def take(self, chunk: int) -> MemoryPart | None:
+    def take(self, chunk: int, context: LoadContext) -> MemoryPart | None:
         """Take chunks from this number on that one neighbour has unchanged. Forgets chunks that the
         neighbour has lost; other sources may have them."""
-        first = self._chunks.get(chunk)
-        if first is None:
+        if self.next(chunk) != chunk:
             return None
-        neighbour = self._neighbours.get(first.instance)
-        if neighbour is None or not neighbour.enter():
-            chunks = self._chunks.items()
-            self._forget([at for at, each in chunks if each.instance == first.instance])
+        run = self._runs[0]
+        neighbour = self._neighbours.get(run.instance)
+        if neighbour is None or not _fits(run, neighbour, context) or not neighbour.enter():
+            lost = [other for other in self._runs if other.instance == run.instance]
+            self._runs = deque(other for other in self._runs if other.instance != run.instance)
+            context.session.stats.count(chunks_stale=sum(other.chunks for other in lost))
             return None
+        part = None
         try:
-            part = self._entered(chunk, neighbour)
-        except BaseException:
-            neighbour.leave()
-            raise
-        if part is None:
-            neighbour.leave()
+            part = self._entered(chunk, neighbour, context)
+        finally:
+            if part is None:
+                neighbour.leave()
         return part
 
-    def _entered(self, chunk: int, neighbour: Neighbour) -> MemoryPart | None:
-        context, each = self._context, neighbour.each
-        run: list[ResidentChunk] = []
-        if each * neighbour.split == context.places.kv.blocks_in(context.session.chunk_size):
-            while (resident := self._chunks.get(chunk + len(run))) is not None:
-                if resident.instance != neighbour.instance:
-                    break
-                if not len(resident.blocks) == len(resident.generations) == each:
-                    break
-                run.append(resident)
-        count = 0
-        if run:
-            blocks = np.concatenate([resident.blocks for resident in run])
-            generations = np.concatenate([resident.generations for resident in run])
-            count = neighbour.view.leading(blocks, generations, each)
-        if not count:
-            self._forget([chunk])
-            return None
-        for number in range(chunk, chunk + count):
-            del self._chunks[number]
-        local = neighbour.shape.device == context.session.device.name
-        blocks, generations = blocks[: count * each], generations[: count * each]
-        return _ResidentPart(context, chunk, count, (), local, neighbour, blocks, generations)
+    def clear(self) -> None:
+        self._runs.clear()
 
-    def _forget(self, numbers: list[int]) -> None:
-        for number in numbers:
-            del self._chunks[number]
-        self._context.session.stats.count(chunks_stale=len(numbers))
+    def _entered(self, chunk: int, neighbour: Neighbour, context: LoadContext) -> MemoryPart | None:
+        run = self._runs[0].cut(chunk, self._runs[0].stop)
+        count = neighbour.view.leading(run.blocks, run.generations, neighbour.each)
+        self._runs[0] = run.cut(chunk + max(count, 1), run.stop)
+        if not count:
+            context.session.stats.count(chunks_stale=1)
+            return None
+        local = neighbour.shape.device == context.session.device.name
+        right = run.cut(chunk, chunk + count)
+        return _ResidentPart(context, chunk, count, (), local, neighbour, right)
+
+
+def _fits(run: ResidentRun, neighbour: Neighbour, context: LoadContext) -> bool:
+    """Whether the run's chunks have the neighbour's size, and that is the reader's."""
+    here, blocks = context.places.kv.blocks_in(context.session.chunk_size), neighbour.each
+    return (here, len(run.blocks), len(run.generations)) == (
+        blocks * neighbour.split,
+        run.chunks * blocks * NUMBER_BYTES,
+        run.chunks * blocks * GENERATION_BYTES,
+    )

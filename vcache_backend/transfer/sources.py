@@ -23,7 +23,7 @@ from vcache_backend.vram_pool.copies.uploads import Uploader
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
     from vcache_backend.offload.tier import OffloadTier
-    from vcache_backend.transfer.resident import ResidentChunk
+    from vcache_backend.transfer.resident import ResidentRuns
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """A load's cause, by the cause of a fetch that ended early. Others: `store`."""
@@ -150,8 +150,6 @@ class LoadContext:
         self.idle_since = perf_counter()
         """The time (perf_counter) since which the load only waits."""
         self._planned: tuple[int, int, CopyPlan] | None = None
-        self.resident: dict[int, ResidentChunk] = {}
-        """Chunks to be read from other instances' KV caches, by number."""
         self.fetched: list[int] = []
         """Numbers of the chunks that came from the offload tier."""
         self.epochs: set[int] = set()
@@ -209,8 +207,12 @@ class OffloadSource(Source):
     """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended
     early it reads no more, since another run may fail, too."""
 
-    def __init__(self, context: LoadContext, tier: OffloadTier) -> None:
+    def __init__(
+        self, context: LoadContext, tier: OffloadTier, residents: ResidentRuns | None
+    ) -> None:
+        """residents: chunks that the tier is not asked for."""
         self._context, self.tier, self.may_have = context, tier, True
+        self._residents = residents
         self._fetch: Fetch | None = None
         self._next = self._stop = 0
 
@@ -228,12 +230,11 @@ class OffloadSource(Source):
     def prepare(self, chunk: int) -> bool:
         if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
             return self._fetch is not None
-        keys, resident = self._context.keys, self._context.resident
-        stop = next((at for at in range(chunk, len(keys)) if at in resident), len(keys))
+        stop = None if self._residents is None else self._residents.next(chunk)
         if stop == chunk:
             return False
         try:
-            fetch = self._context.session.fetch(keys[chunk:stop])
+            fetch = self._context.session.fetch(self._context.keys[chunk:stop])
         except VCacheError as error:
             self._context.session.miss("fetch", error)
             fetch, self.cause = None, "server"

@@ -15,28 +15,26 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
+from multiprocessing import get_context
 from typing import Any
 
-import msgspec
-
-from ...results import Clock, Row, percentile, row
-from ..environment import peer
-from ..fleet import Fleet
+from ...copies import peer_speed
+from ...results import Row, percentile, row
+from ..fleet import Fleet, Run
 from ..instances import KINDS, joined
-from ..prompts import Prompts
 
-SECONDS = 60.0
+SECONDS, COPY_SECONDS = 60.0, 90.0
 MS = 1e3
 ALLOWED_MS = 4.0
 """A load takes a step of vLLM's more than a hit in its own prefix cache."""
 ALLOWED_COPY = 1.15
-VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
 TPOT = {"lmcache": 1.10, "vllm": 1.05, "inplace": 1.03}
-MISS = {"16k": 1.003}
-"""Limits for the ratio of a miss in place; else 1.01 for lengths in `VS_RECOMPUTE`."""
+MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
+"""Limits for the ratio of a miss."""
+MISSES, FEW_MISSES = {"1k": 25, "4k": 31, "16k": 11}, {"1k": 5, "4k": 5, "16k": 3}
 LOAD = "16k"
 EVERY = 1.0
-OFTEN = 0.1
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
 REPEATS = {"1k": 3, "4k": 3}
@@ -53,41 +51,24 @@ VARIANTS = ("recompute", "prefix", "vcache")
 Samples = dict[tuple[str, str], list[float]]
 
 
-def copy_engine(fleet: Fleet) -> float:
-    """GB/s of the copy engine between the GPUs, measured now. Meaningless on the CPU."""
-    if fleet.scale.cpu:
-        return 1.0
-    speeds: list[float] = fleet.helper().ask("copy_speed", 90.0, nbytes=1 << 30)
-    return statistics.median(speeds)
-
-
-def allowed(
-    floor: float,
-    nbytes: int,
-    speed: float,
-    base: str = "own prefix-cache hit",
-    more: float = ALLOWED_MS,
-) -> tuple[float, str]:
-    """How many ms a hit may take, and that sum in words: `floor` ms, `nbytes` at the copy engine's
-    `speed` (GB/s), and `more` ms.
+@cache
+def copy_engine() -> float:
+    """GB/s of the copy engine between the GPUs, measured once in a run, in a process that ends
+    then.
     """
-    said = (
-        f"{base} {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + "
-        f"{more:g} ms"
-    )
-    return floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + more, said
+    with get_context("spawn").Pool(1) as process:
+        return process.apply_async(peer_speed, (1 << 30,)).get(COPY_SECONDS)
 
 
-def first_token(
-    fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind: str = "", only: str = ""
-) -> list[Row]:
+def first_token(run: Run, kind: str = "", only: str = "") -> list[Row]:
     """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of vcache. One warm-up round
     does not count.
 
     If time runs short, the rounds so far count. kind: the prefix of the instances' names. only:
     this length alone."""
+    fleet, clock, prompts, rounds = run
     fleet.settle()
-    speed = copy_engine(fleet)
+    speed = 1.0 if fleet.scale.cpu else copy_engine()
     samples: Samples = defaultdict(list)
     partial: list[str] = []
     for turn in range(rounds + 1):
@@ -138,62 +119,49 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
 def _rows(
     fleet: Fleet, samples: Samples, speed: float, partial: Sequence[str], kind: str = ""
 ) -> list[Row]:
-    rows, begin = [], joined(fleet.rows, kind)
-    if not fleet.scale.cpu:
-        what = f"the copy engine from {peer()} in this run"
+    """A row for each length and variant, and those with limits. The GPUs of an instance copy their
+    parts at the same time.
+    """
+    scale, begin, gpus = fleet.of(kind), joined(fleet.rows, kind), KINDS[kind].ranks
+    rows = list[Row]()
+    if not scale.cpu:
+        what = "the copy engine between the GPUs in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
+    where = f"{gpus} peer GPUs" if gpus > 1 else "the peer GPU"
+    ttft = "ttft" if fleet.lmcache else "async_ttft"
     for name, length in _lengths(fleet, kind).items():
-        held = {variant: samples.get((variant, name), []) for variant in VARIANTS}
-        held = {variant: [MS * value for value in values] for variant, values in held.items()}
+        held = {each: [MS * value for value in samples[each, name]] for each in VARIANTS}
         if not held["prefix"]:
             continue
         floor = statistics.median(held["prefix"])
+        what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
         for variant, values in held.items():
             if values:
-                what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
-        # The limits do not apply to a pool in host memory, which is read over PCIe.
-        if held["vcache"] and fleet.more.get("pool.device") != "host":
-            rows += _judged(fleet, name, held, floor, speed, missed, kind)
+        if not held["vcache"]:
+            continue
+        nbytes = scale.read_bytes(length - TAIL) // gpus
+        most = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
+        hit = (
+            f"TTFT of a hit on {where}; reference: own prefix-cache hit {floor:.2f} ms + "
+            f"{nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms{missed}"
+        )
+        case = f"{begin}_{ttft}_{name}"
+        rows.append(row(case, "ms", held["vcache"], most, what=hit, at_most=1.0))
     return rows
 
 
-def _judged(
-    fleet: Fleet,
-    name: str,
-    held: dict[str, list[float]],
-    floor: float,
-    speed: float,
-    missed: str,
-    kind: str,
-) -> list[Row]:
-    """The rows with limits. The GPUs of an instance copy their parts at the same time."""
-    begin = joined(fleet.rows, kind)
-    gpus, length = KINDS[kind].ranks, _lengths(fleet, kind)[name] - TAIL
-    most, sum_ = allowed(floor, fleet.of(kind).read_bytes(length) // gpus, speed)
-    where = f"{gpus} peer GPUs" if gpus > 1 else peer()
-    which = "ttft" if fleet.integration == "lmcache" else "async_ttft"
-    hit = f"TTFT of a hit on {where}; reference: {sum_}{missed}"
-    how = "in place" if fleet.in_place else "through the pool"
-    computed = f"TTFT recomputing; reference: a hit on {peer()} {how}"
-    least = None if kind else VS_RECOMPUTE.get(name)
-    recompute, ours = held["recompute"], held["vcache"]
-    return [
-        row(f"{begin}_{which}_{name}", "ms", ours, most, what=hit, at_most=1.0),
-        row(f"{begin}_vs_recompute_{name}", "ms", recompute, ours, what=computed, at_least=least),
-    ]
-
-
-def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -> list[Row]:
-    """TTFT of a miss with the pool and without, in turn on one GPU, on which the pool also stores
-    it. The lengths with a limit have one row more for the worst of them, except in place.
+def miss(run: Run) -> list[Row]:
+    """TTFT of a miss with vcache and without, in turn on one GPU, on which a pool also stores
+    it.
     """
+    fleet, clock, prompts, rounds = run
     fleet.settle()
     children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
     how = "with its KV cache shared in place" if fleet.in_place else "with the pool on"
     rows: list[Row] = []
-    for name, count in counts.items():
+    for name, count in (MISSES if rounds >= 5 else FEW_MISSES).items():
         length = fleet.scale.lengths[name]
         samples: dict[str, list[float]] = {"with": [], "without": []}
         for turn in range(count + 1):
@@ -204,22 +172,17 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
                 if turn and not cached:
                     samples[which].append(seconds * MS)
         what = f"TTFT of a miss of {length} tokens {how}; reference: vLLM alone"
-        most = 1.01 if name in VS_RECOMPUTE else None
-        limit = MISS.get(name) if fleet.in_place else most
+        limit = (MISS_IN_PLACE if fleet.in_place else MISS).get(name)
         case = f"{fleet.rows}_miss_{'' if fleet.in_place else 'overhead_'}{name}"
         rows.append(row(case, "ms", samples["with"], samples["without"], what=what, at_most=limit))
-    judged = [each for each in rows if each.ok is not None]
-    if judged and not fleet.in_place:
-        worst = max(judged, key=lambda each: each.ratio)
-        what = f"the worst of {[each.case for each in judged]}: {worst.what}"
-        rows.append(msgspec.structs.replace(worst, case=f"{fleet.rows}_miss_overhead", what=what))
     return rows
 
 
-def short_tax(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+def short_tax(run: Run) -> list[Row]:
     """Short requests that share nothing, with the connector and without, in turn on one GPU:
     requests a second. Nothing is hit, so the connector only costs.
     """
+    fleet, clock, prompts, _ = run
     fleet.settle()
     scale = fleet.of("busy")
     children = {name: fleet.instance(f"busy_{name}") for name in ("a", "alone")}
@@ -246,112 +209,76 @@ def short_tax(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     return [row(name, "requests/s", with_, without, what=what, at_least=SHORT_TAX)]
 
 
-def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+def decoding(run: Run) -> list[Row]:
     """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU,
     one a second; and in place those of A.
 
     LMCache loads before a step, on the worker's main thread, so in one step for each load every
     running request waits for the copy. Our connector loads beside the steps; only the step that
-    computes the loading request's last tokens is longer. Windows with and without loads alternate.
-    The loads cycle through more prompts than B's own prefix cache can keep."""
-    fleet.settle()
-    scale, b = fleet.scale, fleet.instance("b")
-    length, seconds = scale.lengths[LOAD], scale.decode_seconds
-    loads = _held_by_a(fleet, clock, prompts, length)
-    # Contexts, and so steps, grow by a tenth meanwhile: this order spreads each kind of window
-    # evenly.
-    order = [0.0, EVERY, OFTEN, OFTEN, EVERY, 0.0] * 2
-    windows = [{"seconds": seconds, "every": min(every, seconds / 2)} for every in order]
-    results = b.ask(
-        "decode", 60 + 20 * seconds, windows=windows, loads=loads, **_asked(fleet, prompts)
-    )
-    gaps: dict[float, list[float]] = defaultdict(list)
-    done: list[int] = []
-    for every, result in zip(order, results, strict=True):
-        gaps[every] += [MS * gap for gap in result["gaps"]]
-        done += result["loads"] if every == EVERY else []
-    full = done.count(scale.hit(length))
-    who = f"{_who(fleet)} while another loads from {peer()}"
-    said = f"{who} once a second: {len(done)} loads of {length} tokens ({full} full hits)"
-    name = f"{fleet.rows}_tpot_p99"
-    calm, often = gaps[0.0], f"{who} ten times a second"
-    reader = f"{name}_reader" if fleet.in_place else name
-    rows = [
-        _judged_gaps(reader, gaps[EVERY], calm, said, TPOT[fleet.rows]),
-        _judged_gaps(f"{name}_10_loads_a_second", gaps[OFTEN], calm, often, None),
-    ]
-    return [*rows, _owner(fleet, clock, prompts, loads, ["b"])] if fleet.in_place else rows
+    computes the loading request's last tokens is longer."""
+    loads = _held_by_a(run)
+    rows = [_gaps(run, loads, "b")]
+    return [*rows, _gaps(run, loads, "a", "b")] if run.fleet.in_place else rows
 
 
-def three_readers(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+def three_readers(run: Run) -> list[Row]:
     """Gaps between the tokens of A's running requests while B, C and D read out of A's GPU at the
     same moment, each once a second.
     """
-    fleet.settle()
-    loads = _held_by_a(fleet, clock, prompts, fleet.scale.lengths[LOAD])
-    return [_owner(fleet, clock, prompts, loads, ["b", "c", "d"])]
+    return [_gaps(run, _held_by_a(run), "a", "b", "c", "d")]
 
 
-def _asked(fleet: Fleet, prompts: Prompts) -> dict[str, Any]:
-    """The running requests of a window: prompts, and tokens of each answer."""
-    scale = fleet.scale
-    running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
-    return {"prompts": running, "count": scale.max_model_len - scale.decode_prompt - 1}
-
-
-def _who(fleet: Fleet) -> str:
-    return f"p99 of gaps between tokens of {fleet.scale.running} running requests"
-
-
-def _judged_gaps(
-    name: str, gaps: list[float], calm: list[float], what: str, most: float | None
-) -> Row:
-    value, reference = percentile(gaps, 99), percentile(calm, 99)
-    text = f"{what}; reference: none loads"
-    return row(name, "ms", value, reference, what=text, at_most=most, runs=len(gaps))
-
-
-def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> list[list[int]]:
+def _held_by_a(run: Run) -> list[list[int]]:
     """More prompts than B's own prefix cache can keep, which A has computed and stored."""
+    fleet, clock, prompts, _ = run
     scale = fleet.scale
+    fleet.settle()
     fleet.pool.clear()
-    loads = [prompts.new(length) for _ in range(scale.kv_bytes // scale.token_bytes // length + 2)]
+    length, held = scale.lengths[LOAD], scale.kv_bytes // scale.token_bytes
+    loads = [prompts.new(length) for _ in range(held // length + 2)]
     for prompt in loads:
         clock.check(40)
         fleet.compute("a", prompt)
     return loads
 
 
-def _owner(
-    fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[int]], names: Sequence[str]
-) -> Row:
-    """Gaps between the tokens of A's running requests while each of the instances `names` reads
-    `loads` from A's GPU, one a second and all at once, and while nobody does.
+def _gaps(run: Run, loads: Sequence[list[int]], watched: str, *readers: str) -> Row:
+    """Gaps between the tokens of running requests of an instance: while the readers load from its
+    GPU once a second, all at once, and while nobody does, in turn. Without readers the instance
+    itself loads.
     """
-    scale, a = fleet.scale, fleet.instance("a")
-    readers = [fleet.instance(name) for name in names]
-    windows = [{"seconds": scale.decode_seconds, "every": 0.0}]
+    fleet, clock, prompts, _ = run
+    scale, child = fleet.scale, fleet.instance(watched)
+    others, every = [fleet.instance(name) for name in readers], min(EVERY, scale.decode_seconds / 2)
     gaps: dict[bool, list[float]] = {False: [], True: []}
-    cached: list[int] = []
-    turns = 0
+    cached = list[int]()
     for turn in range(8):
         reads = turn % 4 in (1, 2)
         clock.check(20)
-        a.send("decode", windows=windows, loads=[], **_asked(fleet, prompts))
+        running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
+        own = loads if reads and not others else []
+        window = {"seconds": scale.decode_seconds, "loads": own, "every": every}
+        child.send("decode", prompts=running, **window)
         until = time.monotonic() + scale.decode_seconds
-        while reads and (due := time.monotonic()) < until:
-            for reader in readers:
-                reader.send("generate", tokens=loads[turns % len(loads)], count=1)
-            cached += [reader.answer(SECONDS)["cached"] for reader in readers]
-            turns += 1
-            time.sleep(max(0.0, min(due + EVERY, until) - time.monotonic()))
-        (window,) = a.answer(60 + 20 * scale.decode_seconds)
-        gaps[reads] += [MS * gap for gap in window["gaps"]]
-    full = sum(count == scale.hit(len(loads[0])) for count in cached)
-    others = "another instance reads" if len(names) == 1 else f"{len(names)} instances read"
+        while reads and others and (due := time.monotonic()) < until:
+            prompt = loads[len(cached) // len(others) % len(loads)]
+            for other in others:
+                other.send("generate", tokens=prompt, count=1)
+            cached += [other.answer(SECONDS)["cached"] for other in others]
+            time.sleep(max(0.0, min(due + every, until) - time.monotonic()))
+        answer = child.answer(60 + 20 * scale.decode_seconds)
+        gaps[reads] += [MS * gap for gap in answer["gaps"]]
+        cached += answer["cached"]
+    full = cached.count(scale.hit(len(loads[0])))
+    who = f"{len(readers)} instances read" if readers[1:] else "another instance reads"
+    loading = f"{who} from this one's GPU" if readers else "another loads from the peer GPU"
     what = (
-        f"{_who(fleet)} while {others} from this one's GPU once a second: "
-        f"{len(cached)} reads of {len(loads[0])} tokens ({full} full hits)"
+        f"p99 of gaps between tokens of {scale.running} running requests while {loading} once a "
+        f"second: {len(cached)} loads of {len(loads[0])} tokens ({full} full hits); reference: "
+        "none loads"
     )
-    name = f"{fleet.rows}_tpot_p99_owner" + (f"_{len(names)}_readers" if names[1:] else "")
-    return _judged_gaps(name, gaps[True], gaps[False], what, TPOT[fleet.rows])
+    role = "owner" if readers else "reader" if fleet.in_place else ""
+    name = joined(fleet.rows, "tpot_p99", role, f"{len(readers)}_readers" if readers[1:] else "")
+    p99, calm = percentile(gaps[True], 99), percentile(gaps[False], 99)
+    most, runs = TPOT[fleet.rows], len(gaps[True])
+    return row(name, "ms", p99, calm, what=what, at_most=most, runs=runs)

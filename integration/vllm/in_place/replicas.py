@@ -4,60 +4,25 @@ the instances' tables of generations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from itertools import islice
+from operator import attrgetter
 
 from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, Found, Resident
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.resident import ResidentRun
 
 
-class Run(NamedTuple):
-    """Consecutive chunks in one instance's KV cache: `chunks` of them from number `first` on. They
-    travel together, so that a long hit costs as much as a short one.
-
-    blocks, generations: of all chunks, one chunk after the other, packed as in the
-    protocol."""
-
-    first: int
-    chunks: int
-    instance: bytes
-    blocks: bytes
-    generations: bytes
-
-
-def within(runs: Iterable[Run], first: int, stop: int) -> list[Run]:
-    """Cut runs to the chunks [first, stop), and number the chunks from `first`."""
-    cut = list[Run]()
-    for run in runs:
-        begin, end = max(first, run.first), min(stop, run.first + run.chunks)
-        if begin < end:
-            start, count = begin - run.first, end - begin
-            blocks = _part(run.blocks, run.chunks, start, count)
-            generations = _part(run.generations, run.chunks, start, count)
-            cut.append(Run(begin - first, count, run.instance, blocks, generations))
-    return cut
-
-
-def unpacked(runs: Iterable[Run]) -> dict[int, ResidentChunk]:
-    """Split runs into chunks, by chunk number."""
-    chunks = dict[int, ResidentChunk]()
-    for run in runs:
-        many = ResidentChunk.many(run.instance, run.chunks, run.blocks, run.generations)
-        chunks.update(enumerate(many, run.first))
-    return chunks
-
-
-def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, list[Run]]:
+def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, list[ResidentRun]]:
     """Choose what to load: the number of leading chunks, and the runs to read in place. each:
     blocks of a chunk. first: the number of the answer's first chunk.
 
     Takes a chunk's first replica, in the server's order, that seems unchanged since its
     publication. Only without one it takes the pool's copy."""
-    runs = list[Run]()
+    runs = list[ResidentRun]()
     chunk = 0
     while chunk < len(found.residents):
-        candidates = [_alike(found, chunk), *([other] for other in found.residents[chunk][1:])]
+        others = ([other] for other in found.residents[chunk][1:])
+        candidates = [_alike(found.residents, chunk), *others]
         made = (_right(found, tables, each, first + chunk, those) for those in candidates)
         run = next(filter(None, made), None)
         if run is not None:
@@ -70,13 +35,14 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
     return chunk, runs
 
 
-def _alike(found: Found, first: int) -> list[Resident]:
+def _alike(residents: list[list[Resident]], first: int) -> list[Resident]:
     """The first replicas of the chunks from number `first` on, as long as they lie in
     one instance.
     """
     alike = list[Resident]()
-    for replicas in found.residents[first:]:
-        if not replicas or (alike and replicas[0].instance != alike[0].instance):
+    instance = residents[first][0].instance if residents[first] else -1
+    for replicas in islice(residents, first, None):
+        if not replicas or replicas[0].instance != instance:
             break
         alike.append(replicas[0])
     return alike
@@ -84,7 +50,7 @@ def _alike(found: Found, first: int) -> list[Resident]:
 
 def _right(
     found: Found, tables: Tables, each: int, first: int, replicas: list[Resident]
-) -> Run | None:
+) -> ResidentRun | None:
     """Make a run of the leading replicas that are unchanged since their publication. None if the
     first has changed.
 
@@ -98,15 +64,10 @@ def _right(
     # All chunks of an instance have as many blocks.
     if view is None or (len(replicas[0].blocks), len(replicas[0].generations)) != (number, counter):
         return None
-    blocks = b"".join([replica.blocks for replica in replicas])
-    generations = b"".join([replica.generations for replica in replicas])
+    blocks = b"".join(map(attrgetter("blocks"), replicas))
+    generations = b"".join(map(attrgetter("generations"), replicas))
     count = view.leading_ends(blocks, generations, each)
     if not count:
         return None
-    return Run(first, count, instance, blocks[: count * number], generations[: count * counter])
-
-
-def _part(packed: bytes, chunks: int, start: int, count: int) -> bytes:
-    """Cut `count` chunks, from `start` on, out of `chunks` packed chunks."""
-    each = len(packed) // chunks
-    return packed[start * each : (start + count) * each]
+    blocks, generations = blocks[: count * number], generations[: count * counter]
+    return ResidentRun(first, count, instance, blocks, generations)

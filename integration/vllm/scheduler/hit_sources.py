@@ -41,7 +41,7 @@ def _names(
     answer, everywhere = tracked.lookup.answer, {NAMES[place] for place in instance.places.values()}
     names = [""] * (stop - first)
     for run in load.residents:
-        names[run.first : run.first + run.chunks] = ["p2p"] * run.chunks
+        names[run.first : run.stop] = ["p2p"] * run.chunks
     pooled = [
         number
         for number, name in enumerate(names)

@@ -14,8 +14,9 @@ from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Find, Found, InstanceId, of_ranks
 from vcache_backend.transfer.keys import adapter_digest, state_keys
+from vcache_backend.transfer.resident import ResidentRun
 
-from ..in_place.replicas import Run, choose
+from ..in_place.replicas import choose
 from ..telemetry.stats import Meter
 from .adapters import Adapters
 from .introduction import Introduction
@@ -134,7 +135,6 @@ class Lookups:
         self._meter.looked_up(asked, found, answer.seconds)
         if client is not None:
             client.count(asked, found)
-        log.debug("look-up %s: %d of %d chunks", tracked.request.request_id, hits, whole - first)
 
     def _answer(
         self, client: Client, tracked: Tracked, first: int, whole: int, over: bool
@@ -221,7 +221,7 @@ class Lookups:
         """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
         the offload tier's hits.
         """
-        instance, residents, self.epoch = self._instance, list[Run](), reply.epoch
+        instance, residents, self.epoch = self._instance, list[ResidentRun](), reply.epoch
         publications, tables, keys = instance.publications, instance.tables, tracked.lookup.keys
         keys = keys[first:stop]
         there = chunks = len(reply.pooled)

@@ -11,9 +11,9 @@ import msgspec
 
 from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.messages import ChunkKey, Coming, Found
+from vcache_backend.transfer.resident import ResidentRun
 
 from ..in_place.block_pool import GENERATIONS
-from ..in_place.replicas import Run, within
 from .request_params import RequestParams
 
 NEVER = 1 << 62
@@ -36,7 +36,7 @@ class Answer(msgspec.Struct):
     pooled: int
     at: float
     seconds: float
-    residents: list[Run] = []
+    residents: list[ResidentRun] = []
     coming: Coming | None = None
     comes_to: int = 0
     counted: bool = False
@@ -54,9 +54,13 @@ class Answer(msgspec.Struct):
         """Whether the answer says what lies behind the chunks before `first`."""
         return self.first <= first <= self.hits
 
-    def residents_of(self, first: int, stop: int) -> list[Run]:
-        """The residents among chunks [first, stop), numbered from `first`."""
-        return within(self.residents, first, stop)
+    def residents_of(self, first: int, stop: int) -> list[ResidentRun]:
+        """Cut the residents to the chunks [first, stop), and number the chunks from `first`."""
+        return [
+            run.cut(begin, end)._replace(first=begin - first)
+            for run in self.residents
+            if (begin := max(first, run.first)) < (end := min(stop, run.stop))
+        ]
 
 
 NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)

@@ -12,7 +12,6 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..in_place.replicas import unpacked
 from ..metadata import LoadSpec
 
 
@@ -40,7 +39,7 @@ class Loading(transfer.Load):
             mark=mark,
             offload=spec.offload,
             name=spec.request_id,
-            residents=unpacked(spec.residents),
+            residents=spec.residents,
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()
