@@ -22,12 +22,13 @@ except ModuleNotFoundError as absent:
         "'/path/to/vcache[engine]'"
     )
 
-SUBJECTS: dict[str, Callable[[], list[Row]]] = {
-    "metadata": metadata.run,
-    "turns": turns.run,
-    "copies": copies.run,
-    "engine": engine.run,
+SUBJECTS: dict[str, tuple[Callable[[], list[Row]], int]] = {
+    "metadata": (metadata.run, 0),
+    "turns": (turns.run, 0),
+    "copies": (copies.run, 1),
+    "engine": (engine.run, 2),
 }
+"""Each with the GPUs that it needs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,12 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, msgspec.MsgspecError, LookupError, TypeError) as error:
         parser.error(f"argument --out: {options.out}: {error}")
     for name in options.only or SUBJECTS:
-        if name == "copies" and not torch.cuda.is_available():
-            print("copies: skipped, no GPU here", file=sys.stderr)
+        run, needed = SUBJECTS[name]
+        if (gpus := torch.cuda.device_count()) < needed:
+            print(f"{name}: skipped, {gpus} GPUs here", file=sys.stderr)
             continue
         print(f"{name}:", file=sys.stderr, flush=True)
         try:
-            report.add(SUBJECTS[name]())
+            report.add(run())
         except Exception:  # noqa: BLE001 - the other subjects' rows count
             failed.append(name)
             traceback.print_exc()

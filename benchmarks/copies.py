@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -135,15 +135,11 @@ def _wait(completion: Completion) -> Completion:
     return completion
 
 
-def event() -> Any:
-    """A CUDA event that keeps the time (torch does not type its constructor)."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 def engine_seconds(work: Callable[[], object]) -> float:
     """GPU time of one copy-engine copy on the current stream; the stream is kept busy until all of
     it is queued.
     """
+    event = partial(torch.cuda.Event, enable_timing=True)
     start, end = event(), event()
     torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     start.record()

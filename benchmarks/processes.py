@@ -1,4 +1,4 @@
-"""Child processes: programs that log, and children that answer lines of JSON with lines of JSON.
+"""Child processes: programs that log, and children that answer commands.
 
 Every wait has a deadline, and no child outlives this process.
 """
@@ -6,11 +6,9 @@ Every wait has a deadline, and no child outlives this process.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -19,6 +17,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -47,7 +47,7 @@ def die_with_parent() -> None:
 
 class Program:
     """A process in a group of its own, killed with all that it started. Its output is appended to
-    `log`.
+    `log`. stdin: a descriptor for its standard input.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class Program:
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
-        self.name, self.log, self._command = name, log, command
+        self.name, self.log, self._command, self._stdin = name, log, command, stdin
         self._environment = dict(os.environ if environment is None else environment)
         self.start()
 
@@ -74,14 +75,11 @@ class Program:
                 self._command,
                 env=self._environment,
                 stdin=self._stdin,
-                stdout=self._stdout or file,
+                stdout=file,
                 stderr=file,
                 process_group=0,
                 preexec_fn=die_with_parent,
             )
-
-    _stdin: int = subprocess.DEVNULL
-    _stdout: int | None = None
 
     @property
     def pid(self) -> int:
@@ -112,9 +110,6 @@ class Program:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(START_SECONDS)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
 
     def said(self, pattern: str = r"vcache.*(WARN|ERROR)|(WARN|ERROR).*vcache") -> list[str]:
         """The log's lines that match; by default what vcache warns of."""
@@ -127,31 +122,28 @@ class Program:
 
 
 class Child(Program):
-    """A program of this checkout that runs `answer_commands`. Its standard error goes to the
-    log.
+    """A program of this checkout that runs `answer_commands`. It has one end of a pipe for its
+    standard input.
     """
 
-    _stdin = _stdout = subprocess.PIPE
-    _buffer = b""
-
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> None:
-        given = os.environ if environment is None else environment
-        path = os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])
-        super().__init__(name, command, log, {**given, "PYTHONPATH": path})
+        path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        self._pipe, theirs = Pipe()
+        with theirs:
+            given = {**environment, "PYTHONPATH": path}
+            super().__init__(name, command, log, given, theirs.fileno())
+
+    def kill(self) -> None:
+        super().kill()
+        self._pipe.close()
 
     def send(self, command: str, **arguments: Any) -> None:
         """Send a command; `answer` waits for its result."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
-            self._process.stdin.flush()
-        except (OSError, ValueError) as error:
+            self._pipe.send((command, arguments))
+        except OSError as error:
             raise ChildFailed(f"{self.name}: {error}; {self.tail()}") from error
 
     def answer(self, seconds: float) -> Any:
@@ -160,66 +152,50 @@ class Child(Program):
 
         A silent child is killed: its late answer would be taken for the next one.
         """
-        reply = json.loads(self._line(time.monotonic() + seconds))
-        if "error" in reply:
-            raise ChildFailed(f"{self.name}: {reply['error']}; {self.tail()}")
-        return reply["answer"]
+        deadline, error, answer = time.monotonic() + seconds, "ended", None
+        with suppress(EOFError, OSError):
+            # Processes that it has started may keep the pipe open behind its end.
+            while not self._pipe.poll(0.2) and self.alive:
+                if time.monotonic() > deadline:
+                    self.kill()
+                    error = "did not answer in time"
+            if self._pipe.poll():
+                error, answer = self._pipe.recv()
+        if error:
+            raise ChildFailed(f"{self.name}: {error}; {self.tail()}")
+        return answer
 
     @property
     def has_answered(self) -> bool:
         """Whether `answer` would return, or raise, at once."""
-        assert self._process.stdout is not None
-        return b"\n" in self._buffer or bool(select.select([self._process.stdout], [], [], 0)[0])
+        return self._pipe.poll() or not self.alive
 
     def ask(self, command: str, seconds: float = 60.0, **arguments: Any) -> Any:
         self.send(command, **arguments)
         return self.answer(seconds)
 
-    def _line(self, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self.kill()
-                raise ChildFailed(f"{self.name} did not answer in time; {self.tail()}")
-            ready, _, _ = select.select([self._process.stdout], [], [], min(left, 0.5))
-            if ready:
-                piece = os.read(self._process.stdout.fileno(), 1 << 20)
-                self._buffer += piece
-                if not piece:
-                    raise ChildFailed(f"{self.name} ended; {self.tail()}")
-            elif not self.alive:
-                raise ChildFailed(f"{self.name} ended; {self.tail()}")
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return line
-
 
 def answer_commands(make: Callable[[], Any]) -> None:
-    """The main loop of a child: say "ready" once `make` has returned the object with the commands,
-    then answer until standard input ends.
+    """The main loop of a child: say that it is ready once `make` has returned the object with the
+    commands, then answer until the pipe ends.
 
-    It ends the process without clean-up, since threads of libraries could hold it up. Whatever is
-    printed goes to the log."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    made: list[Any] = []
+    It ends the process without clean-up, since threads of libraries could hold it up."""
+    pipe, made = Connection(os.dup(0)), list[Any]()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    def say(answer: Callable[[], Any]) -> None:
+    def answer(call: Callable[..., Any], **arguments: Any) -> None:
         try:
-            line = {"answer": answer()}
+            reply = "", call(**arguments)
         except Exception as error:  # noqa: BLE001 - the parent decides what a failure costs
             traceback.print_exc()
-            line = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(line) + "\n")
+            reply = f"{type(error).__name__}: {error}", None
+        pipe.send(reply)
 
-    def begin() -> str:
-        made.append(make())
-        return "ready"
-
-    say(begin)
-    for text in sys.stdin:
-        command, arguments = json.loads(text)
-        say(lambda: getattr(made[0], command)(**arguments))  # noqa: B023 - called at once
+    answer(lambda: made.append(make()))
+    with suppress(EOFError):
+        while True:
+            command, arguments = pipe.recv()
+            answer(getattr(made[0], command), **arguments)
     sys.stderr.flush()
     os._exit(0)
 

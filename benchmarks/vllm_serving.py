@@ -30,6 +30,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -37,39 +38,26 @@ import numpy as np
 
 from .options import Measurement, names_of, parser
 from .processes import ChildFailed
-from .results import Clock, Report, Row, none
+from .results import Clock, none
+from .serving import workloads
 from .serving.client import Balancer, Job, Run
-from .serving.router import POLICIES, Arm, Way, check_installed, way
+from .serving.router import POLICIES, Arm, undecoded, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
-from .serving.workloads import (
-    FIRST,
-    Ceilings,
-    Phase,
-    Plan,
-    Request,
-    ceilings,
-    chat,
-    cold,
-    contention,
-    fork,
-    hot,
-    prefix_repetition,
-    warm_up,
-)
+from .serving.workloads import FIRST, Phase, Plan, Request
 from .vllm.instances import KINDS, joined
 from .vllm.weights import write_model
 
 WORKLOADS = {
-    "prefix": prefix_repetition,
+    "prefix": workloads.prefix_repetition,
     "trace": conversations,
-    "hot": hot,
-    "fork": fork,
-    "contention": contention,
-    "cold": cold,
-    "chat": chat,
+    "hot": workloads.hot,
+    "fork": workloads.fork,
+    "contention": workloads.contention,
+    "cold": workloads.cold,
+    "chat": workloads.chat,
 }
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a phase are cut: what is not answered by then is an error. With less left
@@ -89,16 +77,16 @@ class Load(NamedTuple):
     phases: list[Phase]
     jobs: list[list[Job]]
     what: str
-    ceilings: Ceilings
+    ceiling: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    check_installed(options.arms)
     sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
     named = joined("model", options.shape, sizes.scale.name)
     model = write_model(options.cache / named, sizes.scale)
+    four = len(options.gpus) == 4
     place = options.gpus, model, made.folder, options.cache, dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
@@ -107,53 +95,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
             made.clock.check(LEAST_SECONDS)
             with Servers(system, own, *place) as servers:
                 # While the servers start.
-                loads = loads or _loads(options.workloads, options.shape, sizes, options.runs)
+                loads = loads or _loads(options, sizes)
                 _start(servers, own, made.clock)
                 for name, runs in loads.items():
                     for arm in arms:
                         made.clock.check(LEAST_SECONDS)
                         _measure(arm, servers, own, runs, made)
-                    made.report.add(_compared(made.report, name, options))
+                    made.report.add(compared(made.report.rows, name, four))
     for name in (joined(name, options.shape) for name in options.workloads):
         if not options.arms:
-            made.report.add(_compared(made.report, name, options))
+            made.report.add(compared(made.report.rows, name, four))
         print(tables(made.report.rows, name))
     return made.end()
 
 
-def _compared(report: Report, workload: str, options: argparse.Namespace) -> list[Row]:
-    """See `compared`. With four GPUs rows begin with x4_."""
-    rows = compared(report.rows, workload)
-    if len(options.gpus) != 4:
-        return rows
-    return [
-        msgspec.structs.replace(each, case=f"x4_{each.case.removeprefix('routed_')}")
-        for each in rows
-    ]
-
-
-def _loads(
-    names: Sequence[str], shape: str, sizes: Sizes, runs: Sequence[int]
-) -> dict[str, list[Load]]:
-    loads = {
-        joined(name, shape): [_load(name, shape, sizes, run) for run in runs] for name in names
-    }
+def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
+    """By workload its runs. Each has a seed of its own."""
+    loads = dict[str, list[Load]]()
+    for workload, run in product(options.workloads, options.runs):
+        plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
+        phases, what = WORKLOADS[workload](plan)
+        jobs = [
+            [Job(_body(each), each.at, each.conversation) for each in phase.requests]
+            for phase in phases
+        ]
+        name = joined(workload, options.shape)
+        ceiling = workloads.ceiling(phases, plan.block)
+        loads.setdefault(name, []).append(Load(name, phases, jobs, what, ceiling))
     gc.collect()
     gc.freeze()
     return loads
-
-
-def _load(name: str, shape: str, sizes: Sizes, run: int) -> Load:
-    """run: each has a seed of its own."""
-    plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
-    phases, what = WORKLOADS[name](plan)
-    jobs = [
-        [Job(_body(each), each.at, each.conversation) for each in phase.requests]
-        for phase in phases
-    ]
-    return Load(
-        joined(name, shape), phases, jobs, what, ceilings(phases, plan.block, sizes.instances)
-    )
 
 
 def _body(request: Request) -> bytes:
@@ -188,7 +159,7 @@ def _measure(
     arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Load], made: Measurement
 ) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
-    name, found, undecoded = runs[0].name, list[Figures](), 0
+    name, found, strange = runs[0].name, list[Figures](), 0
     for load in runs:
         servers.reset()
         _step(servers.ports)
@@ -197,11 +168,11 @@ def _measure(
             before = servers.counters()["preemptions"]
             found.append(_answered(to, servers, load, made.clock))
             preempted = servers.counters()["preemptions"] - before
-            undecoded += to.undecoded
+        strange += undecoded(arm, made.folder) if arm.policy == "kv_aware" else 0
         print(
             f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
             f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
-            f"{found[-1].hit_rate:.3f} of {load.ceilings.shared:.3f}, {preempted:.0f} preemptions",
+            f"{found[-1].hit_rate:.3f} of {load.ceiling:.3f}, {preempted:.0f} preemptions",
             flush=True,
         )
     label = f"{SYSTEMS[arm.system].label}, {arm.said}"
@@ -210,18 +181,18 @@ def _measure(
     rows = rows_of(arm.name, name, found, label, memory(arm.system, sizes), what)
     if arm.policy == "kv_aware":
         text = f"{label}: KV events that the router did not understand"
-        rows.append(none(case(arm.name, name, "undecoded_events"), "events", undecoded, text))
+        rows.append(none(case(arm.name, name, "undecoded_events"), "events", strange, text))
     made.report.add(rows)
 
 
-def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
+def _answered(to: Balancer, servers: Servers, load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
-    figures = Figures(load.ceilings)
+    figures = Figures(load.ceiling)
     for phase, jobs in zip(load.phases, load.jobs, strict=True):
         if phase.restart:
             servers.restart(min(START_SECONDS, clock.left))
         before = servers.counters()
-        run = Run(jobs, to.balancer)
+        run = Run(jobs, to)
         asyncio.run(run.go(phase.concurrency, min(phase.seconds or LOAD_SECONDS, clock.left)))
         for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
             print(f"  {load.name}: {error}", flush=True)
@@ -234,7 +205,7 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
     """Prompts of the warm-up to a server, then to the next, twice: misses, and hits of what the
     other one has. The errors.
     """
-    prompts, errors = warm_up(plan), []
+    prompts, errors = workloads.warm_up(plan), []
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
         shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]
@@ -263,7 +234,6 @@ def _sizes(options: argparse.Namespace) -> Sizes:
         pool_bytes=int(sizes.pool_bytes * options.memory),
         host_gib=sizes.host_gib * options.memory,
         instances=len(options.gpus),
-        one_gpu=len(set(options.gpus)) == 1,
     )
     if not plan.contention_documents:
         document = (plan.contention_tokens + plan.suffix) * sizes.scale.token_bytes
@@ -285,7 +255,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
     option("--shape", choices=KINDS, default="", help="the model, if not Llama's")
-    option("--gpus", type=_numbers, default="0,1", help="one for each server; 0,0: two on one GPU")
+    option("--gpus", type=_numbers, default="0,1", help="one for each server")
     option("--memory", type=float, default=1.0, help="of the scale's KV caches and host memory")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
@@ -293,8 +263,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         kind = type(getattr(SIZES["full"].plan, name))
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = made.parse_args(arguments)
-    if len(options.gpus) < 2:
-        made.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
     if "trace" in options.workloads and not options.trace:
         made.error("the workload `trace` needs --trace FILE")
     return options

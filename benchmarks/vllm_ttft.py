@@ -19,8 +19,8 @@ from typing import NamedTuple
 import msgspec
 
 from .options import Measurement, names_of, parser
-from .results import Clock, Row
-from .vllm.fleet import Fleet
+from .results import Row
+from .vllm.fleet import Fleet, Run
 from .vllm.instances import KINDS, joined
 from .vllm.parts import equality, groups, latency, scheduling, versions
 from .vllm.prompts import Prompts
@@ -28,15 +28,6 @@ from .vllm.scale import GIB, SCALES
 
 OURS, POOL = ("vllm", "inplace"), ("lmcache", "vllm")
 ALL = ("lmcache", *OURS)
-
-
-class Run(NamedTuple):
-    """What a part works with."""
-
-    fleet: Fleet
-    clock: Clock
-    source: Prompts
-    rounds: int
 
 
 class Part(NamedTuple):
@@ -53,8 +44,7 @@ class Part(NamedTuple):
 
 def _equal(run: Run) -> list[Row]:
     scale = run.fleet.scale
-    hits = run.source.hits(scale.equal, scale.partial)
-    return equality.equal(run.fleet, run.clock, hits, run.source)
+    return equality.equal(run, run.prompts.hits(scale.equal, scale.partial))
 
 
 def _few(kind: str, cpu: bool = True) -> Part:
@@ -65,59 +55,42 @@ def _few(kind: str, cpu: bool = True) -> Part:
     behind their last chunk there, or nobody would have that chunk.
     """
 
-    def run(run: Run) -> list[Row]:
-        scale = KINDS[kind].of(run.fleet.scale)
-        goes_on = bool(KINDS[kind].head)
-        source = (groups.Ended if goes_on else Prompts)(scale, seed=run.source.seed)
-        hits = source.hits(dict.fromkeys(scale.few, 3), 0 if goes_on else 4)
-        rows = equality.agreeing(run.fleet, source, kind)
-        rows += equality.equal(run.fleet, run.clock, hits, source, kind)
-        return [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
+    def compared(run: Run) -> list[Row]:
+        scale, goes_on = KINDS[kind].of(run.fleet.scale), bool(KINDS[kind].head)
+        prompts = (groups.Ended if goes_on else Prompts)(scale, seed=run.prompts.seed)
+        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if goes_on else 4)
+        run = run._replace(prompts=prompts)
+        rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
+        return [*rows, *equality.sensitive(run, kind, 1)]
 
-    return Part(_trio(kind), run, OURS, cpu)
+    return Part(_trio(kind), compared, OURS, cpu)
 
 
 def _ttft(kind: str) -> Part:
     """A part that measures TTFT of instances of a kind with several ranks."""
-
-    def run(run: Run) -> list[Row]:
-        return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind=kind)
-
-    return Part(_trio(kind), run, OURS, cpu=False)
+    return Part(_trio(kind), lambda run: latency.first_token(run, kind), OURS, cpu=False)
 
 
 def _groups(kind: str, cpu: bool = True) -> Part:
     """A part for a model with several block tables, which is shared through a pool."""
-
-    def run(run: Run) -> list[Row]:
-        return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
-
-    return Part(_trio(kind), run, ("vllm",), cpu)
+    return Part(_trio(kind), lambda run: groups.measure(run, kind), ("vllm",), cpu)
 
 
 def _trio(kind: str) -> tuple[str, ...]:
     return tuple(joined(kind, who) for who in ("alone", "a", "b"))
 
 
-def _miss(run: Run) -> list[Row]:
-    short = run.rounds < 5
-    counts = {"1k": 5 if short else 25, "4k": 5 if short else 31, "16k": 3 if short else 11}
-    return latency.miss(run.fleet, run.clock, run.source, counts)
-
-
 PAIR = _trio("")
 PARTS: dict[str, Part] = {
-    "scheduler": Part(
-        ("a", "timed"), lambda it: scheduling.scheduler_time(it.fleet, it.clock, it.source), OURS
-    ),
-    "ttft": Part(PAIR, lambda it: latency.first_token(it.fleet, it.clock, it.source, it.rounds)),
-    "agreeing": Part(PAIR, lambda it: equality.agreeing(it.fleet, it.source)),
-    "sensitive": Part(("alone",), lambda it: equality.sensitive(it.fleet, it.source)),
-    "flipped": Part(PAIR, lambda it: equality.flipped(it.fleet, it.source), ("inplace",)),
+    "scheduler": Part(("a", "timed"), scheduling.scheduler_time, OURS),
+    "ttft": Part(PAIR, latency.first_token),
+    "agreeing": Part(PAIR, equality.agreeing),
+    "sensitive": Part(("alone",), equality.sensitive),
+    "flipped": Part(PAIR, equality.flipped, ("inplace",)),
     "equal": Part(PAIR, _equal),
-    "restart": Part(PAIR, lambda it: equality.restart(it.fleet, it.source), POOL),
-    "tpot": Part(("a", "b"), lambda it: latency.decoding(it.fleet, it.clock, it.source)),
-    "miss": Part(("alone", "a"), _miss),
+    "restart": Part(PAIR, equality.restart, POOL),
+    "tpot": Part(("a", "b"), latency.decoding),
+    "miss": Part(("alone", "a"), latency.miss),
     "fp8": _few("fp8"),
     "mla": _few("mla", cpu=False),
     "ngram": _few("ngram"),
@@ -128,21 +101,15 @@ PARTS: dict[str, Part] = {
     "state_mamba2": _groups("state_mamba2", cpu=False),
     "state_conv": _groups("state_conv"),
     "state_gdn": _groups("state_gdn"),
-    "short": Part(
-        ("busy_alone", "busy_a"), lambda it: latency.short_tax(it.fleet, it.clock, it.source), OURS
-    ),
+    "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS),
     "sparse": _few("sparse", cpu=False),
     "sparse_fp8": _few("sparse_fp8", cpu=False),
     "head": _few("head", cpu=False),
-    "weights": Part(
-        _trio(versions.KIND), lambda it: versions.measure(it.fleet, it.clock, it.source), OURS
-    ),
+    "weights": Part(_trio(versions.KIND), versions.measure, OURS),
     "tp2_ttft": _ttft("tp2"),
     "pp2": _few("pp2", cpu=False),
     "pp2_ttft": _ttft("pp2"),
-    "three": Part(
-        ("a", "b", "c", "d"), lambda it: latency.three_readers(it.fleet, it.clock, it.source), OURS
-    ),
+    "three": Part(("a", "b", "c", "d"), latency.three_readers, OURS),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
@@ -177,12 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
     with Fleet(scale, made.folder, options.cache, dict(options.set), options.way) as fleet:
         for index, name in enumerate(names):
-            source = Prompts(fleet.scale, seed=list(PARTS).index(name))
+            prompts = Prompts(fleet.scale, seed=list(PARTS).index(name))
             with made.part(name):
                 _arrange(fleet, names[index:])
                 print(f"{name}: {made.clock.spent:.0f} s", flush=True)
                 made.clock.check(5)
-                made.report.add(PARTS[name].run(Run(fleet, made.clock, source, options.rounds)))
+                made.report.add(PARTS[name].run(Run(fleet, made.clock, prompts, options.rounds)))
                 if fleet.in_place:
                     made.report.add([fleet.copied()])
     return made.end()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vcache_backend.vram_pool.copies.copier import NOTHING
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.paged import PagedKV
@@ -119,6 +120,19 @@ def test_a_scatter_does_not_wait_for_what_comes_after_its_mark() -> None:
     torch.cuda._sleep(LONG)
     model_run = torch.cuda.current_stream().record_event()
     completion = room.copier.scatter(room.kv, room.plan, room.views, mark)
+    assert completion.wait(10)
+    assert not model_run.query()
+    assert all_are(room.caches, NEW)
+
+
+def test_a_scatter_that_need_not_wait_does_not() -> None:
+    """Nor does the current stream wait for it."""
+    room = Room()
+    fill(room.slots, NEW)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    model_run = torch.cuda.current_stream().record_event()
+    completion = room.copier.scatter(room.kv, room.plan, room.views, NOTHING)
     assert completion.wait(10)
     assert not model_run.query()
     assert all_are(room.caches, NEW)

@@ -202,6 +202,29 @@ def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
     assert (has(reader, both), has(reader, last)) == (False, True)
 
 
+def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_write(
+    shared: Callable[[], Engine],
+) -> None:
+    """Those are freed by requests whose end vLLM has learned of since it planned these steps."""
+    owner, reader = shared(), shared()
+
+    def early() -> bool:
+        tokens = new_tokens(2 * CHUNK + 1)
+        computed(owner, tokens)
+        request = reader.add(tokens, max_tokens=1)
+        (load,) = reader.step().loads
+        reader.step(finished_recving={request.request_id})
+        reader.finish(request)
+        return load.early
+
+    assert early()
+    # The request that has just ended has freed a block that nothing finds, to be used next.
+    assert not early()
+    for _ in range(reader.scheduler.vllm_config.max_concurrent_batches):
+        reader.step()
+    assert early()
+
+
 @pytest.mark.parametrize("why", ["its role", "no server"])
 def test_who_could_not_load_a_chunk_again_keeps_it(
     shared: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, why: str

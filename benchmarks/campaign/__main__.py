@@ -11,10 +11,10 @@ moment, and start again under other names; the server is killed and stopped, too
 same decisions again, but not the same timing.
 
 `soak`: engines that share through a pool far too small for their prompts, so that slots are
-constantly rewritten. They are killed and stopped, also around copies. The server is killed,
-stopped, and started again with no descriptors left, with a clock that was set back, or beside a
-second one; its ledger cannot grow, and clients show ledgers of earlier servers, or send garbage. A
-load counts if it brought something: the whole memory is compared with what it must hold.
+constantly rewritten. They are killed and stopped, also around copies. The server is killed and
+stopped, runs out of descriptors, and is started again with a clock that was set back; its ledger
+cannot grow, and clients show ledgers of earlier servers. A load counts if it brought something: the
+whole memory is compared with what it must hold.
 
 `death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool,
 with so few KV blocks that these are constantly used again. Readers pause between the launch of most
@@ -27,8 +27,9 @@ others compute. In every state of a promise they are stopped, and die; they abor
 them, and reset the namespace. No request may wait longer than its bound.
 
 Controls run the same with one rule broken: readers ignore the generations, or the lease, after a
-copy; owners change generations only after writing, or publish before writing; waits have no bound.
-There wrong bytes, or requests past their bound, must be seen, or the zeros above prove nothing."""
+copy; owners change generations only after writing, or publish before writing; waits have no bound;
+loads wait for no step under way, whatever it writes (`death` on GPUs). There wrong bytes, or
+requests past their bound, must be seen, or the zeros above prove nothing."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -24,8 +24,8 @@ S = TypeVar("S")
 SECONDS = 60.0
 
 
-class Forked:
-    """A process that runs `life`, with a pipe to it. heard: when it last reported
+class Forked(Generic[S]):
+    """A process that runs `life` with its settings, and a pipe to it. heard: when it last reported
     (time.monotonic).
     """
 
@@ -34,7 +34,7 @@ class Forked:
 
     def __init__(self, life: Callable[[S, Connection], None], settings: S, log: Path) -> None:
         """log: the file for its output."""
-        self.log = log
+        self.settings, self.log = settings, log
         with self._lock:
             self._context.set_forkserver_preload([life.__module__])
             self.pipe, theirs = self._context.Pipe()
@@ -72,7 +72,7 @@ def begin(log: str) -> None:
     torch.set_num_threads(1)
 
 
-def hear(processes: Sequence[Forked], silence: float = SECONDS) -> Iterator[tuple[int, Any]]:
+def hear(processes: Sequence[Forked[Any]], silence: float = SECONDS) -> Iterator[tuple[int, Any]]:
     """The reports that have come, each with its process's index; None for one that has ended, or
     was silent for `silence` seconds.
 

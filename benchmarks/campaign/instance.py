@@ -152,7 +152,6 @@ class Owner(Instance):
             self.table.filled(blocks)
         self.step("before publication")
         written.over = True
-        self.told.outcomes.written += len(keys)
         self.pool.free_blocks(blocks)
         if not self._late:
             self._mishap(blocks[-EACH:], self.dice.random())

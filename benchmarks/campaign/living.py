@@ -25,7 +25,7 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from .forked import begin
 
 Role = Literal["owner", "reader", "worker", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early", "no bound"]
+Control = Literal["", "no verdict", "counted late", "published early", "no bound", "no fence"]
 REPORT_SECONDS = 0.2
 
 
@@ -52,22 +52,15 @@ class Outcomes(msgspec.Struct):
 
     loads: loads that brought something, all of it compared; with whole vLLMs, requests for which
     something was loaded. reuse_hits: loads whose verdict refused some chunks, since a block changed
-    or a lease ended between launch and verdict. differed: those of them whose refused chunks did
-    hold other bytes. stale: loads that found a chunk gone before the launch. misses: look-ups that
-    found nothing. written: chunks that owners have written. by_step: how often a process stopped
-    itself, by the step of the protocol. answers: vLLM's, to whole requests. waits: of requests for
-    what others computed, by their end. overdue: requests that waited longer than their bound."""
+    or a lease ended between launch and verdict. causes: why loads brought less. by_step: how often
+    a process stopped itself, by the step of the protocol. answers: vLLM's, to whole requests.
+    waits: of requests for what others computed, by their end. overdue: requests that waited longer
+    than their bound."""
 
     loads: int = 0
-    nbytes: int = 0
     reuse_hits: int = 0
-    differed: int = 0
-    stale: int = 0
-    misses: int = 0
-    written: int = 0
     raised: int = 0
     wrong: int = 0
-    wrong_bytes: int = 0
     answers: int = 0
     overdue: int = 0
     waits: Counter[str] = msgspec.field(default_factory=Counter)
@@ -115,10 +108,9 @@ class Living:
             stop_self()
             self.told.outcomes.by_step[name] += 1
 
-    def loaded_wrong(self, nbytes: int, what: str) -> None:
+    def loaded_wrong(self, what: str) -> None:
         """A load brought wrong bytes."""
         self.told.outcomes.wrong += 1
-        self.told.outcomes.wrong_bytes += nbytes
         self.told.wrong.append(f"process {os.getpid()}: {what}")
 
     def close(self) -> None:

@@ -10,11 +10,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from typing import Any, ClassVar
-
-import msgspec
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import ClassVar
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
@@ -27,14 +25,6 @@ END_SECONDS = 60.0
 HOUR_NS = 3600 * 10**9
 KEPT = 8
 """Ledgers of earlier servers that are kept, to be shown later."""
-HOSTILE = 6
-"""Connections of one hostile client."""
-REQUESTS = [
-    str(request.__struct_config__.tag)
-    for request in m.Request.__subclasses__()
-    if request not in (m.Reserve, m.Clear)
-]
-"""What it asks for with senseless arguments. Not clear or reserve, which would be granted."""
 
 
 class Mishaps:
@@ -57,7 +47,6 @@ class Mishaps:
         self._dice = random.Random(f"mishaps {seed}")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._hostile = ExitStack()
         self._ledgers: list[int] = []
         """Of earlier servers, and of this one."""
 
@@ -68,11 +57,10 @@ class Mishaps:
             self._thread.start()
 
     def end(self) -> None:
-        """End the thread, and release what it holds. Idempotent."""
+        """End the thread. Idempotent."""
         self._over.set()
         if self._thread.ident:
             self._thread.join(END_SECONDS)
-        self._hostile.close()
 
     def _run(self) -> None:
         try:
@@ -134,21 +122,6 @@ class Mishaps:
         self._node.clock -= self._dice.randrange(HOUR_NS)
         self._node.restart()
 
-    def _remove_socket(self) -> None:
-        """Remove the lock, the socket or both, and start a second `serve` beside the first. New
-        clients reach the second one.
-        """
-        lock, path = self._node.lock, self._node.path
-        for file in self._dice.choice([[lock], [path], [lock, path]]):
-            file.unlink(missing_ok=True)
-        with self._node.replaced() as second:
-            self.counts["a second server served"] += second
-            for _ in range(2 * second):
-                self._hit(self._dice.choice(self._pids("worker")), "killed")
-            self._over.wait(second * self._dice.uniform(0.5, 3))
-        if not path.exists():
-            self._node.restart()
-
     # ---- its ledger
 
     def _show_ledger(self) -> None:
@@ -172,64 +145,33 @@ class Mishaps:
 
     def _refuse_memory(self) -> None:
         """Let the ledger grow no more, for a while. Half of the servers end before that is over."""
-        limits = resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE)
-        with ExitStack() as undo:
-            undo.callback(self._lift, self._node.pid, resource.RLIMIT_FSIZE, limits)
-            most = self._dice.randrange(1 << 17)
-            resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE, (most, limits[1]))
+        with self._limited(resource.RLIMIT_FSIZE, self._dice.randrange(1 << 17)):
             self._over.wait(self._dice.uniform(0.1, 1.5))
         if self._dice.random() < 0.5:
             self._node.restart()
 
-    # ---- its descriptors
-
     def _take_descriptors(self) -> None:
         """Limit the server's descriptors to as many as it has, or a few more; clients connect and
         stay, or leave it its last one. A worker is stopped meanwhile."""
-        pid = self._node.pid
-        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        used = len(os.listdir(f"/proc/{pid}/fd"))
-        with ExitStack() as undo:
-            undo.callback(self._lift, pid, resource.RLIMIT_NOFILE, before)
-            resource.prlimit(
-                pid, resource.RLIMIT_NOFILE, (used + self._dice.choice([0, 1, 1, 2]), before[1])
-            )
+        most = len(os.listdir(f"/proc/{self._node.pid}/fd")) + self._dice.choice([0, 1, 1, 2])
+        with ExitStack() as undo, self._limited(resource.RLIMIT_NOFILE, most):
             for _ in range(self._dice.choice([0, 8])):
                 self._connect(undo)
             if self._dice.random() < 0.5:
                 self._hit(self._dice.choice(self._pids("worker")), "stopped")
             self._over.wait(self._dice.uniform(0.3, 2.5))
 
-    def _start_poor(self) -> None:
-        """Kill the server, and start it with too few descriptors for all clients. It may also
-        refuse to start.
-        """
-        self._node.kill()
-        self.counts["no start with few descriptors"] += not self._node.start(
-            self._dice.randint(8, 24)
-        )
-        self._over.wait(self._dice.uniform(0.3, 2.0))
-        self._node.restart()
-
-    def _lift(self, pid: int, what: int, limits: tuple[int, int]) -> None:
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, what, limits)
-
-    # ---- hostile clients
-
-    def _attack(self) -> None:
-        """Open connections that send garbage, and valid messages with senseless contents. They stay
-        until the next attack.
-        """
-        self._hostile.close()
-        with ExitStack() as undo:
-            for _ in range(HOSTILE):
-                made = self._connect(undo)
-                if made is not None:
-                    with suppress(OSError):
-                        for packet in self._nonsense():
-                            made.send(packet)
-            self._hostile = undo.pop_all()
+    @contextmanager
+    def _limited(self, what: int, most: int) -> Iterator[None]:
+        """Limit what the server may have of a resource while the context lasts."""
+        pid = self._node.pid
+        before = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (most, before[1]))
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, what, before)
 
     def _connect(self, undo: ExitStack) -> socket.socket | None:
         made = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -239,28 +181,6 @@ class Mishaps:
             return made
         return None
 
-    def _nonsense(self) -> list[bytes]:
-        dice, hello = self._dice, wire.encode(m.Hello(m.PROTOCOL_VERSION, "host", "host", {}))
-        kinds: list[Callable[[], list[bytes]]] = [
-            lambda: [dice.randbytes(dice.randrange(1, 1 << 16))],
-            lambda: [hello, bytes(m.MAX_MESSAGE_BYTES + 1)],
-            lambda: [hello, dice.randbytes(100)],
-            lambda: [hello, *(msgspec.msgpack.encode(self._request()) for _ in range(200))],
-        ]
-        return dice.choice(kinds)()
-
-    def _request(self) -> list[Any]:
-        """A request with senseless arguments."""
-        dice = self._dice
-        values: list[Callable[[], Any]] = [
-            lambda: dice.getrandbits(62),
-            lambda: dice.randrange(4096),
-            lambda: [dice.randbytes(m.KEY_BYTES) for _ in range(dice.randrange(20))],
-            lambda: dice.randbytes(8).hex(),
-            lambda: None,
-        ]
-        return [dice.choice(REQUESTS), *(dice.choice(values)() for _ in range(dice.randrange(4)))]
-
     _ACTS: ClassVar[Mapping[str, Callable[[Mishaps], None]]] = {
         "server killed": _kill_server,
         "server terminated": _terminate_server,
@@ -268,7 +188,4 @@ class Mishaps:
         "old ledger shown": _show_ledger,
         "ledger not writable": _refuse_memory,
         "descriptors exhausted": _take_descriptors,
-        "started with few descriptors": _start_poor,
-        "lock and socket removed": _remove_socket,
-        "hostile client": _attack,
     }

@@ -44,28 +44,22 @@ class Reader(Instance):
         self.step("looked up")
         count, runs = choose(found, self.tables, EACH, 0)
         if not count:
-            outcomes.misses += 1
             return
         keys = keys[:count]
         blocks, generations = self.allocate(count)
         # A byte that a copy does not write is noticed.
         self.words[:, blocks] = POISON
         self.step("before launch")
-        before = self.session.stats.counted("chunks_")
+        stats = self.session.stats
+        before = stats.counted("chunks_").get("refused", 0)
         load = self._load(keys, blocks, runs)
         loaded = load.run(PATIENCE_SECONDS)
         self.step("behind the verdict")
-        after = self.session.stats.counted("chunks_")
-        stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
         outcomes.loads += bool(loaded)
-        outcomes.nbytes += loaded * self.kv.chunk_bytes(self.session.chunk_size)
-        outcomes.stale += bool(stale)
         outcomes.causes[load.cause] += 1
-        outcomes.reuse_hits += bool(refused)
-        after_loaded, others = blocks[loaded * EACH :], keys[loaded : loaded + refused]
-        outcomes.differed += bool(self.memory.wrong(after_loaded, others))
-        if nbytes := self.memory.wrong(blocks, keys[:loaded]):
-            self.loaded_wrong(nbytes, self._describe(keys[:loaded], blocks, runs))
+        outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
+        if self.memory.wrong(blocks, keys[:loaded]):
+            self.loaded_wrong(self._describe(keys[:loaded], blocks, runs))
         elif loaded:
             mine = slice(loaded * EACH)
             self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
@@ -98,20 +92,16 @@ class Reader(Instance):
         self, keys: Sequence[ChunkKey], blocks: Sequence[int], runs: Sequence[ResidentRun]
     ) -> str:
         """A description of the first wrong chunk. Call it before anything overwrites the blocks."""
-        number = next(
-            n for n, key in enumerate(keys) if self.memory.wrong(blocks[n * EACH :], [key])
-        )
-        got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
+        wrong = [self.memory.wrong(blocks[n * EACH :], [key]) for n, key in enumerate(keys)]
+        number = next(n for n, count in enumerate(wrong) if count)
         run = next(run for run in runs if run.first <= number < run.stop).cut(number, number + 1)
         ids = memoryview(run.blocks).cast("I").tolist()
         generations = memoryview(run.generations).cast("Q").tolist()
         view = self.tables.view(run.instance)
         now = "gone" if view is None else view.counters[ids].tolist()
         return (
-            f"chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}, in "
-            f"{run.instance.hex()}'s blocks {ids}, generations {generations}, now {now}; "
-            f"{int((got == POISON).sum())} of {got.size} words are poison, "
-            f"{int((got == 0).sum())} zero"
+            f"chunk {number} of {len(keys)}, {wrong[number]} bytes, from {run.instance.hex()}'s "
+            f"blocks {ids}, generations {generations}, now {now}"
         )
 
 

@@ -18,6 +18,7 @@ CONTROLS: dict[Control, str] = {
     "counted late": "control_late_wrong",
     "published early": "control_early_wrong",
     "no bound": "control_overdue",
+    "no fence": "control_fence_wrong",
 }
 """Rows by what is left out."""
 
@@ -42,8 +43,7 @@ def rows(result: Result, loads: int, name: str, level: Level) -> list[Row]:
         none(_case("failed", name), "times", ended, why),
     ]
     if level.reuse_hits:
-        differed = "" if level.answers else f", {seen.differed:,} of which had read other bytes"
-        hits = f"loads refused by their verdict{differed}; before launch: {seen.stale:,}"
+        hits = "loads refused by their verdict"
         made.append(least("reuse_hits", "loads", seen.reuse_hits, level.reuse_hits * loads, hits))
     if level.least_pauses:
         what = "readers stopped between a load's launch and its verdict"
@@ -76,8 +76,7 @@ def _case(figure: str, name: str) -> str:
 def control_row(control: Control, its: Result, name: str) -> Row:
     """A control's row: how much it saw go wrong."""
     seen, case = its.outcomes, _case(CONTROLS[control], name)
-    loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads"
-    told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads
+    told = json.dumps(msgspec.to_builtins(seen))
     what = f"{control}; {told} in {its.seconds:.0f} s; seed {its.seed}; reference 1"
     unit, runs = ("answers", seen.answers) if seen.answers else ("loads", seen.loads)
     return row(case, unit, caught(control, seen), 1, what=what, at_least=1, runs=runs)

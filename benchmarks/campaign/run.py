@@ -9,20 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from vcache_backend.config import (
-    ByteSize,
-    ClientConfig,
-    Config,
-    EngineConfig,
-    PoolConfig,
-    ServerConfig,
-)
+from vcache_backend import config
 
 from ..processes import ChildFailed
 from .forked import Forked, Waker, hear
@@ -32,7 +24,7 @@ from .memory import CHUNK_TOKENS
 from .mishaps import Mishaps
 from .node import Node
 
-QUICK = ClientConfig(
+QUICK = config.ClientConfig(
     connect_seconds=0.5,
     request_seconds=0.5,
     control_seconds=1.0,
@@ -49,31 +41,22 @@ anything was loaded or answered.
 NOWHERE = Path()
 
 
-class Instance(Forked):
-    """An instance's process. `settings.number` stays the same when it is started again."""
-
-    def __init__(self, life: Callable[[Settings, Connection], None], settings: Settings) -> None:
-        super().__init__(life, settings, Path(settings.log))
-        self.settings = settings
-
-
 class Result(msgspec.Struct):
     """The result of one run. ended: how many processes ended by themselves or fell silent."""
 
     seed: int
-    seconds: float
     outcomes: Outcomes
     mishaps: Counter[str]
-    stops: int
-    ended: int
-    wrong: list[str]
+    wrong: list[str] = []
+    seconds: float = 0.0
+    stops: int = 0
+    ended: int = 0
 
 
 class Campaign:
     """All processes of one run; the context manager ends them. One thread, and one for mishaps."""
 
     def __init__(self, level: Level, seed: int, shared: Path, control: Control = "") -> None:
-        self.outcomes, self.wrong, self.ended = Outcomes(), list[str](), 0
         self._level, self._shared, self._seed, self._control = level, str(shared), seed, control
         self._starts, self._waker = 0, Waker(str(seed), level.longest_stop)
         with ExitStack() as undo:
@@ -82,12 +65,13 @@ class Campaign:
             self._node = Node(self._folder / "node", self._folder / "server.log")
             undo.callback(self._node.kill)
             self._node.restart()
-            self._here: list[Instance] = []
+            self._here: list[Forked[Settings]] = []
             undo.callback(self._kill_all)
             for role in [role for role, count in level.counts.items() for _ in range(count)]:
                 self._here.append(self._start(role, len(self._here)))
             self._mishaps = Mishaps(self._node, self._pids, seed, level.mishaps)
             undo.callback(self._mishaps.end)
+            self.result = Result(seed, Outcomes(), self._mishaps.counts)
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -100,10 +84,10 @@ class Campaign:
         """Run until `over(counts, seconds)` is true. Mishaps begin with the first answer, where
         answers are compared."""
         shown = started = time.monotonic()
-        while not over(self.outcomes, (now := time.monotonic()) - started):
+        while not over(self.result.outcomes, (now := time.monotonic()) - started):
             self._hear()
             self._waker.look(self._pids())
-            if self.outcomes.answers or not self._level.answers:
+            if self.result.outcomes.answers or not self._level.answers:
                 self._mishaps.start(self._level.pause)
             if self._mishaps.error is not None:
                 raise self._mishaps.error
@@ -113,15 +97,11 @@ class Campaign:
         self._mishaps.end()
         # It may have ended by itself after the last mishap.
         self._node.look()
-        return Result(
-            self._seed,
-            round(time.monotonic() - started, 1),
-            self.outcomes,
-            self._mishaps.counts,
-            self._waker.stops,
-            self.ended + self._node.ended,
-            self.wrong,
-        )
+        result = self.result
+        result.seconds = round(time.monotonic() - started, 1)
+        result.stops = self._waker.stops
+        result.ended += self._node.ended
+        return result
 
     def _hear(self) -> None:
         """Collect the reports that have come, and replace the processes that have ended. A process
@@ -129,10 +109,10 @@ class Campaign:
         """
         for number, told in hear(self._here, self._level.silence):
             if told is not None:
-                self.outcomes.add(told.outcomes)
+                self.result.outcomes.add(told.outcomes)
                 for wrong in told.wrong:
-                    self.wrong.append(f"{wrong}; after {', '.join(self._mishaps.recent)}")
-                    print(self.wrong[-1], flush=True)
+                    self.result.wrong.append(f"{wrong}; after {', '.join(self._mishaps.recent)}")
+                    print(self.result.wrong[-1], flush=True)
                 continue
             instance = self._here[number]
             instance.kill()
@@ -143,16 +123,17 @@ class Campaign:
                 self._has_ended(instance)
             self._here[number] = self._start(instance.settings.role, number)
 
-    def _has_ended(self, instance: Instance) -> None:
+    def _has_ended(self, instance: Forked[Settings]) -> None:
         """A process ended by itself. Raises ChildFailed if that were too many."""
-        self.ended += 1
+        result = self.result
+        result.ended += 1
         print(instance.tail(), file=sys.stderr, flush=True)
-        most = MOST_ENDED if self.outcomes.loads or self.outcomes.answers else MOST_AT_FIRST
-        if self.ended > most:
-            raise ChildFailed(f"{self.ended} processes ended by themselves")
+        most = MOST_ENDED if result.outcomes.loads or result.outcomes.answers else MOST_AT_FIRST
+        if result.ended > most:
+            raise ChildFailed(f"{result.ended} processes ended by themselves")
 
     def _show(self, seconds: float) -> None:
-        seen = self.outcomes
+        seen = self.result.outcomes
         asked = f"{seen.answers:,} answers, " if seen.answers else ""
         said = (
             f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, "
@@ -163,19 +144,15 @@ class Campaign:
 
     # ---- processes
 
-    def _start(self, role: Role, number: int) -> Instance:
+    def _start(self, role: Role, number: int) -> Forked[Settings]:
         """Start an instance with a new name."""
         self._starts += 1
         level = self._level
-        device, lends = f"host:{number % SEGMENTS}", ByteSize(level.lends)
-        config = Config(
-            server=ServerConfig(socket=str(self._node.path)),
-            client=QUICK,
-            pool=PoolConfig(device=device, segment_bytes=lends),
-            engine=EngineConfig(chunk_size=CHUNK_TOKENS),
-        )
+        pool = {"device": f"host:{number % SEGMENTS}", "segment_bytes": level.lends}
+        sections = {"pool": pool, "engine": {"chunk_size": CHUNK_TOKENS}}
+        given = config.from_dict(sections | {"server": {"socket": str(self._node.path)}})
         settings = Settings(
-            config,
+            msgspec.structs.replace(given, client=QUICK),
             role,
             seed=f"{self._seed} {self._starts}",
             log=str(self._folder / f"{role}{number}.log"),
@@ -186,7 +163,7 @@ class Campaign:
             number=number,
             start=self._starts,
         )
-        return Instance(level.life, settings)
+        return Forked(level.life, settings, Path(settings.log))
 
     def _pids(self, role: str = "") -> list[int]:
         """The pids of the instances of a role, or of all."""

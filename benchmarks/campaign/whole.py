@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import vllm
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from integration import amx
+from vcache_backend.integration.vllm.in_place.block_pool import FreedBlocks
 from vcache_backend.integration.vllm.scheduler.pace import Pace
 
 from ..processes import die_with_parent
@@ -63,6 +65,9 @@ UNANSWERED_SECONDS = 60.0
 """A request that has no answer after so long counts as the end of its engine."""
 SLOW, SLOW_SECONDS = 0.3, 0.3
 """Share of the loads that go block by block, and the most seconds that one pauses in all."""
+LONG_STEP, LONG_CYCLES = 0.3, 20_000_000
+"""Share of the steps before which a GPU idles, and how long: some 10 ms. Loads that do not wait for
+such a step come before its writes."""
 
 
 class Whole(Living):
@@ -78,6 +83,8 @@ class Whole(Living):
         self._loaded: dict[str, int] = defaultdict(int)
         # Every hit is loaded, also a short one beside running requests.
         setattr(Pace, "computes", lambda *_: False)  # noqa: B010
+        if settings.control == "no fence":
+            setattr(FreedBlocks, "among", lambda *_: False)  # noqa: B010
         self.engine = make(settings.shared, _transfer(settings, self.size), self.size).llm_engine
         asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
         # vLLM never schedules so on CPUs.
@@ -101,6 +108,8 @@ class Whole(Living):
             self.engine.add_request(
                 str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling()
             )
+        if not current_platform.is_cpu() and self.dice.random() < LONG_STEP:
+            torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
         try:
             outputs = self.engine.step()
             oldest = min(self._asked_at.values())
@@ -137,15 +146,13 @@ class Whole(Living):
         outcomes, loaded = self.told.outcomes, self._loaded.pop(output.request_id, 0)
         outcomes.answers += 1
         outcomes.loads += bool(loaded)
-        outcomes.nbytes += loaded * TINY.token_bytes
-        outcomes.misses += not answer.cached
         if answer.differs(right):
             what = (
                 f"request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} "
                 f"tokens cached, {loaded} of them loaded for it: {answer}, where vLLM alone "
                 f"says {right}"
             )
-            self.loaded_wrong(0, what)
+            self.loaded_wrong(what)
 
     def watch(self, worker: Any) -> None:
         """See each load, and slow some down. worker: our connector's half in the worker."""
@@ -160,7 +167,6 @@ class Whole(Living):
             self._loaded[name.rpartition("-")[0] or name] += loading.stats.tokens.total()
             outcomes.causes[loading.cause] += 1
             outcomes.reuse_hits += loading.cause in ("changed", "lease_lost")
-            outcomes.stale += loading.cause == "absent"
 
         worker.loads._note = noted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")

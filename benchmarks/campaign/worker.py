@@ -38,30 +38,17 @@ class Worker(Living):
         copier = Slowly(HostCopier(), self, SLOW, SLOW_SECONDS)
         self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)
         self._engine.register(self._memory.tensors)
-        self._leases: list[Lease] = []
-        self._watch()
+        self._verdict = self._engine._session.leases.verdict
+        self._engine._session.leases.verdict = self._judged  # type: ignore[method-assign]
 
-    def _watch(self) -> None:
-        """Remember leases and verdicts. Have every other verdict ask the server, as if the lease's
-        grace were over.
-        """
-        leases = self._engine._session.leases
-        acquire, verdict = leases.acquire, leases.verdict
-
-        def acquired(keys: list[ChunkKey]) -> Lease | None:
-            got = acquire(keys)
-            self._leases += [got] if got is not None else []
-            return got
-
-        def judged(lease: Lease, end: bool = True) -> bool:
-            if self.dice.random() < 0.5:
-                over = time.monotonic() + lease.seconds - GRACE_SECONDS
-                lease.deadline = min(lease.deadline, over)
-            held = verdict(lease, end)
-            self.told.outcomes.reuse_hits += not held
-            return held
-
-        leases.acquire, leases.verdict = acquired, judged  # type: ignore[method-assign]
+    def _judged(self, lease: Lease, end: bool = True) -> bool:
+        """Every other verdict asks the server, as if the lease's grace were over."""
+        if self.dice.random() < 0.5:
+            over = time.monotonic() + lease.seconds - GRACE_SECONDS
+            lease.deadline = min(lease.deadline, over)
+        held = self._verdict(lease, end)
+        self.told.outcomes.reuse_hits += not held
+        return held
 
     def round(self) -> None:
         dice, engine, words = self.dice, self._engine, self._memory.words
@@ -70,7 +57,6 @@ class Worker(Living):
         blocks = dice.sample(range(BLOCKS), len(tokens) // BLOCK_SIZE)
         slots = np.add.outer(np.array(blocks) * BLOCK_SIZE, np.arange(BLOCK_SIZE)).ravel()
         keys = engine.keys(tokens)
-        self._leases.clear()
         mask = engine.retrieve(tokens, None, self._memory.tensors, slots)
         got = int(mask.sum())
         if not bool(mask[:got].all()) or got % CHUNK_TOKENS:
@@ -91,7 +77,6 @@ class Worker(Living):
         poison elsewhere."""
         outcomes, words, loaded = self.told.outcomes, self._memory.words, len(keys) * EACH
         outcomes.loads += bool(keys)
-        outcomes.misses += not keys
         # A load that was refused may have left something in the blocks that do not count.
         words[:, blocks[loaded:]] = POISON
         want = words.copy()
@@ -99,12 +84,8 @@ class Worker(Living):
         want[:, blocks[:loaded]] = memory.contents(keys)
         if nbytes := memory.differing(words, want):
             plane, block, word = (int(each[0]) for each in (words != want).nonzero())
-            leases = "; ".join(
-                f"{lease.locations} leased {lease.seconds - lease.seconds_left:.3f} s before"
-                for lease in self._leases
-            )
             where = f"plane {plane}, block {block}, word {word}"
-            self.loaded_wrong(nbytes, f"{nbytes:,} bytes, the first in {where}; {leases}")
+            self.loaded_wrong(f"{nbytes:,} bytes, the first in {where}")
 
 
 def live(settings: Settings, pipe: Connection) -> None:

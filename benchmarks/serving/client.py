@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -165,22 +166,10 @@ async def _stream(reader: asyncio.StreamReader, answer: Answer) -> None:
     raise EOFError("the stream ended before [DONE]")
 
 
-def _note(event: dict[str, object], answer: Answer) -> None:
+def _note(event: dict[str, Any], answer: Answer) -> None:
     if "error" in event:
         raise ValueError(str(event["error"])[:300])
     if (usage := event.get("usage")) is not None:
-        said = msgspec.convert(usage, Usage)
-        answer.prompt, answer.tokens = said.prompt_tokens, said.completion_tokens
-        answer.cached = (said.prompt_tokens_details or Details()).cached_tokens or 0
-
-
-class Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """The token counts in the stream's last event."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: Details | None = None
+        answer.prompt, answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        answer.cached = details.get("cached_tokens") or 0

@@ -86,12 +86,13 @@ class Pair:
         before: chunks that could be by then. ChildFailed if no further one can be.
         """
         due = before + len(tokens) // self.scale.chunk
-        if not until(lambda: self.servers.shared() >= due, SHARED_SECONDS):
-            shared = self.servers.shared()
-            said = f"{shared} chunks can be read where {due} were due; {self.servers.said()}"
-            if shared <= before:
-                raise ChildFailed(said)
-            print(f"  {said}", flush=True)
+        if until(lambda: self.servers.shared() >= due, SHARED_SECONDS):
+            return
+        shared = self.servers.shared()
+        said = f"{shared} chunks can be read where {due} were due; {self.servers.said()}"
+        if shared <= before:
+            raise ChildFailed(said)
+        print(f"  {said}", flush=True)
 
     def computed(self, rank: int, tokens: list[int], salt: str = "") -> None:
         """Have a rank compute a prompt that the other can read then."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..processes import HOST, ChildFailed, Program, free_ports, module
+from ..processes import HOST, Program, free_ports, module
 from .client import Balancer
 from .servers import Servers, healthy
 from .systems import MODEL, SYSTEMS
 
-POLICIES = ("turn", "least", "cache_aware", "kv_aware")
+DIRECT = {"turn": "requests in turn", "least": "the server with fewest requests"}
+"""Policies without a router, in words."""
+POLICIES = (*DIRECT, "cache_aware", "kv_aware")
 THRESHOLD = 64
 """Of `cache_aware` by default: it sends a request to the server with its prefix, unless that has so
 many requests more than the other one.
@@ -57,47 +59,39 @@ class Arm(NamedTuple):
         """The policy in words."""
         if SYSTEMS[self.system].ranks:
             return "vLLM's own balancer"
-        if self.policy in ("turn", "least"):
-            return {"turn": "requests in turn", "least": "the server with fewest requests"}[
-                self.policy
-            ]
+        if self.policy in DIRECT:
+            return DIRECT[self.policy]
         version = importlib.metadata.version("vllm-router")
         more = f", threshold {self.threshold}" if self.policy == "cache_aware" else ""
         return f"vllm-router {version} {self.policy}{more}"
 
 
-class Way:
-    """The way of an arm's requests, while it stands. undecoded: KV events that the router did not
-    understand.
-    """
-
-    def __init__(self, balancer: Balancer, router: Program | None = None) -> None:
-        self.balancer, self._router = balancer, router
-
-    @property
-    def undecoded(self) -> int:
-        if self._router is None:
-            return 0
-        return len(UNDECODED.findall(self._router.log.read_text(errors="replace")))
-
-
 @contextmanager
-def way(arm: Arm, servers: Servers, block: int, folder: Path) -> Iterator[Way]:
+def way(arm: Arm, servers: Servers, block: int, folder: Path) -> Iterator[Balancer]:
     """Start what distributes an arm's requests; a router knows nothing yet. block: tokens of
     vLLM's KV blocks. Raises ChildFailed.
     """
-    if arm.policy in ("turn", "least"):
-        yield Way(Balancer(servers.ports, arm.policy == "least"))
+    if arm.policy in DIRECT:
+        yield Balancer(servers.ports, arm.policy == "least")
         return
     port, metrics = free_ports(2)
-    log = folder / f"router_{arm.name}.log"
+    log = _log(arm, folder)
     log.unlink(missing_ok=True)
     listens = ["--host", HOST, "--port", str(port), "--prometheus-port", str(metrics)]
     arguments = [*listens, *_arguments(arm, servers, block)]
     command = module("vllm_router.launch_router", *arguments)
     with Program(f"router {arm.name}", command, log) as router:
         router.until(partial(healthy, port), START_SECONDS)
-        yield Way(Balancer([port]), router)
+        yield Balancer([port])
+
+
+def undecoded(arm: Arm, folder: Path) -> int:
+    """KV events that the last router of an arm did not understand."""
+    return len(UNDECODED.findall(_log(arm, folder).read_text(errors="replace")))
+
+
+def _log(arm: Arm, folder: Path) -> Path:
+    return folder / f"router_{arm.name}.log"
 
 
 def _arguments(arm: Arm, servers: Servers, block: int) -> list[str]:
@@ -112,12 +106,3 @@ def _arguments(arm: Arm, servers: Servers, block: int) -> list[str]:
         for url, events in zip(urls, servers.events, strict=True):
             given += ["--kv-event-source", f"{url}=tcp://{HOST}:{events}"]
     return given
-
-
-def check_installed(arms: Sequence[Arm]) -> None:
-    """Raises ChildFailed if an arm needs the router, and it is not installed."""
-    if any(arm.policy in ("cache_aware", "kv_aware") for arm in arms):
-        try:
-            importlib.metadata.version("vllm-router")
-        except importlib.metadata.PackageNotFoundError:
-            raise ChildFailed("no vllm-router here: pip install vllm-router==0.1.17") from None

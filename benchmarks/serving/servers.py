@@ -44,7 +44,6 @@ COUNTERS = {
     "own": r"vllm:prefix_cache_hits_total",
     "external": r"vllm:external_prefix_cache_hits_total",
     "resident": r'vllm:vcache_loaded_tokens_total\{[^}]*tier="resident"[^}]*\}',
-    "loaded": r"vllm:vcache_loaded_tokens_total",
     "waited": r"vllm:vcache_awaited_tokens_total",
     "preemptions": r"vllm:num_preemptions_total",
 }
@@ -57,7 +56,7 @@ class Servers:
     """Starts at once; `wait` until they answer.
 
     gpus: one for each server, or for each rank of the only one, by ordinal; a server sees all of
-    them, its own first. One that is named twice has two servers. folder: for logs. cache: for
+    them, its own first. folder: for logs. cache: for
     vLLM's compiled code. more: settings of vcache."""
 
     def __init__(
@@ -89,8 +88,9 @@ class Servers:
                 given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
                 arguments = serve_arguments(name, sizes, model, port, given)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
-                log, environment = folder / f"{name}_{index}.log", self._environment(index)
-                self._servers.append(Program(f"{name}_{index}", command, log, environment))
+                called = f"{name}_{index}"
+                log, given = folder / f"{called}.log", self._environment(index)
+                self._servers.append(Program(called, command, log, given))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Servers:
@@ -125,12 +125,13 @@ class Servers:
     def reset(self) -> None:
         """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
         # Without a connector vLLM has none to reset, and would say that it failed.
-        external = SYSTEMS[self.name].connector
-        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
+        system = SYSTEMS[self.name]
+        external = str(system.ours or system.host).lower()
+        path = f"/reset_prefix_cache?reset_external={external}"
         for port in self.ports:
             if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
-        if SYSTEMS[self.name].ours:
+        if system.ours:
             with self._client() as client:
                 client.clear()
 
@@ -152,8 +153,8 @@ class Servers:
 
     def counters(self) -> dict[str, float]:
         """`COUNTERS`, of all servers together."""
-        each = [counters(port) for port in self.ports]
-        return {key: sum(values[key] for values in each) for key in COUNTERS}
+        text = "\n".join(_get(port, "/metrics").decode() for port in self.ports)
+        return {key: counter(text, name) for key, name in COUNTERS.items()}
 
     def shared(self) -> int:
         """Chunks that others can read: in the pool, and in instances' KV caches."""
@@ -196,14 +197,12 @@ class Servers:
         return {}
 
     def _environment(self, index: int) -> dict[str, str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        # Of those that this process sees: another run may have the others of the host.
-        gpus = [
-            visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu) for gpu in self._gpus
-        ]
         own = {"VLLM_SERVER_DEV_MODE": "1", **self._sizes.kind.environment}  # for `reset`
         if not (cpu := self._sizes.scale.cpu):
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys([gpus[index], *gpus]))
+            # Of those that this process sees: another run may have the others of the host.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+            gpus = [visible[gpu] for gpu in (self._gpus[index], *self._gpus)]
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(gpus))
         return environment(cpu, self._cache, **own)
 
     def _end(self) -> None:
@@ -219,12 +218,6 @@ def _finish(programs: Sequence[Program]) -> None:
     until(lambda: not any(program.alive for program in programs), END_SECONDS, 0.1)
     for program in programs:
         program.kill()
-
-
-def counters(port: int) -> dict[str, float]:
-    """`COUNTERS` of the server on a port, over all its ranks."""
-    text = _get(port, "/metrics").decode()
-    return {key: counter(text, name) for key, name in COUNTERS.items()}
 
 
 def counter(text: str, name: str) -> float:

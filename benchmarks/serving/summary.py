@@ -6,13 +6,14 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ..results import Row, none, percentile, row
+from ..vllm.instances import joined
 from .client import LATE, Answer
-from .workloads import Ceilings
 
 MS = 1e3
 PLAIN, OURS = "alone", ("inplace", "inplace_host")
@@ -47,8 +48,9 @@ class Figures:
     the answers, in ms. hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each
     request."""
 
-    def __init__(self, ceilings: Ceilings) -> None:
-        self.ceilings = ceilings
+    def __init__(self, ceiling: float) -> None:
+        """ceiling: the hit rate of one shared cache without bounds."""
+        self.ceiling = ceiling
         self.requests, self.errors, self.duration = 0, 0, 0.0
         self.ttft, self.tpot = list[float](), list[float]()
         self._prompt = self._cached = 0
@@ -102,8 +104,8 @@ class Figures:
             "resident": resident,
             "pooled": external - resident,
             "waited": counted["waited"] / asked,
-            "held": max(0.0, self.ceilings.shared - own - external),
-            "new": 1 - max(self.ceilings.shared, own + external),
+            "held": max(0.0, self.ceiling - own - external),
+            "new": 1 - max(self.ceiling, own + external),
         }
 
 
@@ -124,13 +126,7 @@ def rows_of(
         return row(case(arm, workload, figure), unit, values, against, what=said + more)
 
     errors, requests = sum(run.errors for run in runs), sum(run.requests for run in runs)
-    shared, single = (
-        [getattr(run.ceilings, which) for run in runs] for which in ("shared", "single")
-    )
-    about = (
-        f"; reference: one shared cache without bounds ({sum(single) / len(runs):.3f}: one a "
-        "server, in turn)"
-    )
+    shared, about = [run.ceiling for run in runs], "; reference: one shared cache without bounds"
     times = {"ttft": [run.ttft for run in runs], "tpot": [run.tpot for run in runs]}
     fates = [run.fates for run in runs]
     return [
@@ -160,47 +156,80 @@ def case(arm: str, workload: str, figure: str) -> str:
     return f"vllm_serving_{arm}_{workload}_{figure}"
 
 
-def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
+class Arms:
+    """The arms that have rows of a workload. rows: all, of any workload."""
+
+    def __init__(self, rows: Mapping[str, Row], workload: str) -> None:
+        self._rows, self._workload = rows, workload
+        pattern = re.compile(case(r"(\w+)", workload, "requests_per_second"))
+        self.names = [match[1] for name in rows if (match := pattern.fullmatch(name))]
+
+    def row(self, arm: str, figure: str) -> Row:
+        return self._rows[case(arm, self._workload, figure)]
+
+    def value(self, arm: str, figure: str) -> float:
+        """0 if there is no such row."""
+        found = self._rows.get(case(arm, self._workload, figure))
+        return found.value if found is not None else 0.0
+
+    def what(self, arm: str) -> str:
+        """The workload in words."""
+        return self.row(arm, "requests_per_second").what.partition("; ")[2]
+
+    def of(self, systems: Sequence[str], what: str) -> list[str]:
+        """The arms of some systems whose workload is the same."""
+        pattern = rf"({'|'.join(systems)})_(turn|least|cache_aware\d+|kv_aware)"
+        return [a for a in self.names if re.fullmatch(pattern, a) and self.what(a) == what]
+
+    def ratio(self, name: str, figure: str, ours: list[str], plain: list[str], least: float) -> Row:
+        """The best of our arms against the best of the plain ones in one figure of RATIOS."""
+        rate, best = figure == "throughput", list[str]()
+        for arms in (ours, plain):
+            order = sorted(arms, key=lambda arm: self.value(arm, RATIOS[figure]), reverse=rate)
+            best.append(order[0])
+        mine, theirs = (self.row(arm, RATIOS[figure]) for arm in best)
+        value, reference = (mine, theirs) if rate else (theirs, mine)
+        unit = "requests a second" if rate else "ms of theirs; reference: ours"
+        against = f"{best[0]} against {best[1]}, the best of {', '.join(plain)}"
+        what = f"{self.what(best[0])}; {against}; {unit}"
+        case_ = f"{name}_{figure}"
+        made = row(case_, value.unit, value.value, reference.value, what=what, at_least=least)
+        return msgspec.structs.replace(made, spread=value.spread, runs=value.runs)
+
+
+def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
     """Ours with requests in turn, and the better of ours, against the best plain vLLM of any
     policy, figure by figure; and data parallel ranks with and without ours. Above 1: ours is ahead.
 
-    rows: of arms; those of another workload than ours in turn are left out."""
-    made: list[Row] = []
-    arms, turn = arms_of(rows, workload), f"{OURS[0]}_turn"
-    if turn in arms:
-        what = _workload(rows[case(turn, workload, "requests_per_second")])
-        plain = _of(rows, arms, workload, (PLAIN,), what)
-        for which, ours in {"turn": [turn], "best": _of(rows, arms, workload, OURS, what)}.items():
-            prefix = f"routed_{workload}_{which}"
+    rows: of arms; those of another workload than ours in turn are left out. four: of four GPUs,
+    whose rows begin with x4_."""
+    made, arms, turn = list[Row](), Arms(rows, workload), f"{OURS[0]}_turn"
+    if turn in arms.names:
+        what, name = arms.what(turn), f"routed_{workload}"
+        plain = arms.of((PLAIN,), what)
+        for which, ours in {"turn": [turn], "best": arms.of(OURS, what)}.items():
             for figure in RATIOS if plain else ():
-                made.append(_ratio(rows, workload, prefix, figure, ours, plain, 1.0))
+                made.append(arms.ratio(f"{name}_{which}", figure, ours, plain, 1.0))
         if plain and workload in ENDS:
-            made.append(_ahead(f"routed_{workload}_best", made))
+            made.append(_ahead(f"{name}_best", made))
         if workload in SHARED:
-            hit = rows[case(turn, workload, "hit_rate")]
-            name = f"routed_{workload}_turn_hit_rate"
-            value, ceiling = hit.value, hit.reference
-            made.append(row(name, hit.unit, value, ceiling, what=hit.what, at_least=0.99))
-    if {"single_turn", "vcache_turn"} <= set(arms):
-        made.append(_shared(rows, workload))
-    if {"alone_dp_turn", "inplace_dp_turn"} <= set(arms):
-        ours, plain = ["inplace_dp_turn"], ["alone_dp_turn"]
-        made += [
-            _ratio(rows, workload, f"dp_{workload}", figure, ours, plain, least)
-            for figure, least in RANKS.items()
-        ]
-    return made
-
-
-def _shared(rows: Mapping[str, Row], workload: str) -> Row:
-    """The hit rate of our servers in turn against that of one vLLM that gets all requests, of a
-    model with states.
-    """
-    ours, single = (rows[case(arm, workload, "hit_rate")] for arm in ("vcache_turn", "single_turn"))
-    name, _, shape = workload.partition("_state_")
-    what = f"{ours.what}; reference: {single.what}"
-    of = f"states_{name}_hit_rate" + (f"_{shape}" if shape else "")
-    return row(of, ours.unit, ours.value, single.value, what=what, at_least=STATES)
+            hit = arms.row(turn, "hit_rate")
+            values = hit.unit, hit.value, hit.reference
+            made.append(row(f"{name}_turn_hit_rate", *values, what=hit.what, at_least=0.99))
+    if {"single_turn", "vcache_turn"} <= set(arms.names):
+        # Our servers in turn against one vLLM that gets all requests, of a model with states.
+        mine, single = (arms.row(arm, "hit_rate") for arm in ("vcache_turn", "single_turn"))
+        what = f"{mine.what}; reference: {single.what}"
+        name, _, shape = workload.partition("_state_")
+        name, rates = joined("states", name, "hit_rate", shape), (mine.value, single.value)
+        made.append(row(name, mine.unit, *rates, what=what, at_least=STATES))
+    if {"alone_dp_turn", "inplace_dp_turn"} <= set(arms.names):
+        for figure, least in RANKS.items():
+            ranks = ["inplace_dp_turn"], ["alone_dp_turn"]
+            made.append(arms.ratio(f"dp_{workload}", figure, *ranks, least))
+    names = [each.case.removeprefix("routed_") for each in made]
+    pairs = zip(made, names, strict=True)
+    return [msgspec.structs.replace(each, case=f"x4_{n}") for each, n in pairs] if four else made
 
 
 def _ahead(prefix: str, made: Sequence[Row]) -> Row:
@@ -212,81 +241,24 @@ def _ahead(prefix: str, made: Sequence[Row]) -> Row:
     return row(f"{prefix}_ahead", "ratio", gains[best], 1.0, what=what, at_least=1.0)
 
 
-def _ratio(
-    rows: Mapping[str, Row],
-    workload: str,
-    prefix: str,
-    figure: str,
-    ours: list[str],
-    plain: list[str],
-    least: float,
-) -> Row:
-    """The best of our arms against the best of the plain ones in one figure of RATIOS."""
-    rate = figure == "throughput"
-
-    def best(arms: list[str]) -> tuple[str, Row]:
-        values = {arm: rows[case(arm, workload, RATIOS[figure])] for arm in arms}
-        pick = (max if rate else min)(values, key=lambda arm: values[arm].value)
-        return pick, values[pick]
-
-    (our, mine), (their, theirs) = best(ours), best(plain)
-    value, reference = (mine, theirs) if rate else (theirs, mine)
-    unit = "requests a second" if rate else "ms of theirs; reference: ours"
-    against = f"{our} against {their}, the best of {', '.join(plain)}"
-    what = f"{_workload(mine)}; {against}; {unit}"
-    name = f"{prefix}_{figure}"
-    made = row(name, value.unit, value.value, reference.value, what=what, at_least=least)
-    return msgspec.structs.replace(made, spread=value.spread, runs=value.runs)
-
-
-def arms_of(rows: Mapping[str, Row], workload: str) -> list[str]:
-    """The arms that have rows of a workload."""
-    pattern = re.compile(case(r"(\w+)", workload, "requests_per_second"))
-    return [match[1] for name in rows if (match := pattern.fullmatch(name))]
-
-
-def _of(
-    rows: Mapping[str, Row], arms: Sequence[str], workload: str, systems: Sequence[str], what: str
-) -> list[str]:
-    """The arms of some systems whose workload is the same."""
-    policies = r"_(turn|least|cache_aware\d+|kv_aware)"
-    return [
-        arm
-        for arm in arms
-        if any(re.fullmatch(system + policies, arm) for system in systems)
-        and _workload(rows[case(arm, workload, "requests_per_second")]) == what
-    ]
-
-
-def _workload(row: Row) -> str:
-    return row.what.partition("; ")[2]
-
-
 def tables(rows: Mapping[str, Row], workload: str) -> str:
     """The figures and the fates of all arms under a workload, in 80 columns."""
-    arms = arms_of(rows, workload)
-    if not arms:
+    arms = Arms(rows, workload)
+    if not arms.names:
         return ""
-    wide = max(25, *map(len, arms))
-
-    def value(arm: str, figure: str) -> float:
-        found = rows.get(case(arm, workload, figure))
-        return found.value if found is not None else 0.0
-
-    first = rows[case(arms[0], workload, "requests_per_second")]
-    ceiling = rows[case(arms[0], workload, "hit_rate")].reference
-    lines = ["", *textwrap.wrap(f"{_workload(first)}. Ceiling of the hit rate {ceiling:.3f}.", 80)]
-    heads = "  req/s TTFT p50      p99 TPOT p50    hit errors"
-    lines += [f"{'':{wide}}{heads}"]
-    for arm in arms:
-        figures = (
-            f"{value(arm, 'requests_per_second'):7.2f} {value(arm, 'ttft_p50'):8.0f} "
-            f"{value(arm, 'ttft_p99'):8.0f} {value(arm, 'tpot_p50'):8.1f} "
-            f"{value(arm, 'hit_rate'):6.3f} {value(arm, 'errors'):6.0f}"
+    first, wide = arms.names[0], max(25, *map(len, arms.names))
+    ceiling = arms.row(first, "hit_rate").reference
+    lines = textwrap.wrap(f"{arms.what(first)}. Ceiling of the hit rate {ceiling:.3f}.", 80)
+    lines += [f"{'':{wide}}  req/s TTFT p50      p99 TPOT p50    hit errors"]
+    for arm in arms.names:
+        value = partial(arms.value, arm)
+        lines.append(
+            f"{arm:{wide}}{value('requests_per_second'):7.2f} {value('ttft_p50'):8.0f} "
+            f"{value('ttft_p99'):8.0f} {value('tpot_p50'):8.1f} {value('hit_rate'):6.3f} "
+            f"{value('errors'):6.0f}"
         )
-        lines.append(f"{arm:{wide}}{figures}")
     lines.append(f"{'% of prompt tokens':{wide}}" + "".join(f"{fate:>9}" for fate in FATES))
-    for arm in arms:
-        shares = (100 * value(arm, f"fate_{fate}") for fate in FATES)
+    for arm in arms.names:
+        shares = (100 * arms.value(arm, f"fate_{fate}") for fate in FATES)
         lines.append(f"{arm:{wide}}" + "".join(f"{share:9.1f}" for share in shares))
-    return "\n".join(lines)
+    return "\n".join(["", *lines])

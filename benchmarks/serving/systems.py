@@ -26,8 +26,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     model. kv_bytes: vLLM's KV cache of an instance beside a pool; pool_bytes: what it lends to the
     pool. Without a pool an instance has the sum of both. host_gib: host memory of all instances
     together, where a system uses any. seqs: requests that an instance runs at a time. instances:
-    servers, or data parallel ranks of one. one_gpu: all instances share one. kv_events: servers
-    publish them, for a router."""
+    servers, or data parallel ranks of one. kv_events: servers publish them, for a router."""
 
     scale: Scale
     kind: Kind = KINDS[""]
@@ -37,7 +36,6 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     seqs: int
     plan: Plan
     instances: int = 2
-    one_gpu: bool = False
     kv_events: bool = False
 
     def of(self, kind: Kind) -> Sizes:
@@ -122,11 +120,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     ranks: bool = False
     single: bool = False
 
-    @property
-    def connector(self) -> bool:
-        """Whether its servers have a connector."""
-        return self.ours or self.host
-
 
 SYSTEMS = {
     "alone": System(label="vLLM alone"),
@@ -149,9 +142,7 @@ def memory(name: str, sizes: Sizes) -> str:
     """What a system has, in words."""
     system = SYSTEMS[name]
     own = sizes.kv_bytes if system.lends else sizes.all_kv_bytes
-    said = (
-        f"{own / GIB:.3g} GiB of KV cache a {'server, all on one GPU' if sizes.one_gpu else 'GPU'}"
-    )
+    said = f"{own / GIB:.3g} GiB of KV cache a GPU"
     if system.lends:
         said += f" and {sizes.pool_bytes / GIB:.3g} GiB of it in the pool"
     return said + (f", {sizes.host_gib:g} GiB of host memory" if system.host else "")
@@ -198,15 +189,11 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     system = SYSTEMS[name]
     if not system.ours:
         return None
-    # Devices of the same name are one device, whose share of the pool one instance lends for all:
-    # as two servers on one GPU do.
-    together = system.lends and sizes.one_gpu
     more: dict[str, str] = {"connector.share": "in_place"} if system.in_place else {}
     if system.host or (system.lends and sizes.scale.cpu):
-        more["pool.device"] = f"host:{0 if together else side['index']}"
-    servers = sizes.instances
-    lends = sizes.pool_bytes * (servers if together else 1) if system.lends else 0
-    lends += int(sizes.host_gib * GIB) // servers if system.host else 0
+        more["pool.device"] = f"host:{side['index']}"
+    lends = sizes.pool_bytes if system.lends else 0
+    lends += int(sizes.host_gib * GIB) // sizes.instances if system.host else 0
     return our_connector(
         side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {}))
     )

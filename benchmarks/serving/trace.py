@@ -21,8 +21,9 @@ def conversations(plan: Plan) -> Workload:
     `trace_seconds`.
 
     A block of the trace becomes random tokens that follow from its id, so prompts share what they
-    share in the trace. ValueError if the trace is missing or has another format."""
-    lines = _drawn(_trace(plan), plan)
+    share in the trace."""
+    every = [json.loads(line) for line in Path(plan.trace).read_text().splitlines()]
+    lines = _drawn(every, plan)
     blocks: dict[int, Tokens] = {}
     first, last = lines[0]["timestamp"], lines[-1]["timestamp"]
     pace = plan.trace_seconds / max(1, last - first)
@@ -41,18 +42,6 @@ def conversations(plan: Plan) -> Workload:
         f"{plan.output}, arrivals within {plan.trace_seconds:g} s, seed {plan.seed}"
     )
     return Workload([Phase(requests=requests, concurrency=0)], what)
-
-
-def _trace(plan: Plan) -> list[dict[str, Any]]:
-    path = Path(plan.trace)
-    if not path.is_file():
-        raise ValueError(
-            f"no trace at {plan.trace!r}; name Mooncake's conversation trace with --trace FILE"
-        )
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    if not lines or not {"timestamp", "input_length", "hash_ids"} <= lines[0].keys():
-        raise ValueError(f"{path} is no trace of timestamp, input_length and hash_ids")
-    return lines
 
 
 def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
@@ -74,10 +63,6 @@ def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
             break
         chosen += indices
         tokens += sum(_length(lines[index], plan) for index in indices)
-    if not chosen:
-        raise ValueError(
-            f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns"
-        )
     return [lines[index] for index in sorted(chosen)]
 
 

@@ -255,38 +255,20 @@ def usual(plan: Plan) -> str:
     return f"answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
 
 
-class Ceilings(msgspec.Struct, frozen=True):
-    """Hit rates of unbounded caches, as shares of the prompt tokens that count, if each request
-    comes after the one before it has ended.
-
-    shared: one cache for all servers. single: one for each server, with requests in turn."""
-
-    shared: float
-    single: float
-
-
-def ceilings(phases: Sequence[Phase], block: int, servers: int) -> Ceilings:
-    """The ceilings of caches of whole blocks. A prompt's last token is always computed, as in
-    vLLM.
+def ceiling(phases: Sequence[Phase], block: int) -> float:
+    """The hit rate of one cache without bounds for all servers, as a share of the prompt tokens
+    that count, if each request comes after the one before it has ended. Caches have whole blocks,
+    and a prompt's last token is always computed, as in vLLM.
     """
-    shared: set[int] = set()
-    single: list[set[int]] = [set() for _ in range(servers)]
-    sent = held_shared = held_single = total = 0
+    held, hits, total = set[int](), 0, 0
     for phase in phases:
-        if phase.restart:
-            single[-1] = set()
         for request in phase.requests:
-            own = single[sent % servers]
-            sent += 1
             chain = _chain(request.tokens, block)
-            most = (len(request.tokens) - 1) // block
             if phase.counted:
                 total += len(request.tokens)
-                held_shared += block * min(most, _leading(chain, shared))
-                held_single += block * min(most, _leading(chain, own))
-            shared.update(chain)
-            own.update(chain)
-    return Ceilings(held_shared / max(1, total), held_single / max(1, total))
+                hits += block * min((len(request.tokens) - 1) // block, _leading(chain, held))
+            held.update(chain)
+    return hits / max(1, total)
 
 
 def _leading(chain: Sequence[int], held: set[int]) -> int:

@@ -44,14 +44,12 @@ class Serving:
         import vllm
 
         config = self._engine.vllm_config
-        compilation = config.compilation_config
         return {
             "vllm": vllm.__version__,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "blocks": config.cache_config.num_gpu_blocks,
             "block_size": config.cache_config.block_size,
-            "cudagraph_mode": str(getattr(compilation, "cudagraph_mode", "")),
-            "model_len": config.model_config.max_model_len,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         }
 
     def generate(self, tokens: list[int], count: int, **more: Any) -> dict[str, Any]:

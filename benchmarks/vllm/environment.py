@@ -66,20 +66,6 @@ def descends(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
-def on_one_gpu() -> bool:
-    """Whether this run has a single GPU, which all its instances and their ranks share."""
-    return len(_own()) == 1
-
-
-def peer() -> str:
-    """Where the other instance's memory lies, in words."""
-    return "the same GPU" if on_one_gpu() else "the peer GPU"
-
-
-def _own() -> list[str]:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-
-
 def visible(gpu: int) -> str:
     """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then
     the other of its pair.
@@ -89,7 +75,7 @@ def visible(gpu: int) -> str:
     from the other GPU. Of a single one all instances are on it, and what they read of each other
     crosses no link.
     """
-    own = _own()
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
     if gpu >= len(own) > 1:
         gpu = (gpu ^ 1) % len(own)
     return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

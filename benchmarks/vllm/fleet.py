@@ -17,16 +17,17 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from vcache_backend.metadata_server.client import Client
 
 from ..processes import PATIENT, Child, ChildFailed, MetadataServer, module, until
-from ..results import Row, none
+from ..results import Clock, Row, none
 from .environment import ENVIRONMENT, descends, environment, visible
 from .instances import INSTANCES, KINDS, Spec, joined
+from .prompts import Prompts
 from .scale import Scale
 from .settings import BOTH, arguments, lmcache_file, our_connector
 from .weights import write_model
@@ -68,8 +69,8 @@ class Fleet:
             # A folder apart from the logs, which may be another run's too.
             own = undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
             self._socket = Path(own, "vcache.sock")
-            log, environment = folder / "server.log", {**os.environ, **ENVIRONMENT}
-            undo.enter_context(MetadataServer(self._socket, log, environment))
+            given = {**os.environ, **ENVIRONMENT}
+            undo.enter_context(MetadataServer(self._socket, folder / "server.log", given))
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()
@@ -236,17 +237,13 @@ class Fleet:
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
         deadline = time.monotonic() + seconds
-        keeps_states = KINDS[INSTANCES[writer].kind].states
-        while (found := self.chunks(writer)) < chunks:
-            if time.monotonic() > deadline:
-                if self.in_place and not found:
-                    said = " | ".join(self.instance(writer).said()[-5:])
-                    raise ChildFailed(
-                        f"{writer} shares nothing: {self.pool.stats().instances}; {said}"
-                    )
-                return False
-            time.sleep(0.005)
-        while keeps_states and time.monotonic() < deadline:
+        if not until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
+            if self.in_place and not self.chunks(writer):
+                said = " | ".join(self.instance(writer).said()[-5:])
+                raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
+            return False
+        found = self.chunks(writer)
+        while KINDS[INSTANCES[writer].kind].states and time.monotonic() < deadline:
             time.sleep(STATES_SECONDS)
             before, found = found, self.chunks(writer)
             if found == before > chunks:
@@ -285,3 +282,12 @@ class Fleet:
         if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]
         return given | {"CUDA_VISIBLE_DEVICES": gpus} | kind.environment
+
+
+class Run(NamedTuple):
+    """What a part of `vllm_ttft` works with. rounds: prompts of each length that are timed."""
+
+    fleet: Fleet
+    clock: Clock
+    prompts: Prompts
+    rounds: int

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,91 +34,68 @@ LAST = ("request_finished", "request_finished_all_groups")
 
 
 class Probe:
-    """Wraps a connector's methods; all calls come from the scheduler's one thread. connector: None
+    """Times a connector's methods; all calls come from the scheduler's one thread. connector: None
     where there is none.
 
     pool: vLLM's `BlockPool`. Where the connector watches it, what that adds to `get_new_blocks`
     counts as a method called once a step."""
 
     def __init__(self, connector: Any, pool: Any = None) -> None:
-        self._timed: dict[str, tuple[Path, dict[str, float]]] = {}
+        self._asked: dict[str, tuple[Path, dict[str, float]]] = {}
         # Of the two only one is called by vLLM; the other may be called by it.
         inner = "request_finished" if hasattr(connector, "request_finished_all_groups") else ""
         for name in (*OF_A_REQUEST, *OF_A_STEP):
             if hasattr(connector, name) and name != inner:
-                setattr(connector, name, self._wrapped(name, getattr(connector, name)))
+                _timed(connector, name, partial(self._called, name))
         promises = getattr(getattr(connector, "_scheduler", None), "_promises", None)
         for name in () if promises is None else ("begun", "ended"):
-            setattr(promises, name, self._promise(getattr(promises, name)))
+            _timed(promises, name, self._promised)
+        self._inside = 0.0
         watcher = getattr(getattr(pool, "get_new_blocks", None), "__self__", pool)
         if watcher is not pool:
-            inner_get, inside = watcher._get, [0.0]
-
-            def get(*args: Any) -> Any:
-                started = time.perf_counter()
-                blocks = inner_get(*args)
-                inside[0] += time.perf_counter() - started
-                return blocks
-
-            watcher._get = get
-            pool.get_new_blocks = self._watched(pool.get_new_blocks, inside)
+            _timed(watcher, "_get", self._got_inside)
+            _timed(pool, "get_new_blocks", self._got)
 
     def take(self, request: str, asked: dict[str, Any]) -> None:
         """A request has come, with these `extra_args`."""
         if "timed" in asked:
-            self._timed[request] = (Path(asked["timed"]), defaultdict(float))
+            self._asked[request] = (Path(asked["timed"]), defaultdict(float))
 
-    def _wrapped(self, name: str, method: Any) -> Any:
-        """The method, its seconds added to whoever asked; a request's end is taken note of."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if not self._timed:
-                return method(*args, **kwargs)
-            started = time.perf_counter()
-            result = method(*args, **kwargs)
-            seconds = time.perf_counter() - started
-            if name in OF_A_STEP:
-                for _, spent in self._timed.values():
-                    spent[name] += seconds
-                    spent["steps"] += name == "build_connector_meta"
-                return result
-            request = args[0].request_id
-            if request in self._timed:
-                self._timed[request][1][name] += seconds
+    def _called(self, name: str, seconds: float, *given: Any) -> None:
+        """Add a method's seconds to whoever asked. Take note of a request's end."""
+        if name in OF_A_STEP:
+            for _, spent in self._asked.values():
+                spent[name] += seconds
+                spent["steps"] += name == "build_connector_meta"
+        elif (request := given[0].request_id) in self._asked:
+            path, spent = self._asked[request]
+            spent[name] += seconds
             if name in LAST:
-                self._ended(request)
-            return result
+                del self._asked[request]
+                with path.open("a") as file:
+                    file.write(json.dumps(spent) + "\n")
 
-        return called
+    def _promised(self, seconds: float, tracked: Any, *given: Any) -> None:
+        if (asked := self._asked.get(tracked.request.request_id)) is not None:
+            asked[1]["promise"] += seconds
 
-    def _watched(self, get_new_blocks: Any, inside: list[float]) -> Any:
-        """`get_new_blocks`, its seconds added to all who asked, but for those `inside` vLLM's
-        own.
-        """
+    def _got_inside(self, seconds: float, *given: Any) -> None:
+        self._inside += seconds
 
-        def called(*args: Any) -> Any:
-            started, inside[0] = time.perf_counter(), 0.0
-            blocks = get_new_blocks(*args)
-            seconds = time.perf_counter() - started - inside[0]
-            for _, spent in self._timed.values():
-                spent["get_new_blocks"] += seconds
-            return blocks
+    def _got(self, seconds: float, *given: Any) -> None:
+        for _, spent in self._asked.values():
+            spent["get_new_blocks"] += seconds - self._inside
+        self._inside = 0.0
 
-        return called
 
-    def _promise(self, method: Any) -> Any:
-        """A method about a request's promise, its seconds added to the request's."""
+def _timed(owner: Any, name: str, note: Callable[..., None]) -> None:
+    """Tell `note` how many seconds each call of this method took, and its arguments."""
+    method = getattr(owner, name)
 
-        def called(tracked: Any, *args: Any) -> None:
-            started = time.perf_counter()
-            method(tracked, *args)
-            if (timed := self._timed.get(tracked.request.request_id)) is not None:
-                timed[1]["promise"] += time.perf_counter() - started
+    def called(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        result = method(*args, **kwargs)
+        note(time.perf_counter() - started, *args)
+        return result
 
-        return called
-
-    def _ended(self, request: str) -> None:
-        if request in self._timed:
-            path, spent = self._timed.pop(request)
-            with path.open("a") as file:
-                file.write(json.dumps(spent) + "\n")
+    setattr(owner, name, called)

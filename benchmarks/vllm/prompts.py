@@ -55,12 +55,7 @@ class Prompts:
         """So many of each length and so many partial ones, mixed: a run that ends early has some of
         each.
         """
-        left, hits = dict(whole), [self.partial(index) for index in range(partial)]
-        most = max([*whole.values(), 1])
-        for turn in range(most):
-            for length, count in whole.items():
-                if count * (turn + 1) // most > count * turn // most and left[length]:
-                    left[length] -= 1
-                    hits.append(self.whole(length))
+        hits = [self.partial(index) for index in range(partial)]
+        hits += [self.whole(length) for length, count in whole.items() for _ in range(count)]
         self._random.shuffle(hits)
         return hits

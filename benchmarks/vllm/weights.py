@@ -91,23 +91,27 @@ def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:
 
     One that is there stays as it is: vcache knows a model by its files, and when they were written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file, text = folder / "config.json", json.dumps(scale.model)
-    if not file.exists() or file.read_text() != text:
-        if scale.cpu and scale.model["model_type"] == "llama":
-            _write_weights(folder / "model.safetensors", scale.model, seed)
-        file.write_text(text)
+    new, weights = _configured(folder, scale.model), folder / "model.safetensors"
+    if scale.cpu and scale.model["model_type"] == "llama" and (new or not weights.exists()):
+        _write_weights(weights, scale.model, seed)
     return folder
 
 
 def write_head(folder: Path, scale: Scale, changes: dict[str, Any]) -> Path:
     """A folder that vLLM takes for an EAGLE head of the Llama of this scale, with these changes."""
-    folder.mkdir(parents=True, exist_ok=True)
     kind = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
-    file, text = folder / "config.json", json.dumps(scale.model | kind | changes)
-    if not file.exists() or file.read_text() != text:
-        file.write_text(text)
+    _configured(folder, scale.model | kind | changes)
     return folder
+
+
+def _configured(folder: Path, model: dict[str, Any]) -> bool:
+    """Whether the folder had another `config.json`, or none. It has this one now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, text = folder / "config.json", json.dumps(model)
+    if file.exists() and file.read_text() == text:
+        return False
+    file.write_text(text)
+    return True
 
 
 def _write_weights(path: Path, model: dict[str, Any], seed: int) -> None:

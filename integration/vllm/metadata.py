@@ -46,8 +46,9 @@ class LoadSpec(_Spec, frozen=True):
     keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
     offload tier in the pool again. prefix, tenant: as of a store, if `offload`. residents:
-    chunks in other instances' KV caches, numbered within the load. lost: the scheduler could not
-    describe the load; load nothing and report a failure."""
+    chunks in other instances' KV caches, numbered within the load. early: no step under way writes
+    the blocks, so the load waits for none. lost: the scheduler could not describe the load; load
+    nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -57,6 +58,7 @@ class LoadSpec(_Spec, frozen=True):
     prefix: list[ChunkKey] = []
     tenant: bytes = b""
     residents: list[ResidentRun] = []
+    early: bool = False
     lost: bool = False
 
 
@@ -90,9 +92,10 @@ class PublicationSpec(_Spec, frozen=True):
     loaded: bool = False
 
 
-@dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The scheduler's message to the workers in each step.
+@KVConnectorMetadata.register
+class StepMetadata(msgspec.Struct):
+    """The scheduler's message to the workers in each step. Not a dataclass: there is one for each
+    step, and msgspec makes it in C.
 
     fresh: lists of blocks that get a new owner in this step. cancelled: requests that ended during
     their load. flush: report this number once the stores of earlier steps have begun; 0: none.
@@ -102,16 +105,16 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     their blocks are used again. echo: report this number once this step's model run is over; 0:
     none."""
 
-    loads: list[LoadSpec] = field(default_factory=list)
-    stores: list[StoreSpec] = field(default_factory=list)
-    fresh: list[list[int]] = field(default_factory=list)
-    cancelled: set[str] = field(default_factory=set)
+    loads: list[LoadSpec] = []
+    stores: list[StoreSpec] = []
+    fresh: list[list[int]] = []
+    cancelled: set[str] = set()
     flush: int = 0
     idle: bool = False
     opaque: bool = False
     introduce: bool = False
     instance: bytes = b""
-    publications: list[PublicationSpec] = field(default_factory=list)
+    publications: list[PublicationSpec] = []
     victims: PublicationSpec | None = None
     echo: int = 0
 

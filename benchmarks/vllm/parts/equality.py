@@ -20,15 +20,14 @@ from typing import Any
 import msgspec
 
 from ...processes import Child
-from ...results import Clock, OutOfTime, Row, fraction
-from ..environment import peer
-from ..fleet import Fleet
+from ...results import OutOfTime, Row, fraction
+from ..fleet import Fleet, Run
 from ..instances import joined
 from ..prompts import Hit, Prompts
 
 LOGPROBS = 5
 SECONDS = 60.0
-MASKS = (0x01, 0x40, 0xFF)
+MASK = 0x01
 
 
 def said(answer: dict[str, Any]) -> str:
@@ -103,10 +102,9 @@ class Pair:
         return expected, got
 
 
-def equal(
-    fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kind: str = ""
-) -> list[Row]:
+def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
     """The row over all `hits`, or over those before the time was up. kind: of the instances."""
+    fleet, clock, prompts, _ = run
     pair, wrong, good = Pair(fleet, kind), Counter[str](), list[bool]()
     pair.soil(prompts)
     for hit in hits:
@@ -120,12 +118,10 @@ def equal(
         if how:
             wrong[hit.kind] += 1
             print(f"  {hit.kind}: {how}", flush=True)
-        if len(good) % 20 == 0:
-            print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal", flush=True)
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
         f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by an "
-        f"instance on {peer()}, bit for bit against vLLM's own prefix-cache hit of the same "
+        f"instance on another GPU, bit for bit against vLLM's own prefix-cache hit of the same "
         f"length; prompts by length: {dict(sorted(kinds.items()))}"
     )
     what += f"; wrong: {dict(wrong)}" if wrong else ""
@@ -138,11 +134,12 @@ def equal(
     return [row]
 
 
-def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
+def agreeing(run: Run, kind: str = "") -> list[Row]:
     """The control of `equal`: A, B and the reference compute the same bits from the same prompt.
 
     They would not if each compiled for itself, since compilation times kernels and keeps the
     faster; so they share one's code (`fleet`)."""
+    fleet, prompts = run.fleet, run.prompts
     pair, lengths, same = Pair(fleet, kind), fleet.scale.few, list[bool]()
     children = {"a": pair.a, "b": pair.b, "reference": pair.alone}
     for prompt in map(prompts.new, lengths):
@@ -157,10 +154,11 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
     return [fraction(joined(fleet.rows, "instances_agree", kind), same, what)]
 
 
-def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
+def sensitive(run: Run, kind: str = "", times: int = 2) -> list[Row]:
     """The control of the other comparisons: an early token changes the output, and the reference
     repeats itself.
     """
+    fleet, prompts = run.fleet, run.prompts
     alone, few = fleet.instance(joined(kind, "alone")), fleet.scale.few
     changed, repeated, tokens = list[bool](), list[bool](), 0
 
@@ -187,39 +185,36 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
     ]
 
 
-def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
+def flipped(run: Run) -> list[Row]:
     """Flip a byte of each block of A's KV cache, from which B's answer comes in place: the
     comparison must see it, and must see nothing before and after.
     """
-    pair, scale = Pair(fleet), fleet.scale
-    hit = prompts.whole(scale.few[-1] if scale.few[-1] < 2048 else scale.few[2])
+    fleet, scale, pair = run.fleet, run.fleet.scale, Pair(run.fleet)
+    hit = run.prompts.whole(scale.few[-1] if scale.few[-1] < 2048 else scale.few[2])
     fleet.pool.clear()
     pair.store(hit)
     expected, got = pair.both(hit)
 
-    def again(mask: int) -> str:
+    def again() -> str:
         # V of a token's first head follows its K.
-        pair.a.ask("flip", offset=2 * scale.model["head_dim"] + 1, mask=mask)
+        pair.a.ask("flip", offset=2 * scale.model["head_dim"] + 1, mask=MASK)
         pair.b.ask("reset")
         return difference(expected, _asked(pair.b, fleet, hit.then), hit)
 
-    before, caught, after = difference(expected, got, hit), "", ""
-    for mask in MASKS:
-        caught, after = again(mask), again(mask)
-        if caught or after:
-            break
+    before, caught, after = difference(expected, got, hit), again(), again()
     what = (
         "a byte of each block of layer 0 in the owner's KV cache exclusive or "
-        f"0x{mask:02x}: {caught or 'equal'}; {before or 'equal'} before, {after or 'equal'} after"
+        f"0x{MASK:02x}: {caught or 'equal'}; {before or 'equal'} before, {after or 'equal'} after"
     )
     right = caught.startswith("differs") and not before and not after
     return [fraction(f"{fleet.rows}_flipped_byte_caught", [right], what)]
 
 
-def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
+def restart(run: Run) -> list[Row]:
     """Kill B and start it again: its first request must hit what A stored, its second what B itself
     had stored.
     """
+    fleet, prompts = run.fleet, run.prompts
     pair, few = Pair(fleet), fleet.scale.few
     fleet.pool.clear()
     hits, expected = [prompts.whole(few[1]), prompts.whole(few[2])], []

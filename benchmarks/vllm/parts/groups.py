@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from ...processes import ChildFailed
-from ...results import Clock, Row
-from ..fleet import Fleet
-from ..instances import KINDS
+from ...results import Row
+from ..fleet import Run
+from ..instances import KINDS, joined
 from ..prompts import Hit, Prompts
 from . import equality, latency
 
@@ -37,25 +37,23 @@ class Ended(Prompts):
         return Hit(f"{length}", prompt, prompt, len(prompt) - tail)
 
 
-def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int) -> list[Row]:
+def measure(run: Run, kind: str) -> list[Row]:
     """The rows `groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`."""
+    fleet = run.fleet
     scale = fleet.of(kind)
-    prompts = Ended(scale, seed=source.seed)
     size = fleet.instance(f"{kind}_alone").ask("about")["block_size"]
     if KINDS[kind].states and size != scale.chunk:
         due = f"vLLM has blocks of {size} tokens where {scale.chunk} were due"
         raise ChildFailed(f"{due}: nothing would be cached")
-    rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
+    prompts = Ended(scale, seed=run.prompts.seed)
+    run = run._replace(prompts=prompts)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
-    found = equality.equal(fleet, clock, prompts.hits(counts, 0), prompts, kind)
-    rows += [msgspec.structs.replace(one, case=f"groups_equal_{kind}") for one in found]
-    return rows + _first_token(fleet, clock, prompts, kind, rounds)
-
-
-def _first_token(fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int) -> list[Row]:
-    found = latency.first_token(fleet, clock, prompts, rounds, kind=kind, only=LONG)
-    judged = f"_ttft_{LONG}"
-    for at, one in enumerate(found):
-        if one.case.endswith(judged):
-            found[at] = msgspec.structs.replace(one, case=f"groups{judged}_{kind}")
-    return found
+    rows = equality.agreeing(run, kind) + equality.sensitive(run, kind, 1)
+    rows += equality.equal(run, prompts.hits(counts, 0), kind)
+    rows += latency.first_token(run, kind, only=LONG)
+    begin = joined(fleet.rows, kind)
+    named = {
+        joined(fleet.rows, "equal", kind): f"groups_equal_{kind}",
+        f"{begin}_async_ttft_{LONG}": f"groups_ttft_{LONG}_{kind}",
+    }
+    return [msgspec.structs.replace(row, case=named.get(row.case, row.case)) for row in rows]

@@ -20,21 +20,19 @@ from multiprocessing import get_context
 from typing import Any
 
 from ...copies import peer_speed
-from ...results import Clock, Row, percentile, row
-from ..environment import peer
-from ..fleet import Fleet
+from ...results import Row, percentile, row
+from ..fleet import Fleet, Run
 from ..instances import KINDS, joined
-from ..prompts import Prompts
 
 SECONDS, COPY_SECONDS = 60.0, 90.0
 MS = 1e3
 ALLOWED_MS = 4.0
 """A load takes a step of vLLM's more than a hit in its own prefix cache."""
 ALLOWED_COPY = 1.15
-VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
 TPOT = {"lmcache": 1.10, "vllm": 1.05, "inplace": 1.03}
 MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
 """Limits for the ratio of a miss."""
+MISSES, FEW_MISSES = {"1k": 25, "4k": 31, "16k": 11}, {"1k": 5, "4k": 5, "16k": 3}
 LOAD = "16k"
 EVERY = 1.0
 TAIL = 8
@@ -62,14 +60,13 @@ def copy_engine() -> float:
         return process.apply_async(peer_speed, (1 << 30,)).get(COPY_SECONDS)
 
 
-def first_token(
-    fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind: str = "", only: str = ""
-) -> list[Row]:
+def first_token(run: Run, kind: str = "", only: str = "") -> list[Row]:
     """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of vcache. One warm-up round
     does not count.
 
     If time runs short, the rounds so far count. kind: the prefix of the instances' names. only:
     this length alone."""
+    fleet, clock, prompts, rounds = run
     fleet.settle()
     speed = 1.0 if fleet.scale.cpu else copy_engine()
     samples: Samples = defaultdict(list)
@@ -128,12 +125,10 @@ def _rows(
     scale, begin, gpus = fleet.of(kind), joined(fleet.rows, kind), KINDS[kind].ranks
     rows = list[Row]()
     if not scale.cpu:
-        what = f"the copy engine from {peer()} in this run"
+        what = "the copy engine between the GPUs in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
-    where = f"{gpus} peer GPUs" if gpus > 1 else peer()
-    how = "in place" if fleet.in_place else "through the pool"
-    computed = f"TTFT recomputing; reference: a hit on {peer()} {how}"
+    where = f"{gpus} peer GPUs" if gpus > 1 else "the peer GPU"
     ttft = "ttft" if fleet.lmcache else "async_ttft"
     for name, length in _lengths(fleet, kind).items():
         held = {each: [MS * value for value in samples[each, name]] for each in VARIANTS}
@@ -152,24 +147,21 @@ def _rows(
             f"TTFT of a hit on {where}; reference: own prefix-cache hit {floor:.2f} ms + "
             f"{nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms{missed}"
         )
-        least, ours = None if kind else VS_RECOMPUTE.get(name), held["vcache"]
-        again, case = held["recompute"], f"{begin}_vs_recompute_{name}"
-        rows += [
-            row(f"{begin}_{ttft}_{name}", "ms", ours, most, what=hit, at_most=1.0),
-            row(case, "ms", again, ours, what=computed, at_least=least),
-        ]
+        case = f"{begin}_{ttft}_{name}"
+        rows.append(row(case, "ms", held["vcache"], most, what=hit, at_most=1.0))
     return rows
 
 
-def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -> list[Row]:
+def miss(run: Run) -> list[Row]:
     """TTFT of a miss with vcache and without, in turn on one GPU, on which a pool also stores
     it.
     """
+    fleet, clock, prompts, rounds = run
     fleet.settle()
     children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
     how = "with its KV cache shared in place" if fleet.in_place else "with the pool on"
     rows: list[Row] = []
-    for name, count in counts.items():
+    for name, count in (MISSES if rounds >= 5 else FEW_MISSES).items():
         length = fleet.scale.lengths[name]
         samples: dict[str, list[float]] = {"with": [], "without": []}
         for turn in range(count + 1):
@@ -186,10 +178,11 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
     return rows
 
 
-def short_tax(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+def short_tax(run: Run) -> list[Row]:
     """Short requests that share nothing, with the connector and without, in turn on one GPU:
     requests a second. Nothing is hit, so the connector only costs.
     """
+    fleet, clock, prompts, _ = run
     fleet.settle()
     scale = fleet.of("busy")
     children = {name: fleet.instance(f"busy_{name}") for name in ("a", "alone")}
@@ -216,27 +209,28 @@ def short_tax(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     return [row(name, "requests/s", with_, without, what=what, at_least=SHORT_TAX)]
 
 
-def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+def decoding(run: Run) -> list[Row]:
     """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU,
     one a second; and in place those of A.
 
     LMCache loads before a step, on the worker's main thread, so in one step for each load every
     running request waits for the copy. Our connector loads beside the steps; only the step that
     computes the loading request's last tokens is longer."""
-    loads = _held_by_a(fleet, clock, prompts)
-    rows = [_gaps(fleet, clock, prompts, loads, "b")]
-    return [*rows, _gaps(fleet, clock, prompts, loads, "a", "b")] if fleet.in_place else rows
+    loads = _held_by_a(run)
+    rows = [_gaps(run, loads, "b")]
+    return [*rows, _gaps(run, loads, "a", "b")] if run.fleet.in_place else rows
 
 
-def three_readers(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+def three_readers(run: Run) -> list[Row]:
     """Gaps between the tokens of A's running requests while B, C and D read out of A's GPU at the
     same moment, each once a second.
     """
-    return [_gaps(fleet, clock, prompts, _held_by_a(fleet, clock, prompts), "a", "b", "c", "d")]
+    return [_gaps(run, _held_by_a(run), "a", "b", "c", "d")]
 
 
-def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[list[int]]:
+def _held_by_a(run: Run) -> list[list[int]]:
     """More prompts than B's own prefix cache can keep, which A has computed and stored."""
+    fleet, clock, prompts, _ = run
     scale = fleet.scale
     fleet.settle()
     fleet.pool.clear()
@@ -248,18 +242,12 @@ def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[list[int]]:
     return loads
 
 
-def _gaps(
-    fleet: Fleet,
-    clock: Clock,
-    prompts: Prompts,
-    loads: Sequence[list[int]],
-    watched: str,
-    *readers: str,
-) -> Row:
+def _gaps(run: Run, loads: Sequence[list[int]], watched: str, *readers: str) -> Row:
     """Gaps between the tokens of running requests of an instance: while the readers load from its
     GPU once a second, all at once, and while nobody does, in turn. Without readers the instance
     itself loads.
     """
+    fleet, clock, prompts, _ = run
     scale, child = fleet.scale, fleet.instance(watched)
     others, every = [fleet.instance(name) for name in readers], min(EVERY, scale.decode_seconds / 2)
     gaps: dict[bool, list[float]] = {False: [], True: []}
@@ -283,9 +271,9 @@ def _gaps(
         cached += answer["cached"]
     full = cached.count(scale.hit(len(loads[0])))
     who = f"{len(readers)} instances read" if readers[1:] else "another instance reads"
-    while_ = f"{who} from this one's GPU" if readers else f"another loads from {peer()}"
+    loading = f"{who} from this one's GPU" if readers else "another loads from the peer GPU"
     what = (
-        f"p99 of gaps between tokens of {scale.running} running requests while {while_} once a "
+        f"p99 of gaps between tokens of {scale.running} running requests while {loading} once a "
         f"second: {len(cached)} loads of {len(loads[0])} tokens ({full} full hits); reference: "
         "none loads"
     )

@@ -9,9 +9,8 @@ from collections import Counter
 
 import msgspec
 
-from ...results import Clock, Row, percentile, row
-from ..fleet import Fleet
-from ..prompts import Prompts
+from ...results import Row, percentile, row
+from ..fleet import Run
 
 SECONDS = 120.0
 ALLOWED_US = {"vllm": 250.0, "inplace": 600.0}
@@ -24,13 +23,14 @@ requests.
 US = 1e6
 
 
-def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+def scheduler_time(run: Run) -> list[Row]:
     """A row for each length, hits and misses, idle and beside running requests; the row with the
     limit is the worst of them.
 
     A request's time is that of all calls from its arrival to its end: those about it, and those
     made once a step, in full, also where other requests share the step. The first request of each
     row is left out."""
+    fleet, clock, prompts, _ = run
     timed, scale = fleet.instance("timed"), fleet.scale
     file = fleet.folder / "timed.jsonl"
     rows, promises = list[Row](), list[float]()

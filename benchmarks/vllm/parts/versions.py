@@ -8,13 +8,12 @@ steps of other lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable
 
 from ...processes import Child
 from ...results import Clock, Row, none
-from ..fleet import ANSWER_SECONDS, Fleet
-from ..prompts import Prompts
+from ..fleet import ANSWER_SECONDS, Fleet, Run
 
 KIND = "versions"
 UPDATES, WRONGLY_NAMED = 50, 5
@@ -24,41 +23,30 @@ tokens of an answer."""
 Said = list[tuple[int, ...]]
 
 
-class Counted(NamedTuple):
-    """answers: of instances that share. wrong: those that the reference does not give. hits: those
-    with tokens of the pool, or of the other one's KV cache."""
-
-    answers: int = 0
-    wrong: int = 0
-    hits: int = 0
-
-    def plus(self, others: Iterable[Counted]) -> Counted:
-        return Counted(*map(sum, zip(self, *others, strict=True)))
-
-
-def measure(fleet: Fleet, clock: Clock, source: Prompts) -> list[Row]:
+def measure(run: Run) -> list[Row]:
     """The rows `weights_wrong`, its control, and `weights_hits`."""
+    fleet, clock, source, _ = run
     scale = fleet.of(KIND)
     prompts = [source.new((2 + number % 4) * scale.chunk + 1) for number in range(PROMPTS)]
-    run = _Run(fleet, prompts)
-    right = run.updates(clock, range(1, UPDATES + 1), lambda step: f"step {step}")
-    first = UPDATES + 1
-    control = run.updates(clock, range(first, first + WRONGLY_NAMED), lambda _: "always this")
-    rows = fleet.rows
+    instances, first = _Instances(fleet, prompts), UPDATES + 1
+    right = instances.updates(clock, range(1, first), lambda step: f"step {step}")
+    control = instances.updates(clock, range(first, first + WRONGLY_NAMED), lambda _: "always this")
+    rows, answers, hits = fleet.rows, right["answers"], right["hits"]
     what = (
-        f"of {right.answers} answers over {UPDATES} updates of two instances, one after the other, "
-        f"{right.hits} with hits: those that an instance of the same weights does not give"
+        f"of {answers} answers over {UPDATES} updates of two instances, one after the other, "
+        f"{hits} with hits: those that an instance of the same weights does not give"
     )
-    of = f"of {control.answers} answers over {WRONGLY_NAMED} updates with one name for all"
-    unseen, seen = int(not control.wrong), f"{control.wrong} {of} were wrong: 0 if any was"
+    answered = f"of {control['answers']} answers over {WRONGLY_NAMED} updates with one name for all"
+    seen = f"{control['wrong']} {answered} were wrong: 0 if any was"
+    unseen, lacking = int(not control["wrong"]), int(hits < answers // 4)
     return [
-        none(f"{rows}_weights_wrong", "answers", right.wrong, what, right.answers),
-        none(f"{rows}_weights_hits", "lacking", int(right.hits < right.answers // 4), what),
-        none(f"{rows}_weights_wrong_control", "unseen", unseen, seen, control.answers),
+        none(f"{rows}_weights_wrong", "answers", right["wrong"], what, answers),
+        none(f"{rows}_weights_hits", "lacking", lacking, what),
+        none(f"{rows}_weights_wrong_control", "unseen", unseen, seen, control["answers"]),
     ]
 
 
-class _Run:
+class _Instances:
     """The two instances, the reference, and what the reference says of each prompt: computed, and
     after a hit of its own."""
 
@@ -69,36 +57,39 @@ class _Run:
         )
         self._said: list[Said] = []
 
-    def updates(self, clock: Clock, steps: range, name: Callable[[int], str]) -> Counted:
-        counted = Counted()
+    def updates(self, clock: Clock, steps: range, name: Callable[[int], str]) -> Counter[str]:
+        """Counts of the instances' answers: of all, of those that the reference does not give
+        (wrong), and of those with tokens of the pool, or of the other one's KV cache (hits).
+        """
+        counted = Counter[str]()
         for step in steps:
             clock.check(5)
-            called, before, now = name(step), self._said, self._reference(step)
-            self._update(self._a, step, called)
-            late = self._ask(self._b, before[:LATE_PROMPTS])
-            first = self._ask(self._a, now)
-            self._update(self._b, step, called)
-            counted = counted.plus([late, first, self._ask(self._b, now)])
-            self._said = now
+            before, self._said = self._said, self._reference(step)
+            self._update(self._a, step, name(step))
+            counted += self._ask(self._b, before[:LATE_PROMPTS])
+            counted += self._ask(self._a, self._said)
+            self._update(self._b, step, name(step))
+            counted += self._ask(self._b, self._said)
         return counted
 
     def _update(self, instance: Child, step: int, name: str) -> None:
         instance.ask("new_weights", ANSWER_SECONDS, seed=step, version=name)
 
     def _reference(self, step: int) -> list[Said]:
-        self._alone.ask("new_weights", ANSWER_SECONDS, seed=step, version="")
+        self._update(self._alone, step, "")
         return [
-            [self._answer(self._alone, prompt)[0] for _ in ("computed", "hit")]
+            [_answer(self._alone, prompt)[0] for _ in ("computed", "hit")]
             for prompt in self._prompts
         ]
 
-    def _ask(self, instance: Child, right: list[Said]) -> Counted:
-        counted = Counted()
+    def _ask(self, instance: Child, right: list[Said]) -> Counter[str]:
+        counted = Counter[str]()
         for prompt, said in zip(self._prompts, right, strict=False):
-            answer, cached = self._answer(instance, prompt)
-            counted = counted.plus([Counted(1, answer not in said, cached > 0)])
+            answer, cached = _answer(instance, prompt)
+            counted += Counter(answers=1, wrong=int(answer not in said), hits=int(cached > 0))
         return counted
 
-    def _answer(self, instance: Child, prompt: list[int]) -> tuple[tuple[int, ...], int]:
-        said = instance.ask("generate", ANSWER_SECONDS, tokens=prompt, count=TOKENS)
-        return tuple(said["tokens"]), said["cached"]
+
+def _answer(instance: Child, prompt: list[int]) -> tuple[tuple[int, ...], int]:
+    said = instance.ask("generate", ANSWER_SECONDS, tokens=prompt, count=TOKENS)
+    return tuple(said["tokens"]), said["cached"]

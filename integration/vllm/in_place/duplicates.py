@@ -113,7 +113,8 @@ class Duplicates:
         instance's table for the first time. Never raises.
         """
         try:
-            if self._ahead < count:
+            known = self._copies or self._waiting
+            if known and self._ahead < count and self._pool.uncached < count:
                 vacant, instead = self._pool.vacant(count)
                 self._ahead = max(self._ahead, vacant)
                 if self._ahead < count:

@@ -279,7 +279,8 @@ class Publications:
 
     def _tell(self, tracked: Tracked, chunks: Sequence[int], loaded: bool) -> PublicationSpec:
         """Make a publication of the request's chunks, and note where they lie."""
-        keys = [tracked.lookup.keys[chunk] for chunk in chunks]
+        keys = tracked.lookup.keys
+        keys = keys[chunks[0] : chunks[-1] + 1] if _follow(chunks) else [keys[at] for at in chunks]
         blocks = self._packed(tracked.store.rows[0], chunks)
         generations = self._packed(tracked.resident.generations, chunks)
         places = zip(repeat(blocks), repeat(generations), range(len(keys)), strict=False)
@@ -291,8 +292,8 @@ class Publications:
     def _packed(self, numbers: array[int], chunks: Sequence[int]) -> bytes:
         """Bytes of these chunks' numbers, one for each block of the request."""
         each = self.each
-        if isinstance(chunks, range):
-            return numbers[chunks.start * each : chunks.stop * each].tobytes()
+        if _follow(chunks):
+            return numbers[chunks[0] * each : (chunks[-1] + 1) * each].tobytes()
         return b"".join(numbers[at * each : (at + 1) * each].tobytes() for at in chunks)
 
     def _void_all(self) -> None:
@@ -300,6 +301,11 @@ class Publications:
 
     def _reset(self) -> None:
         self.retract(self.sequence)
+
+
+def _follow(chunks: Sequence[int]) -> bool:
+    """Whether the chunks, at least one, follow each other."""
+    return chunks[-1] - chunks[0] == len(chunks) - 1
 
 
 def _numbers(blocks: array[int]) -> UInt32s:

@@ -4,6 +4,9 @@ the instances' tables of generations.
 
 from __future__ import annotations
 
+from itertools import islice
+from operator import attrgetter
+
 from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, Found, Resident
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.resident import ResidentRun
@@ -18,7 +21,8 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
     runs = list[ResidentRun]()
     chunk = 0
     while chunk < len(found.residents):
-        candidates = [_alike(found, chunk), *([other] for other in found.residents[chunk][1:])]
+        others = ([other] for other in found.residents[chunk][1:])
+        candidates = [_alike(found.residents, chunk), *others]
         made = (_right(found, tables, each, first + chunk, those) for those in candidates)
         run = next(filter(None, made), None)
         if run is not None:
@@ -31,13 +35,14 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
     return chunk, runs
 
 
-def _alike(found: Found, first: int) -> list[Resident]:
+def _alike(residents: list[list[Resident]], first: int) -> list[Resident]:
     """The first replicas of the chunks from number `first` on, as long as they lie in
     one instance.
     """
     alike = list[Resident]()
-    for replicas in found.residents[first:]:
-        if not replicas or (alike and replicas[0].instance != alike[0].instance):
+    instance = residents[first][0].instance if residents[first] else -1
+    for replicas in islice(residents, first, None):
+        if not replicas or replicas[0].instance != instance:
             break
         alike.append(replicas[0])
     return alike
@@ -59,8 +64,8 @@ def _right(
     # All chunks of an instance have as many blocks.
     if view is None or (len(replicas[0].blocks), len(replicas[0].generations)) != (number, counter):
         return None
-    blocks = b"".join([replica.blocks for replica in replicas])
-    generations = b"".join([replica.generations for replica in replicas])
+    blocks = b"".join(map(attrgetter("blocks"), replicas))
+    generations = b"".join(map(attrgetter("generations"), replicas))
     count = view.leading_ends(blocks, generations, each)
     if not count:
         return None

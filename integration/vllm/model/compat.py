@@ -65,6 +65,15 @@ def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
     return named | ({CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else {})
 
 
+def steps_under_way(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many steps vLLM has under way at most. 0: it does not say, or a step zeroes the blocks
+    that it hands out, so that a load has to wait for that.
+    """
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", True):
+        return 0
+    return int(getattr(vllm_config, "max_concurrent_batches", 0))
+
+
 def publishes_events(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV events."""
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))

@@ -130,26 +130,27 @@ class Completions:
     ) -> None:
         """Plan the step of the requests that ran before. Once a step for each: keep it short."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        for request_id, computed, added in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            tracked, reached = requests.get(request_id), computed + scheduled[request_id]
+        names, resumed = cached.req_ids, cached.resumed_req_ids
+        all_tracked, tokens = map(requests.get, names), map(scheduled.__getitem__, names)
+        steps = zip(
+            all_tracked, cached.num_computed_tokens, tokens, cached.new_block_ids, strict=True
+        )
+        for tracked, computed, count, added in steps:
             if added is not None:
                 meta.fresh += added
             # Most steps of a running request complete neither a block nor a chunk.
-            elif tracked is not None and reached < tracked.due and request_id not in resumed:
+            elif tracked is not None and computed + count < tracked.due and not resumed:
                 continue
             if tracked is None:
                 continue
-            if request_id in resumed:
+            if tracked.request.request_id in resumed:
                 rows = added if added is not None else [[] for _ in tracked.store.rows]
                 self.own(tracked, rows, anew=True)
                 self._begin(tracked, computed)
             elif added is not None:
                 self.own(tracked, added, anew=False)
                 self._leftovers.more(tracked, added)
-            self._computes(tracked, computed, reached, meta)
+            self._computes(tracked, computed, computed + count, meta)
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:

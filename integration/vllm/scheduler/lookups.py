@@ -135,7 +135,6 @@ class Lookups:
         self._meter.looked_up(asked, found, answer.seconds)
         if client is not None:
             client.count(asked, found)
-        log.debug("look-up %s: %d of %d chunks", tracked.request.request_id, hits, whole - first)
 
     def _answer(
         self, client: Client, tracked: Tracked, first: int, whole: int, over: bool

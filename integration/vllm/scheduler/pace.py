@@ -17,9 +17,9 @@ CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 """The weight of the newest measurement."""
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
-With asynchronous scheduling the next step is planned before that step is over, so there is a
-second. Workers of other processes report the load's end with the step after it, so there is one
-more."""
+With asynchronous scheduling a load that waits for the steps under way ends after the next step is
+planned, so there is a second. Workers of other processes report the load's end with the step after
+it, so there is one more."""
 LONGEST_STEP_SECONDS = 1.0
 """A step that decodes takes longer only if the process was stopped, or other work came between."""
 MOST_DECODED = 8
@@ -37,13 +37,14 @@ class Pace:
 
     chunk_seconds: 0.0 before the first measurement."""
 
-    def __init__(self, live: Mapping[str, Tracked], asynchronous: bool, apart: bool) -> None:
-        """live: the requests that have not ended. asynchronous: vLLM plans a step before the last
-        step is over. apart: workers run in other processes."""
+    def __init__(self, live: Mapping[str, Tracked], late: bool, apart: bool) -> None:
+        """live: the requests that have not ended. late: vLLM plans a step before the last step is
+        over, and so before it can know of a load that has waited for that. apart: workers run in
+        other processes."""
         self.chunk_seconds = 0.0
         self._measured: Tracked | None = None
         self._chunks, self._since = 0, 0.0
-        self._live, self._load_steps = live, LOAD_STEPS + asynchronous + apart
+        self._live, self._load_steps = live, LOAD_STEPS + late + apart
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
 

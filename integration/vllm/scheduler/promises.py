@@ -34,8 +34,6 @@ class _Unsent(NamedTuple):
     first: int = 0
     stop: int = 0
     epoch: int = 0
-    chunk_seconds: float = 0.0
-    step_seconds: float = 0.0
 
 
 class OwnPromises:
@@ -68,15 +66,11 @@ class OwnPromises:
             return
         if not self._lookups.name(tracked, stop):
             stop = 0
-        chunk, chunks = self._pace.chunk_seconds, max(stop - first, 0)
-        step = min(chunk * min(self._step_chunks, chunks), LONGEST_SECONDS)
-        own = self._instance.publications
+        own, keys = self._instance.publications, tracked.lookup.keys
         epoch = own.epoch if own is not None else self._lookups.epoch
-        self._unsent.put(
-            _Unsent(promise.number, tracked.lookup.keys, first, stop, epoch, chunk, step)
-        )
-        promise.made, promise.stop = chunks > 0, stop
-        self._pace.begun(tracked, chunks)
+        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch))
+        promise.made, promise.stop = stop > first, stop
+        self._pace.begun(tracked, stop - first)
 
     def ended(self, tracked: Tracked) -> None:
         """Withdraw what the request has promised and will not compute: it ended or lost its
@@ -121,7 +115,9 @@ class OwnPromises:
             return
         keys = list(promise.keys[promise.first : promise.stop])
         name = own.instance if own is not None else b""
-        terms = promise.epoch, promise.chunk_seconds, promise.step_seconds
+        chunk = self._pace.chunk_seconds
+        step = min(chunk * min(self._step_chunks, len(keys)), LONGEST_SECONDS)
+        terms = promise.epoch, chunk, step
         answer = client.promise(promise.number, keys, self._instance.ranks, name, *terms)
         if keys:
             self._lookups.epoch = answer.epoch

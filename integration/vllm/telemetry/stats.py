@@ -159,23 +159,23 @@ class Meter:
         """
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
-        self._stats: VCacheStats | None = None
+        self._stats = VCacheStats()
 
     def take(self) -> VCacheStats | None:
         """Return the stats since the last call; None if there are none."""
-        if self._stats is None:
+        if not self._stats.data:
             return None
         with self._lock:
             taken = self._stats
-            self._stats = None
-        return taken if taken.data else None
+            self._stats = VCacheStats()
+        return taken
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
         """Count a look-up: tokens asked for, tokens hit, seconds."""
         with self._lock:
             self._add("lookup_asked_tokens", asked, "")
             self._add("lookup_hit_tokens", hit, "")
-            self._interval().observe("lookup_seconds", seconds)
+            self._stats.observe("lookup_seconds", seconds)
 
     def count(self, name: str, amount: float, label: str = "") -> None:
         """Add to one of COUNTERS."""
@@ -187,7 +187,7 @@ class Meter:
         with self._lock:
             self._add("waits", 1, end)
             self._add("awaited_tokens", tokens, "")
-            self._interval().observe("wait_seconds", seconds)
+            self._stats.observe("wait_seconds", seconds)
 
     def loaded(self, stats: LoadStats) -> None:
         """Count a load that has filled some blocks."""
@@ -198,7 +198,7 @@ class Meter:
                 self._add("loaded_bytes", tokens * stats.token_bytes, tier)
             self._add("load_time_seconds", asking, "metadata")
             self._add("load_time_seconds", copying, "data")
-            self._interval().observe("load_seconds", asking + copying)
+            self._stats.observe("load_seconds", asking + copying)
 
     def timed(self, name: str, metadata_seconds: float, data_seconds: float) -> None:
         """Add to a counter of seconds, split into metadata and data."""
@@ -209,11 +209,7 @@ class Meter:
         """Under the lock."""
         if self._counts_tokens or not name.endswith("_tokens"):
             values = COUNTERS[name].values
-            self._interval().count(name, amount, label if label in values else values[-1])
-
-    def _interval(self) -> VCacheStats:
-        self._stats = self._stats or VCacheStats()
-        return self._stats
+            self._stats.count(name, amount, label if label in values else values[-1])
 
 
 class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

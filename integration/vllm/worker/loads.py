@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 
 from vcache_backend.transfer import load as transfer
+from vcache_backend.vram_pool.copies.copier import NOTHING
 
 from ..metadata import LoadSpan, LoadSpec, StepMetadata
 from ..model.spec import ModelSpec
@@ -70,7 +71,7 @@ class Loads:
         mark = worker.session.copier.mark() if specs else None
         for spec in specs:
             assert mark is not None
-            self._under_way.append(Loading(worker, spec, mark))
+            self._under_way.append(Loading(worker, spec, NOTHING if spec.early else mark))
             self._lost.remove(spec)
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:

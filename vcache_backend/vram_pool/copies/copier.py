@@ -136,6 +136,10 @@ class Finished:
         return True
 
 
+NOTHING = Finished(0.0)
+"""As a Mark: a copy that waits for no work."""
+
+
 class HostCopier:
     """Copies with `reference`, in the caller's thread: for KV caches in host memory, and for host
     segments."""

@@ -248,7 +248,7 @@ class CudaCopier:
         current, start = torch.cuda.current_stream(), torch.cuda.Event(enable_timing=True)
         if isinstance(after, CudaMark):
             side.wait_event(after.event)
-        else:
+        elif after is None:
             self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
         start.record(side)
         tuning = kernels.tuning_for(
