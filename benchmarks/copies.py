@@ -139,7 +139,8 @@ def engine_seconds(work: Callable[[], object]) -> float:
     """GPU time of one copy-engine copy on the current stream; the stream is kept busy until all of
     it is queued.
     """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")  # type: ignore[no-untyped-call]
+    event = partial(torch.cuda.Event, enable_timing=True)
+    start, end = event(), event()
     torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     start.record()
     work()

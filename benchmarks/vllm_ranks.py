@@ -14,11 +14,13 @@ runs the same on the CPU, to check the script; Mixtral is in DeepSeek's place th
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -26,11 +28,13 @@ import msgspec
 from .options import Measurement, names_of, parser
 from .processes import ChildFailed
 from .results import Clock, Row, fraction, row
+from .serving.client import Answer
 from .serving.ranks import LOGPROBS, RANKS, TOKENS, Pair
 from .serving.servers import Servers
 from .serving.systems import SIZES, Sizes
 from .vllm.instances import KINDS
 from .vllm.parts.equality import difference
+from .vllm.prompts import Hit
 from .vllm.weights import write_model
 
 SHAPES = {"v3": "inplace_dp", "oss20b": "vcache_dp"}
@@ -42,6 +46,9 @@ CONTROLS = 4
 LONG, WARM = "16k", 2
 ALLOWED = 0.2
 """TTFT of a hit ÷ of computing."""
+BESIDE, BESIDE_ROUNDS, ALLOWED_BESIDE = 4, 4, 1.05
+"""Prompts that a rank loads while the other one's tokens are timed, and how often; and by how much
+they may take longer."""
 NEEDED_SECONDS = 50.0
 """What a shape takes once it is up: so long before the end its server has to be."""
 LEAST_SECONDS = 15.0
@@ -121,6 +128,45 @@ def first_token(pair: Pair, clock: Clock, rounds: int) -> list[Row]:
     ]
 
 
+def beside(pair: Pair, clock: Clock) -> list[Row]:
+    """The time between tokens of one rank while the other loads one prompt after the other,
+    against while that one has them in its own cache.
+    """
+    loads, own = list[float](), list[float]()
+    for turn in range(BESIDE_ROUNDS + 1):
+        if loads and clock.left < LEAST_SECONDS:
+            break
+        pair.reset()
+        hits = [pair.prompts.whole(pair.scale.lengths[LONG]) for _ in range(BESIDE)]
+        for hit in hits:
+            pair.computed(0, hit.first)
+        for times in (loads, own):
+            gaps = asyncio.run(_gaps(pair, hits))
+            # In the first round kernels are compiled.
+            times += [1e3 * statistics.mean(gaps)] if turn else []
+    what = (
+        f"ms between tokens of a request of one rank, while the other loads {BESIDE} prompts of "
+        f"{pair.scale.lengths[LONG]} tokens in turn; reference: while it has them itself"
+    )
+    most = None if pair.scale.cpu else ALLOWED_BESIDE
+    return [row(f"ep_dp_beside_{pair.shape}", "ms", loads, own, what=what, at_most=most)]
+
+
+async def _gaps(pair: Pair, hits: Sequence[Hit]) -> list[float]:
+    """The seconds between tokens of rank 0 while rank 1 is asked."""
+    running, room = Answer(), pair.scale.max_model_len // 2
+    task = asyncio.ensure_future(pair.stream(0, pair.prompts.new(pair.scale.block), room, running))
+    while not running.times and not task.done():
+        await asyncio.sleep(0.001)
+    begun = len(running.times)
+    for hit in hits:
+        await pair.stream(1, hit.then, 1, Answer())
+    times = running.times[begun - 1 :]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a shape failed."""
     options = _options(arguments)
@@ -139,6 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 report.add(equal(pair, clock))
                 clock.check(LEAST_SECONDS)
                 report.add(first_token(pair, clock, options.rounds))
+                clock.check(LEAST_SECONDS)
+                report.add(beside(pair, clock))
                 print(f"{pair.shape}: {pair.servers.counters()}; {clock.spent:.0f} s", flush=True)
     return made.end()
 

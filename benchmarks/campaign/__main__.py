@@ -12,9 +12,9 @@ same decisions again, but not the same timing.
 
 `soak`: engines that share through a pool far too small for their prompts, so that slots are
 constantly rewritten. They are killed and stopped, also around copies. The server is killed and
-stopped, runs out of descriptors, and is started again with a clock that was set back, or beside a
-second one; its ledger cannot grow, and clients show ledgers of earlier servers. A load counts if it
-brought something: the whole memory is compared with what it must hold.
+stopped, runs out of descriptors, and is started again with a clock that was set back; its ledger
+cannot grow, and clients show ledgers of earlier servers. A load counts if it brought something: the
+whole memory is compared with what it must hold.
 
 `death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool,
 with so few KV blocks that these are constantly used again. Readers pause between the launch of most
@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, seed, report = options.level, options.seed, Report(options.out, options.commit)
     level = LEVELS[name]()
     if options.seconds:
-        half = options.seconds / 2
-        level = level._replace(seconds=options.seconds, control_seconds=half)
+        level = level._replace(seconds=options.seconds, control_seconds=options.seconds / 2)
     loads = options.loads or level.loads
     with tempfile.TemporaryDirectory(prefix="vcache-campaign-shared-") as folder:
         level.prepare(shared := Path(folder))

@@ -85,7 +85,6 @@ SOAK = Level(
         "old ledger shown": 4,
         "ledger not writable": 2,
         "descriptors exhausted": 2,
-        "lock and socket removed": 1,
     },
     stops=0.004,
     loads=100_000,

@@ -122,21 +122,6 @@ class Mishaps:
         self._node.clock -= self._dice.randrange(HOUR_NS)
         self._node.restart()
 
-    def _remove_socket(self) -> None:
-        """Remove the lock, the socket or both, and start a second `serve` beside the first. New
-        clients reach the second one.
-        """
-        lock, path = self._node.lock, self._node.path
-        for file in self._dice.choice([[lock], [path], [lock, path]]):
-            file.unlink(missing_ok=True)
-        with self._node.replaced() as second:
-            self.counts["a second server served"] += second
-            for _ in range(2 * second):
-                self._hit(self._dice.choice(self._pids("worker")), "killed")
-            self._over.wait(second * self._dice.uniform(0.5, 3))
-        if not path.exists():
-            self._node.restart()
-
     # ---- its ledger
 
     def _show_ledger(self) -> None:
@@ -203,5 +188,4 @@ class Mishaps:
         "old ledger shown": _show_ledger,
         "ledger not writable": _refuse_memory,
         "descriptors exhausted": _take_descriptors,
-        "lock and socket removed": _remove_socket,
     }

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from vcache_backend.metadata_server.endpoint import beside
-
-from ..processes import ChildFailed, Program, until
+from ..processes import Program, until
 
 START_SECONDS = 20.0
 _LAUNCHER = """
@@ -41,7 +37,6 @@ class Node:
     def __init__(self, folder: Path, log: Path) -> None:
         """folder: that of the socket. log: the server's."""
         self.path = folder / "vcache.sock"
-        self.lock = beside(self.path, ".lock")
         self._log, self._config = log, log.with_suffix(".yaml")
         self._config.write_bytes(msgspec.yaml.encode({"server": TIMES}))
         self._server: Program | None = None
@@ -55,18 +50,16 @@ class Node:
         assert self._server is not None
         return self._server.pid
 
-    def _start(self) -> None:
-        """Start a new server. ChildFailed if it does not answer within START_SECONDS, or ends."""
+    def restart(self) -> None:
+        """End the server if there is one, and start a new one. ChildFailed if it does not answer
+        within START_SECONDS, or ends.
+        """
+        self.kill()
         options = ["--socket", str(self.path), "--config", str(self._config)]
         command = [sys.executable, "-c", _LAUNCHER, str(self.clock), *options]
         server = Program("metadata server", command, self._log)
-        server.until(lambda: _answers(self.path, server.pid), START_SECONDS)
+        server.until(lambda: _answers(self.path), START_SECONDS)
         self._server = server
-
-    def restart(self) -> None:
-        """Start a server again after its end. ChildFailed if it cannot be started."""
-        self.kill()
-        self._start()
 
     def kill(self) -> None:
         """SIGKILL, reaped. Idempotent."""
@@ -88,29 +81,9 @@ class Node:
             print(f"the metadata server ended; {self._server.tail()}", file=sys.stderr, flush=True)
             self.restart()
 
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[bool]:
-        """Start a second server beside this one, and yield whether it now serves the path. If so,
-        the first one is killed at the block's end, unless it has ended by itself, as it should; if
-        not, the second one has ended."""
-        first = self._server
-        try:
-            self._start()
-        except ChildFailed:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            assert first is not None
-            first.kill()
 
-
-def _answers(path: Path, pid: int) -> bool:
-    """Whether it is this process that answers on the socket."""
+def _answers(path: Path) -> bool:
+    """Whether somebody listens on the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.settimeout(0.2)
-        if probe.connect_ex(str(path)):
-            return False
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return int.from_bytes(credentials[:4], sys.byteorder) == pid
+        return not probe.connect_ex(str(path))

@@ -62,15 +62,16 @@ class Pair:
 
     def timed(self, rank: int, tokens: list[int]) -> Answer:
         """Have a rank answer with one token, and take the time until it comes."""
-        answer, body = Answer(), _body(tokens, 1)
+        answer = Answer()
+        asyncio.run(self.stream(rank, tokens, 1, answer))
+        return answer
+
+    async def stream(self, rank: int, tokens: list[int], count: int, answer: Answer) -> None:
+        """Have a rank answer, and note when."""
+        body = _body(tokens, count)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         asked = complete(self.servers.ports[0], msgspec.json.encode(body), answer, rank)
-
-        async def answered() -> None:
-            await asyncio.wait_for(asked, ANSWER_SECONDS)
-
-        asyncio.run(answered())
-        return answer
+        await asyncio.wait_for(asked, ANSWER_SECONDS)
 
     def reset(self) -> None:
         """Empty all caches. Through a pool a reset is over after a rank's next step; and a rank

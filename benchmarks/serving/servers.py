@@ -44,7 +44,6 @@ COUNTERS = {
     "own": r"vllm:prefix_cache_hits_total",
     "external": r"vllm:external_prefix_cache_hits_total",
     "resident": r'vllm:vcache_loaded_tokens_total\{[^}]*tier="resident"[^}]*\}',
-    "loaded": r"vllm:vcache_loaded_tokens_total",
     "waited": r"vllm:vcache_awaited_tokens_total",
     "preemptions": r"vllm:num_preemptions_total",
 }
@@ -154,8 +153,8 @@ class Servers:
 
     def counters(self) -> dict[str, float]:
         """`COUNTERS`, of all servers together."""
-        each = [counters(port) for port in self.ports]
-        return {key: sum(values[key] for values in each) for key in COUNTERS}
+        text = "\n".join(_get(port, "/metrics").decode() for port in self.ports)
+        return {key: counter(text, name) for key, name in COUNTERS.items()}
 
     def shared(self) -> int:
         """Chunks that others can read: in the pool, and in instances' KV caches."""
@@ -219,12 +218,6 @@ def _finish(programs: Sequence[Program]) -> None:
     until(lambda: not any(program.alive for program in programs), END_SECONDS, 0.1)
     for program in programs:
         program.kill()
-
-
-def counters(port: int) -> dict[str, float]:
-    """`COUNTERS` of the server on a port, over all its ranks."""
-    text = _get(port, "/metrics").decode()
-    return {key: counter(text, name) for key, name in COUNTERS.items()}
 
 
 def counter(text: str, name: str) -> float:

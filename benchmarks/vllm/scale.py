@@ -26,9 +26,9 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     (see `prompts.hits`).
 
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
-    decode_*: see `decoding`. beside: requests that decode while a load fails. whole_blocks: hits
-    end with a whole block of vLLM's, as those of our own connector do, not with the last token but
-    one. compiled: vLLM compiles the model; else it has CUDA graphs of decode steps alone."""
+    decode_*: see `decoding`. whole_blocks: hits end with a whole block of vLLM's, as those of our
+    own connector do, not with the last token but one. compiled: vLLM compiles the model; else it
+    has CUDA graphs of decode steps alone."""
 
     name: str
     model: dict[str, Any]
@@ -46,7 +46,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     decode_seconds: float
     answer: int = 64
     running: int = 16
-    beside: int = 4
     whole_blocks: bool = False
     compiled: bool = True
     cpu: bool = False
@@ -153,7 +152,6 @@ TINY = Scale(
     decode_seconds=0.5,
     answer=8,
     running=2,
-    beside=2,
     cpu=True,
 )
 SCALES = {scale.name: scale for scale in (FULL, BESIDE, TINY)}
