@@ -40,7 +40,7 @@ from .options import Measurement, names_of, parser
 from .processes import ChildFailed
 from .results import Clock, none
 from .serving import workloads
-from .serving.client import Balancer, Job, Run
+from .serving.client import Balancer, Job, send
 from .serving.router import POLICIES, Arm, undecoded, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, case, compared, rows_of, tables
@@ -192,12 +192,12 @@ def _answered(to: Balancer, servers: Servers, load: Load, clock: Clock) -> Figur
         if phase.restart:
             servers.restart(min(START_SECONDS, clock.left))
         before = servers.counters()
-        run = Run(jobs, to)
-        asyncio.run(run.go(phase.concurrency, min(phase.seconds or LOAD_SECONDS, clock.left)))
-        for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
+        seconds = min(phase.seconds or LOAD_SECONDS, clock.left)
+        answers = asyncio.run(send(jobs, to, phase.concurrency, seconds))
+        for error in sorted({answer.error for answer in answers if answer.error})[:3]:
             print(f"  {load.name}: {error}", flush=True)
         if phase.counted:
-            figures.add(run.answers, bool(phase.seconds), before, servers.counters())
+            figures.add(answers, bool(phase.seconds), before, servers.counters())
     return figures
 
 
@@ -209,9 +209,9 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
         shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]
-        run = Run([Job(_body(request)) for request in half], Balancer(shifted))
-        asyncio.run(run.go(len(half), WARM_SECONDS / 4))
-        errors += [answer.error for answer in run.answers if answer.error]
+        jobs = [Job(_body(request)) for request in half]
+        answers = asyncio.run(send(jobs, Balancer(shifted), len(half), WARM_SECONDS / 4))
+        errors += [answer.error for answer in answers if answer.error]
         time.sleep(SETTLES)
     return errors
 
@@ -219,7 +219,7 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
 def _step(ports: Sequence[int]) -> None:
     """Have each server take some steps: through a pool a reset is over after the next one."""
     job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
-    asyncio.run(Run([job] * 2 * len(ports), Balancer(ports)).go(1, WARM_SECONDS))
+    asyncio.run(send([job] * 2 * len(ports), Balancer(ports), 1, WARM_SECONDS))
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:

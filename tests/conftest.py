@@ -4,6 +4,7 @@ tests skipped by name.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -137,6 +138,9 @@ def pytest_collection_finish(session: Any) -> None:
     for no others. The second process is the first that has nothing to do: it has the nursery of all
     tests with vLLM import that meanwhile.
     """
+    # What was imported stays: no collection of garbage need look at it.
+    gc.collect()
+    gc.freeze()
     root = session.config._tmp_path_factory.getbasetemp()
     # With pytest-xdist, of all its processes.
     os.environ["VLLM_CACHE_ROOT"] = str((root.parent if PROCESS else root) / "vllm_cache")

@@ -1,6 +1,6 @@
-"""vLLM's own scheduler with the connector's half in it, for tests of sharing in place: it hands out
-blocks, preempts, resumes, and is told of loads that failed. The model is not run: each step answers
-with a token of no importance. The server is real, and so are the tables."""
+"""vLLM's own scheduler with the connector's half in it, for tests without a model: it hands out
+blocks, preempts, resumes, and is told of loads that failed. Each step answers with a token of no
+importance. The server is real, and so are the tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from engine_cases import Node, node
@@ -27,7 +28,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -97,15 +98,19 @@ class Engine:
         arguments: dict[str, Any] | None = None,
         lends: int = 0,
         role: str = "kv_both",
+        paced: bool = False,
+        states: bool = False,
         **connector: Any,
     ) -> None:
-        """arguments: of vLLM's. lends: bytes, to the pool. connector: settings."""
+        """arguments: of vLLM's. lends: bytes, to the pool. paced: it computes a hit where that is
+        sooner. states: whether the first of two block tables has states. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
             kv_role=role,
             kv_connector_extra_config={
                 "server": {"socket": str(here.path)},
+                "client": msgspec.to_builtins(QUICK),
                 "pool": {"segment_bytes": lends},
                 "engine": {"chunk_size": CHUNK},
                 "connector": {"share": "in_place", "min_hit_tokens": CHUNK, **connector},
@@ -126,6 +131,10 @@ class Engine:
             block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
         )
         groups = [KVCacheGroupSpec(["layer 0"], kind)]
+        if states:
+            shape = {"shapes": ((2, 3),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+            config.cache_config.mamba_cache_mode = "align"
+            groups = [KVCacheGroupSpec(["state"], MambaSpec(block_size=BLOCK, **shape)), *groups]
         caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)
@@ -133,8 +142,9 @@ class Engine:
         self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
-        # No model runs, so the time of steps says nothing: every hit is loaded.
-        self.half._pace.computes = lambda chunks: False
+        if not paced:
+            # No model runs, so the time of steps says nothing.
+            self.half._pace.computes = lambda chunks: False
         self.metas: list[StepMetadata] = []
         self.publisher: Publisher | None = None
         self.slow = False
@@ -173,11 +183,17 @@ class Engine:
         assert self.publisher is not None
         assert self.publisher.flush(SECONDS)
 
-    def add(
-        self, tokens: list[int], max_tokens: int = 4, priority: int = 0, **vcache: Any
+    def request(
+        self,
+        tokens: list[int],
+        max_tokens: int = 4,
+        priority: int = 0,
+        name: str = "",
+        **vcache: Any,
     ) -> Request:
-        request = Request(
-            request_id=f"r{next(_made)}",
+        """Not added yet. vcache: its wishes."""
+        return Request(
+            request_id=name or f"r{next(_made)}",
             prompt_token_ids=tokens,
             sampling_params=SamplingParams(
                 max_tokens=max_tokens,
@@ -188,6 +204,10 @@ class Engine:
             block_hasher=self.hasher,
             priority=priority,
         )
+
+    def add(self, tokens: list[int], *given: Any, **more: Any) -> Request:
+        """See `request`."""
+        request = self.request(tokens, *given, **more)
         self.scheduler.add_request(request)
         return request
 
@@ -220,6 +240,17 @@ class Engine:
         self.scheduler.update_from_output(output, ran)
         return meta
 
+    @contextmanager
+    def others_bring(self, tokens: int) -> Iterator[None]:
+        """Another connector loads so many tokens of each request that begins, as MultiConnector has
+        it."""
+        ours = self.scheduler.connector
+        matched, allocated = ours.get_num_new_matched_tokens, ours.update_state_after_alloc
+        ours.get_num_new_matched_tokens = lambda *asked: (matched(*asked), (tokens, False))[1]
+        ours.update_state_after_alloc = lambda request, blocks, _: allocated(request, blocks, 0)
+        yield
+        ours.get_num_new_matched_tokens, ours.update_state_after_alloc = matched, allocated
+
     def ran(self, output: Any) -> None:
         """The step that `output` describes writes its blocks."""
 
@@ -242,6 +273,13 @@ class Engine:
         return self.half.instance.keys.keys(
             request.block_hashes, 0, len(request.block_hashes) // EACH
         )
+
+    def stored(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
+        """Which of the request's chunks a step stores in the pool; the last step."""
+        keys = self.keys(request)
+        specs = (meta or self.metas[-1]).stores
+        mine = [spec for spec in specs if spec.request_id == request.request_id]
+        return [keys.index(key) for spec in mine for key in spec.keys]
 
     def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         return [one.number for one in self.published(request, meta)]

@@ -103,11 +103,7 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     """Of a request that was aborted as its step ran, which vLLM then looks at no more."""
     engine, tokens = make(share=share), new_tokens(3 * CHUNK)
     scheduler, lost = engine.scheduler, engine.add([*tokens, 5])
-    ours, update = scheduler.connector, scheduler.update_from_output
-    matched, allocated = ours.get_num_new_matched_tokens, ours.update_state_after_alloc
-    # As MultiConnector has it.
-    ours.get_num_new_matched_tokens = lambda *asked: (matched(*asked), (2 * CHUNK, False))[1]
-    ours.update_state_after_alloc = lambda request, blocks, external: allocated(request, blocks, 0)
+    update = scheduler.update_from_output
 
     def aborted(output: Any, ran: Any) -> Any:
         meta = output.kv_connector_metadata
@@ -121,9 +117,9 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
         return update(output, ran)
 
     scheduler.update_from_output = aborted
-    engine.step()
+    with engine.others_bring(2 * CHUNK):
+        engine.step()
     scheduler.update_from_output = update
-    ours.get_num_new_matched_tokens, ours.update_state_after_alloc = matched, allocated
     again = engine.add([*tokens, 6])
     engine.step()
     assert engine.hit(again) == 0

@@ -5,6 +5,7 @@ sources. Nothing of it is imported.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -180,6 +181,7 @@ def _sleeping(package: Path) -> Iterator[str]:
         yield f"{_WORKER}: what the connector allocates is not of the tag runtime"
 
 
+@functools.cache
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     """By name; of several of one name the last."""
     return {

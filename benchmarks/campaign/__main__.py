@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, seed, report = options.level, options.seed, Report(options.out, options.commit)
     level = LEVELS[name]()
     if options.seconds:
-        half = options.seconds / 2
-        level = level._replace(seconds=options.seconds, control_seconds=half)
+        level = level._replace(seconds=options.seconds, control_seconds=options.seconds / 2)
     loads = options.loads or level.loads
     with tempfile.TemporaryDirectory(prefix="vcache-campaign-shared-") as folder:
         level.prepare(shared := Path(folder))

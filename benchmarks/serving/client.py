@@ -64,56 +64,50 @@ class Balancer:
             self._flying[chosen] -= 1
 
 
-class Run:
-    """Runs a list of jobs, and collects their answers in the jobs' order. Used by one event
-    loop.
+async def send(
+    jobs: Sequence[Job], balancer: Balancer, concurrency: int, seconds: float
+) -> list[Answer]:
+    """Send conversations and jobs with times at their times, the others `concurrency` at once. The
+    answers in the jobs' order; those that are late after `seconds` have an error.
     """
+    answers, started = [Answer(error=LATE) for _ in jobs], time.perf_counter()
+    chains: dict[int, list[int]] = {}
+    waiting: list[int] = []
+    for index, job in enumerate(jobs):
+        if job.at is None:
+            waiting.append(index)
+        else:
+            chain = job.conversation if job.conversation >= 0 else -1 - index
+            chains.setdefault(chain, []).append(index)
+    pending = iter(waiting)
 
-    def __init__(self, jobs: Sequence[Job], balancer: Balancer) -> None:
-        self._jobs, self._balancer = jobs, balancer
-        self.answers: list[Answer] = [Answer(error=LATE) for _ in jobs]
-
-    async def go(self, concurrency: int, seconds: float) -> None:
-        """Send conversations and jobs with times at their times, the others `concurrency` at once.
-        Jobs that are unanswered after `seconds` get an error.
-        """
-        started = time.perf_counter()
-        chains: dict[int, list[int]] = {}
-        waiting: list[int] = []
-        for index, job in enumerate(self._jobs):
-            if job.at is None:
-                waiting.append(index)
-            else:
-                chain = job.conversation if job.conversation >= 0 else -1 - index
-                chains.setdefault(chain, []).append(index)
-        pending = iter(waiting)
-
-        async def worker() -> None:
-            for index in pending:
-                await self._ask(index)
-
-        async def follow(indices: Sequence[int]) -> None:
-            begin = started
-            for index in indices:
-                await asyncio.sleep(begin + (self._jobs[index].at or 0.0) - time.perf_counter())
-                await self._ask(index)
-                begin = time.perf_counter()
-
-        tasks = [asyncio.ensure_future(follow(indices)) for indices in chains.values()]
-        tasks += [asyncio.ensure_future(worker()) for _ in range(concurrency)]
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
-
-    async def _ask(self, index: int) -> None:
-        answer = self.answers[index]
+    async def ask(index: int) -> None:
+        answer = answers[index]
         try:
-            with self._balancer.port() as port:
-                await complete(port, self._jobs[index].body, answer)
+            with balancer.port() as port:
+                await complete(port, jobs[index].body, answer)
             answer.error = "" if answer.tokens else "no tokens"
         except (OSError, ValueError, EOFError, KeyError) as error:
             answer.error = f"{type(error).__name__}: {error}"
+
+    async def worker() -> None:
+        for index in pending:
+            await ask(index)
+
+    async def follow(indices: Sequence[int]) -> None:
+        begin = started
+        for index in indices:
+            await asyncio.sleep(begin + (jobs[index].at or 0.0) - time.perf_counter())
+            await ask(index)
+            begin = time.perf_counter()
+
+    tasks = [asyncio.ensure_future(follow(indices)) for indices in chains.values()]
+    tasks += [asyncio.ensure_future(worker()) for _ in range(concurrency)]
+    _, late = await asyncio.wait(tasks, timeout=seconds)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    return answers
 
 
 async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:

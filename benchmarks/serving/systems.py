@@ -185,7 +185,16 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     of ours), `index` of the server, `events`, where it publishes its KV events, and `more`,
     settings of vcache by `SECTION.KEY`."""
     if name == "mp":
-        return _mp_connector(side["port"])
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": f"tcp://{HOST}",
+                "lmcache.mp.port": side["port"],
+                "lmcache.mp.mq_timeout": 60,
+            },
+            **BOTH,
+        }
     system = SYSTEMS[name]
     if not system.ours:
         return None
@@ -197,20 +206,6 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     return our_connector(
         side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {}))
     )
-
-
-def _mp_connector(port: int) -> dict[str, Any]:
-    """`kv_transfer_config` of LMCache's connector to its server on `port`."""
-    return {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": port,
-            "lmcache.mp.mq_timeout": 60,
-        },
-        **BOTH,
-    }
 
 
 def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:

@@ -41,11 +41,8 @@ class Serving:
 
     def about(self) -> dict[str, Any]:
         """What this engine is, as far as it matters to a comparison."""
-        import vllm
-
         config = self._engine.vllm_config
         return {
-            "vllm": vllm.__version__,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "blocks": config.cache_config.num_gpu_blocks,
             "block_size": config.cache_config.block_size,

@@ -96,7 +96,8 @@ class Fleet:
         for name in new if self.scale.compiled and not self.scale.cpu else ():
             spec = INSTANCES[name]
             key = spec.kind, spec.alone
-            if key not in self._compiled and KINDS[spec.kind].shares_code:
+            eager = "enforce_eager" in KINDS[spec.kind].arguments
+            if key not in self._compiled and not eager:
                 first.setdefault(key, name)
         if first:
             with self._alone():

@@ -38,11 +38,6 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str] = {}
     alone: str = "in_chunks"
 
-    @property
-    def shares_code(self) -> bool:
-        """Whether vLLM compiles it and keeps that for other processes."""
-        return not self.arguments.get("enforce_eager")
-
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as
         into the plain one's.
