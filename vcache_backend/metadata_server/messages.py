@@ -671,6 +671,8 @@ class ResidentRun(NamedTuple):
 
     def cut(self, first: int, stop: int) -> ResidentRun:
         """Return the run of the chunks [first, stop), which are some of this run's."""
+        if stop - first == self.chunks:
+            return self
         number, counter = len(self.blocks) // self.chunks, len(self.generations) // self.chunks
         begin, end = first - self.first, stop - self.first
         blocks = self.blocks[begin * number : end * number]

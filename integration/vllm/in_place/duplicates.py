@@ -110,8 +110,7 @@ class Duplicates:
         instance's table for the first time. Never raises.
         """
         try:
-            known = self._copies or self._waiting
-            if known and self._ahead < count and self._pool.uncached < count:
+            if self._ahead < count and (self._copies or self._waiting):
                 vacant, instead = self._pool.vacant(count)
                 self._ahead = max(self._ahead, vacant)
                 if self._ahead < count:
