@@ -671,13 +671,18 @@ class ResidentRun(NamedTuple):
 
     def cut(self, first: int, stop: int) -> ResidentRun:
         """Return the run of the chunks [first, stop), which are some of this run's."""
-        if stop - first == self.chunks:
+        if (first, stop) == (self.first, self.stop):
             return self
         number, counter = len(self.blocks) // self.chunks, len(self.generations) // self.chunks
         begin, end = first - self.first, stop - self.first
         blocks = self.blocks[begin * number : end * number]
         generations = self.generations[begin * counter : end * counter]
         return ResidentRun(first, stop - first, self.instance, blocks, generations)
+
+    def fits(self, each: int) -> bool:
+        """Whether the chunks have `each` blocks."""
+        number, counter = self.chunks * each * NUMBER_BYTES, self.chunks * each * GENERATION_BYTES
+        return (len(self.blocks), len(self.generations)) == (number, counter)
 
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, ResidentRun
+from vcache_backend.metadata_server.messages import ResidentRun
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.sources import LoadContext, Settled
@@ -118,9 +118,5 @@ class ResidentRuns:
 
 def _fits(run: ResidentRun, neighbour: Neighbour, context: LoadContext) -> bool:
     """Whether the run's chunks have the neighbour's size, and that is the reader's."""
-    here, blocks = context.places.kv.blocks_in(context.session.chunk_size), neighbour.each
-    return (here, len(run.blocks), len(run.generations)) == (
-        blocks * neighbour.split,
-        run.chunks * blocks * NUMBER_BYTES,
-        run.chunks * blocks * GENERATION_BYTES,
-    )
+    here = context.places.kv.blocks_in(context.session.chunk_size)
+    return run.fits(neighbour.each) and neighbour.each * neighbour.split == here

@@ -4,12 +4,7 @@ the instances' tables of generations.
 
 from __future__ import annotations
 
-from vcache_backend.metadata_server.messages import (
-    GENERATION_BYTES,
-    NUMBER_BYTES,
-    Found,
-    ResidentRun,
-)
+from vcache_backend.metadata_server.messages import Found, ResidentRun
 from vcache_backend.resident.tables import Tables
 
 
@@ -42,8 +37,7 @@ def _right(run: ResidentRun, tables: Tables, each: int) -> ResidentRun | None:
     Looks only at a chunk's last block, which vLLM frees before the others: the load looks at all of
     them."""
     view = tables.view(run.instance)
-    lengths = run.chunks * each * NUMBER_BYTES, run.chunks * each * GENERATION_BYTES
-    if view is None or (len(run.blocks), len(run.generations)) != lengths:
+    if view is None or not run.fits(each):
         return None
     count = view.leading_ends(run.blocks, run.generations, each)
     return run.cut(run.first, run.first + count) if count else None
