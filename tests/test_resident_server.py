@@ -523,7 +523,8 @@ def test_readers_that_do_not_read_their_answers_use_up_no_descriptors_of_the_ser
         raw.send("open_cache", A, 0)
     for fd in reader.open_cache(A, 0)[1]:
         os.close(fd)
-    assert len(server.descriptors()) == before
+    # Fewer where one of a connection was just being closed.
+    assert len(server.descriptors()) <= before
     for raw in raws:
         assert [(raw.receive() or ["none"])[0] for _ in range(2)] == ["joined", "cache"]
 
