@@ -23,6 +23,7 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,12 @@ def packed(counters: UInt64s, blocks: UInt32s) -> bytes:
     """The generations of these blocks, packed. Keeps the interpreter. Raises IndexError."""
     parts = (blocks[at : at + MOST_ALONE] for at in range(0, len(blocks), MOST_ALONE))
     return b"".join([counters[part].tobytes() for part in parts])
+
+
+def put(values: npt.NDArray[Any], blocks: UInt32s, value: float) -> None:
+    """Set these blocks' values. Keeps the interpreter. Raises IndexError."""
+    for at in range(0, len(blocks), MOST_ALONE):
+        values[blocks[at : at + MOST_ALONE]] = value
 
 
 def first_odd(packed: bytes) -> int:
@@ -120,9 +127,7 @@ class Generations:
             for block in blocks:
                 memory[block] = number
         else:
-            places = np.asarray(blocks, np.intp)
-            for at in range(0, len(places), MOST_ALONE):
-                counters[places[at : at + MOST_ALONE]] = number
+            put(counters, np.asarray(blocks, np.uint32), number)
         self.coming += 2
 
     def void_all(self) -> None:

@@ -14,7 +14,7 @@ from time import monotonic
 import numpy as np
 
 from vcache_backend.metadata_server.messages import ChunkKey, Copy
-from vcache_backend.resident.generations import VOID, Generations, GenerationView
+from vcache_backend.resident.generations import VOID, Generations, GenerationView, put
 
 from ..scheduler.tracked import Tracked
 from .block_pool import KVBlocks
@@ -94,7 +94,7 @@ class Duplicates:
         row, now = tracked.store.rows[0], monotonic()
         # Some of those that it found here may have been at the head.
         self._ahead = max(0, self._ahead - tracked.local // block_size)
-        self._used[np.frombuffer(row, np.uint32)] = now
+        put(self._used, np.frombuffer(row, np.uint32), now)
         if self._in_use:
             # A prefix is given up from its end.
             ends = row[self._each - 1 :: self._each][::-1]
@@ -110,8 +110,7 @@ class Duplicates:
         instance's table for the first time. Never raises.
         """
         try:
-            known = self._copies or self._waiting
-            if known and self._ahead < count and self._pool.uncached < count:
+            if self._ahead < count and (self._copies or self._waiting):
                 vacant, instead = self._pool.vacant(count)
                 self._ahead = max(self._ahead, vacant)
                 if self._ahead < count:

@@ -160,10 +160,13 @@ class SchedulerSide:
             return
         tracked, (tokens, chunks) = self._track(request), self._loadable(request)
         lacking = tokens - self._least
-        if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
+        if lacking < 0 or not tracked.loads or self._resets.clearing:
             return
         ends, first = range(self._size - 1, tokens, self._size), 0
-        if ends and self._has(request, ends[0]):
+        # Mostly vLLM's cache has not even the first chunk.
+        if self._has(request, min(lacking, self._size - 1)):
+            if self._has(request, lacking):
+                return
             first = bisect(ends, False, lo=1, key=lambda token: not self._has(request, token))
         if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
             self.lookups.send(tracked, first, chunks)
