@@ -95,8 +95,8 @@ class Part(ABC):
 
     @property
     def seconds(self) -> float:
-        """Seconds of this part's share of the copy. Only after the copy."""
-        return self.copy.seconds * self.tokens(self.count) / max(self.copy.plan.tokens, 1)
+        """Seconds of this part's share of the copy, by chunks. Only after the copy."""
+        return self.copy.seconds * self.count / self.copy.count
 
 
 class Source(ABC):
