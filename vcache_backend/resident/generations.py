@@ -208,16 +208,20 @@ class GenerationView:
         return 0 if self.dead else right // each
 
     def leading_ends(self, blocks: bytes, generations: bytes, each: int) -> int:
-        """Like `leading`, but looks only at each chunk's last block as long as all of these are
-        unchanged."""
+        """Like `leading`, but looks only at each chunk's last block."""
         # Without numpy, which takes longer for so few.
         ends = memoryview(blocks).cast("I")[each - 1 :: each].tolist()
         expected = memoryview(generations).cast("Q")[each - 1 :: each].tolist()
+        counters, right = self.counters.data, 0
         with suppress(IndexError):  # a block outside of the cache
-            present = list(map(self.counters.data.__getitem__, ends))
-            if present == expected and first_odd(generations) < 0:
-                return 0 if self.dead else len(ends)
-        return self.leading(blocks, generations, each)
+            if list(map(counters.__getitem__, ends)) == expected and first_odd(generations) < 0:
+                right = len(ends)
+        if not right:
+            for block, number in zip(ends, expected, strict=True):
+                if block >= self.blocks or counters[block] != number or number & 1:
+                    break
+                right += 1
+        return 0 if self.dead else right
 
     def _unchanged(self, blocks: UInt32s, generations: bytes) -> bool:
         """Whether no block has changed, as is mostly so. Comparing bytes takes a third of the time

@@ -4,6 +4,8 @@ the instances' tables of generations.
 
 from __future__ import annotations
 
+from collections import deque
+
 from vcache_backend.metadata_server.messages import Found, ResidentRun
 from vcache_backend.resident.tables import Tables
 
@@ -14,11 +16,13 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
 
     Takes a chunk out of the first run, in the server's order, in which it seems unchanged since its
     publication. Only without one it takes the pool's copy."""
-    runs = list[ResidentRun]()
+    runs, later, having = list[ResidentRun](), deque(found.residents), list[ResidentRun]()
     chunk = 0
     while chunk < len(found.pooled):
-        having = (run for run in found.residents if run.first <= chunk < run.stop)
-        made = (_right(run.cut(chunk, run.stop), tables, each) for run in having)
+        while later and later[0].first <= chunk:
+            having.append(later.popleft())
+        having = [run for run in having if run.stop > chunk]
+        made = (_right(run, chunk, tables, each) for run in having)
         run = next(filter(None, made), None)
         if run is not None:
             runs.append(run._replace(first=first + chunk))
@@ -30,14 +34,21 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
     return chunk, runs
 
 
-def _right(run: ResidentRun, tables: Tables, each: int) -> ResidentRun | None:
-    """Return the run's leading chunks that are unchanged since their publication. None if the first
-    has changed.
+def _right(run: ResidentRun, chunk: int, tables: Tables, each: int) -> ResidentRun | None:
+    """Return the run's chunks from number `chunk` on that are unchanged since their publication.
+    None if the first has changed.
 
     Looks only at a chunk's last block, which vLLM frees before the others: the load looks at all of
-    them."""
+    them. Looks at few chunks first, and then at more: else a long run of which every second chunk
+    has changed would take seconds."""
     view = tables.view(run.instance)
     if view is None or not run.fits(each):
         return None
-    count = view.leading_ends(run.blocks, run.generations, each)
-    return run.cut(run.first, run.first + count) if count else None
+    stop, most = chunk, 1
+    while stop < run.stop:
+        part = run.cut(stop, min(stop + most, run.stop))
+        count = view.leading_ends(part.blocks, part.generations, each)
+        stop, most = stop + count, 8 * most
+        if count < part.chunks:
+            break
+    return run.cut(chunk, stop) if stop > chunk else None
