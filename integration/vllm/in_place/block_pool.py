@@ -134,7 +134,7 @@ class FreedBlocks:
         queue.append = lambda block: note([block], lambda freed: append(*freed))
 
     def planned(self) -> None:
-        """Note that a step is planned."""
+        """Note that a step that runs the model is planned."""
         self._freed.append([])
 
     def among(self, numbers: Iterable[int]) -> bool:

@@ -232,8 +232,6 @@ class SchedulerSide:
         """Move the loads that begin in this step into `meta`. Never raises."""
         meta.loads = self._loads
         self._loads = []
-        if self._freed is not None:
-            self._freed.planned()
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
@@ -248,6 +246,8 @@ class SchedulerSide:
         if meta.loads:
             meta.fresh = [load.blocks for load in meta.loads]
         meta.idle = not output.total_num_scheduled_tokens
+        if self._freed is not None and not meta.idle:
+            self._freed.planned()
         if self.instance.keys is None:
             meta.introduce = not self.instance.over
             if meta.introduce and publications is not None:
