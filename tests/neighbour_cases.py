@@ -23,11 +23,10 @@ from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import InstanceId
+from vcache_backend.metadata_server.messages import InstanceId, ResidentRun
 from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
-from vcache_backend.transfer.resident import ResidentRun
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -108,11 +109,6 @@ def _said(*command: str | Path) -> str:
     return done.stdout + done.stderr
 
 
-@functools.cache
-def _help(*command: str) -> str:
-    return _said(*command, "--help")
-
-
 def _options(words: list[str]) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("--")]
 
@@ -160,22 +156,29 @@ def _serve(words: list[str], place: Place) -> None:
 def _module(words: list[str], place: Place) -> None:
     """Understands these options: it runs for longer than a test may."""
     name, arguments = words[2], words[3:]
-    found, said = find_spec(name), io.StringIO()
+    found = find_spec(name)
     package = found is not None and found.submodule_search_locations
-    place.monkeypatch.setattr(sys, "argv", [name, *arguments, "--help"])
+    main = import_module(f"{name}.__main__" if package else name).main
+    _understands(main, [name, *arguments], place)
+
+
+def _understands(main: Callable[[], Any], words: list[str], place: Place) -> None:
+    said = io.StringIO()
+    place.monkeypatch.setattr(sys, "argv", [*words, "--help"])
     with pytest.raises(SystemExit) as ended, redirect_stdout(said):
-        import_module(f"{name}.__main__" if package else name).main()
+        main()
     assert not ended.value.code
-    assert not [word for word in _options(arguments) if word not in said.getvalue()]
+    assert not [word for word in _options(words) if word not in said.getvalue()]
 
 
 def _program(words: list[str], place: Place) -> None:
     """Is there, and has these options, or the part that is named."""
     program, *arguments = words[1:] if words[0] in ("python", "python3") else words
-    example = program.startswith("examples/") and program.endswith(".py")
-    said = (
-        _help(f"{place.given['bin']}/python", program) if example else (ROOT / program).read_text()
-    )
+    if program.startswith("examples/") and program.endswith(".py"):
+        place.monkeypatch.syspath_prepend(str(ROOT / "examples"))
+        run = functools.partial(runpy.run_path, str(ROOT / program), run_name="__main__")
+        return _understands(run, [program, *arguments], place)
+    said = (ROOT / program).read_text()
     assert not [word for word in _options(arguments) if word not in said]
     plain = [word for word in arguments[:1] if re.fullmatch("[a-z]+", word)]
     assert all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain), (

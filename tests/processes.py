@@ -251,7 +251,13 @@ class Child(Process):
             start_new_session=True,
             preexec_fn=_start,
         )
+        assert self.process.stdout is not None
+        self._out = self.process.stdout.fileno()
         super().__init__(" ".join(arguments)[:120], self.process.pid)
+
+    def status(self) -> int:
+        """Its exit status, once it has ended."""
+        return self.process.wait(SECONDS)
 
     def expect(self, text: str, seconds: float = SECONDS) -> str:
         """The first line with `text`; fails if the child ends or takes longer."""
@@ -267,8 +273,7 @@ class Child(Process):
                 f"no {text!r} within {seconds:g} s; the child said:\n{self.said()}"
             )
             assert piece, (
-                f"ended without {text!r} (exit status {self.process.wait(SECONDS)}); it "
-                f"said:\n{self.said()}"
+                f"ended without {text!r} (exit status {self.status()}); it said:\n{self.said()}"
             )
 
     def wait(self, seconds: float = SECONDS) -> tuple[int, str]:
@@ -278,7 +283,7 @@ class Child(Process):
             assert piece is not None, (
                 f"{self.name} did not end within {seconds:g} s; it said:\n{self.said()}"
             )
-        return self.process.wait(SECONDS), self._buffer.decode()
+        return self.status(), self._buffer.decode()
 
     def said(self) -> str:
         """The end of all it has said so far."""
@@ -290,23 +295,71 @@ class Child(Process):
         """What it says next, kept for `expect` and `wait`, too; None if it says nothing for so
         long, nothing if it has hung up.
         """
-        assert self.process.stdout is not None
         ready = select.poll()
-        ready.register(self.process.stdout, select.POLLIN)
+        ready.register(self._out, select.POLLIN)
         if not ready.poll(1000 * max(0.0, seconds)):
             return None
-        piece = os.read(self.process.stdout.fileno(), 1 << 16)
+        piece = os.read(self._out, 1 << 16)
         self._buffer += piece
         return piece
 
     def kill(self) -> None:
         super().kill()
-        self.process.wait(SECONDS)
+        self.status()
 
     def close(self) -> None:
         super().close()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+class ForkedServer(Child):
+    """`python -m vcache_backend.metadata_server`, forked from a process that has imported it, which
+    is most of what its start costs.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        self._said = self._buffer = b""
+        self._status: int | None = None
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._out, output = os.pipe()
+        setting = {
+            "folder": ROOT,
+            "environment": os.environ | {"PYTHONPATH": _python_path()},
+            "apart": None,
+        }
+        home = nursery("vcache_backend.metadata_server.__main__")
+        pid = home.fork(setting, [theirs.fileno(), output])
+        theirs.close()
+        os.close(output)
+        Process.__init__(self, f"server {' '.join(arguments)}", pid)
+        self._pipe.send_bytes(pickle.dumps((_serve, arguments, {})))
+
+    def status(self) -> int:
+        if self._status is None:
+            try:
+                self._status = pickle.loads(self._pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                self._status = -signal.SIGKILL
+        return self._status
+
+    def close(self) -> None:
+        if self in _running:
+            Process.close(self)
+            self._pipe.close()
+            os.close(self._out)
+
+
+def _serve(*arguments: str) -> None:
+    """In the fork."""
+    from nursery import say
+
+    from vcache_backend.metadata_server.__main__ import main
+
+    sys.argv = ["vcache server", *arguments]
+    say(main())
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _start() -> None:
@@ -566,7 +619,7 @@ def start_server(
     `IN_A_CONTAINER`.
     """
     program = [sys.executable, "-m", "vcache_backend.metadata_server"]
-    arguments = [*within, *program, "--socket", str(path)]
+    arguments = ["--socket", str(path)]
     if config:
         file = path.with_suffix(".yaml")
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -575,7 +628,7 @@ def start_server(
             + "".join(f"  {name}: {str(value).lower()}\n" for name, value in config.items())
         )
         arguments += ["--config", str(file)]
-    child = Child(arguments)
+    child = Child([*within, *program, *arguments]) if within else ForkedServer(*arguments)
     try:
         child.expect("serving")
     except BaseException:

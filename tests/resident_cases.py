@@ -15,12 +15,11 @@ from kv_cases import CHUNK, SMALL, Cache, layout_of
 from neighbour_cases import Owner, instance, mapped
 from processes import PATIENT, SECONDS, Worker, eventually, with_torch
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.resident import ResidentRun
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import HostCopier, Mark

@@ -229,7 +229,7 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
     """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is
     no other one's.
     """
-    answers = {A: ["found", b"\1", [], [[]], 0, False, None], B: ["leased", 7, 10.0, [], 1]}
+    answers = {A: ["found", b"\1", [], 0, False, None], B: ["leased", 7, 10.0, [], 1]}
     scripted(
         lambda request: (
             answers[request[1][0]] if request[0] in ("find", "acquire") else ["verdict", True]

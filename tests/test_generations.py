@@ -9,8 +9,6 @@ import mmap
 import os
 import platform
 import struct
-import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,21 +131,12 @@ def test_a_view_cannot_write(view: GenerationView) -> None:
 
 @contextmanager
 def forged(kind: str) -> Iterator[int]:
-    size = 2 * mmap.PAGESIZE
-    if kind == "pipe":
-        fd, other = os.pipe()
-        os.close(other)
-    elif kind == "plain":
-        fd, path = tempfile.mkstemp(dir="/var/tmp")
-        os.unlink(path)
-        os.ftruncate(fd, size)
-    else:
-        fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, mmap.PAGESIZE if kind == "short" else size)
-        version, count = 2 if kind == "version" else 3, BLOCKS - (kind == "count")
-        os.pwrite(fd, struct.pack("<8sII16sQ", generations.MAGIC, version, 0, ME, count), 0)
-        missing = {"shrinking": fcntl.F_SEAL_SHRINK, "writable": FUTURE_WRITE}.get(kind, 0)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
+    fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, mmap.PAGESIZE if kind == "short" else 2 * mmap.PAGESIZE)
+    version, count = 2 if kind == "version" else 3, BLOCKS - (kind == "count")
+    os.pwrite(fd, struct.pack("<8sII16sQ", generations.MAGIC, version, 0, ME, count), 0)
+    missing = FUTURE_WRITE if kind == "writable" else 0
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
     try:
         yield fd
     finally:
@@ -157,9 +146,6 @@ def forged(kind: str) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("pipe", "is no memfd but p"),
-        ("plain", "plain file|it has 0x1, needs"),
-        ("shrinking", "it has 0x15, needs 0x17"),
         ("writable", "others' writing .it has 0x7, needs 0x17"),
         ("short", "holds 4,096 B, but one of 64 blocks has 8,192"),
         ("version", r"begins with b'vcache-g', version 2, not b'vcache-g', 3"),
@@ -169,6 +155,7 @@ def forged(kind: str) -> Iterator[int]:
 def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(
     kind: str, message: str
 ) -> None:
+    """Other seals, and what is no memfd: test_segments."""
     with forged(kind) as fd:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(SegmentError, match=f"generation table: .*({message})"):
@@ -207,27 +194,13 @@ def tables_mapped() -> int:
 
 
 class Owner:
-    """A process that hands out blocks of its cache, fills them and publishes them, as fast as it
-    can. Page b: the bytes of block b. The last page: the generation of each block as it was
-    published."""
+    """A process with a table."""
 
-    def __init__(self, blocks: int) -> None:
-        self.table = Generations(ME, blocks)
-        self.fd = os.memfd_create("vcache-test")
-        os.ftruncate(self.fd, (blocks + 1) * mmap.PAGESIZE)
-        memory = np.frombuffer(mmap.mmap(self.fd, 0), dtype=np.uint64).reshape(blocks + 1, -1)
-        self.pages, self.published = memory[:-1], memory[-1]
+    def __init__(self) -> None:
+        self.table = Generations(ME, BLOCKS)
 
-    def fds(self) -> tuple[int, int, int]:
-        return os.getpid(), self.table.fd, self.fd
-
-    def work(self) -> None:
-        while True:
-            for block in range(self.table.blocks):
-                self.table.void([block])
-                self.table.filled([block])
-                self.pages[block] = self.table.counters[block]
-                self.published[block] = self.table.counters[block]
+    def fd(self) -> tuple[int, int]:
+        return os.getpid(), self.table.fd
 
     def carry(self) -> None:
         """Each change is a carry into the upper half."""
@@ -236,47 +209,20 @@ class Owner:
             self.table.filled(range(self.table.blocks))
 
 
-def taken(owner: Worker) -> tuple[int, int]:
-    """The table's fd and the cache's, of this process."""
-    pid, *fds = owner.ask("fds")
-    return tuple(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR) for fd in fds)  # type: ignore[return-value]
-
-
-def test_what_equals_its_generation_after_a_copy_is_what_was_published() -> None:
-    """The whole protocol, between two processes that do nothing else."""
-    blocks = 4
-    with Worker(nursery("test_generations"), Owner, blocks, name="an owner") as owner:
-        table_fd, cache_fd = taken(owner)
-        view = GenerationView.open(table_fd, ME, blocks)
-        memory = mmap.mmap(cache_fd, 0, prot=mmap.PROT_READ)
-        cache = np.frombuffer(memory, dtype=np.uint64).reshape(blocks + 1, -1)
-        os.close(table_fd)
-        os.close(cache_fd)
-        owner.tell("work")
-        eventually(lambda: cache[-1, :blocks].all())
-        seen: Counter[tuple[bool, bool]] = Counter()
-
-        def read() -> bool:
-            """Many times. Whether both happened: what was read held, and what did not hold was
-            different.
-            """
-            for number in range(READS):
-                block = number % blocks
-                generation, copy = cache[-1, block : block + 1].copy(), cache[block].copy()
-                held = view.leading(u32(block), generation.tobytes(), 1) == 1
-                seen[held, bool((copy == generation).all())] += 1
-            return seen[True, True] > 0 and seen[False, False] > 0
-
-        eventually(read)
-        assert seen[True, False] == 0
+@contextmanager
+def owner() -> Iterator[tuple[Worker, GenerationView]]:
+    """The process, and its table as it is seen here. What it does: test_inplace_campaign."""
+    with Worker(nursery("test_generations"), Owner, name="an owner") as made:
+        pid, fd = made.ask("fd")
+        here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        view = GenerationView.open(here, ME, BLOCKS)
+        os.close(here)
+        yield made, view
 
 
 def test_a_number_is_never_read_in_halves() -> None:
-    with Worker(nursery("test_generations"), Owner, BLOCKS, name="an owner") as owner:
-        table_fd, _ = taken(owner)
-        view = GenerationView.open(table_fd, ME, BLOCKS)
-        owner.tell("carry")
-        os.close(table_fd)
+    with owner() as (process, view):
+        process.tell("carry")
         every, seen = np.arange(BLOCKS, dtype=np.uint32), set[int]()
         eventually(lambda: view.counters.min() > 2)
 
@@ -290,11 +236,8 @@ def test_a_number_is_never_read_in_halves() -> None:
 
 
 def test_a_table_outlives_its_owner_as_it_was() -> None:
-    with Worker(nursery("test_generations"), Owner, BLOCKS, name="an owner") as owner:
-        table_fd, _ = taken(owner)
-        view = GenerationView.open(table_fd, ME, BLOCKS)
-        os.close(table_fd)
-        owner.kill()
+    with owner() as (process, view):
+        process.kill()
         assert view.leading(u32(0, 1), u64(2, 2), 1) == 2
     before = tables_mapped()
     del view

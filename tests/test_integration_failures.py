@@ -90,21 +90,15 @@ def fleet(here: Node) -> Fleet:
     return made
 
 
-@pytest.fixture(
-    params=[
-        OWN,
-        pytest.param(LMCACHE, marks=pytest.mark.skipif(bool(missing()), reason="no LMCache")),
-    ]
-)
+with_lmcache = pytest.mark.skipif(bool(missing()), reason="no LMCache")
+
+
+@pytest.fixture(params=[OWN])
 def reader(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Instance]:
     # So that nothing is evicted, whatever these tests have stored by now.
     fleet.here.empty()
     yield fleet(request.param)
     fleet.check(request.param)
-
-
-ours = pytest.mark.parametrize("reader", [OWN], indirect=True)
-"""What LMCache has no word for, or `test_lmcache_failures.py` covers."""
 
 
 @pytest.fixture
@@ -183,7 +177,6 @@ def recomputed(reader: Instance) -> int:
 # ---- chunks that are gone
 
 
-@ours
 def test_chunks_that_leave_between_look_up_and_lease_are_computed(
     here: Node, reader: Instance, case: Case
 ) -> None:
@@ -205,7 +198,12 @@ def test_chunks_that_leave_between_look_up_and_lease_are_computed(
 # ---- a server that is gone
 
 
-@pytest.mark.parametrize("place", [LEASE, RELEASE], ids=["before lease", "before release"])
+@pytest.mark.parametrize(
+    ("reader", "place"),
+    [(OWN, LEASE), (OWN, RELEASE), pytest.param(LMCACHE, RELEASE, marks=with_lmcache)],
+    indirect=["reader"],
+    ids=["before lease", "before release", "before release, LMCache"],
+)
 def test_a_server_killed_at_any_moment_costs_a_computation(
     here: Node, reader: Instance, case: Case, place: str
 ) -> None:
@@ -218,7 +216,6 @@ def test_a_server_killed_at_any_moment_costs_a_computation(
     case.hits_again(reader)
 
 
-@ours
 def test_a_lease_of_a_server_before_does_not_count(
     here: Node, reader: Instance, case: Case
 ) -> None:
@@ -248,7 +245,6 @@ def test_a_lease_of_a_server_before_does_not_count(
     case.hits_again(reader)
 
 
-@ours
 def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, case: Case) -> None:
     with hasty(reader, 0.2), here.server.stopped():
         case.right(reader.run(case.prompt, case.beside, together=True))
@@ -260,7 +256,6 @@ def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, c
     case.hits_again(reader)
 
 
-@ours
 def test_a_server_that_hangs_under_a_request(here: Node, reader: Instance, case: Case) -> None:
     with ExitStack() as undo:
         undo.enter_context(hasty(reader, 1.0))
@@ -275,7 +270,6 @@ def test_a_server_that_hangs_under_a_request(here: Node, reader: Instance, case:
 # ---- segments
 
 
-@ours
 def test_a_segment_dropped_while_it_is_mapped_is_no_worse_than_a_miss(
     here: Node, reader: Instance, case: Case
 ) -> None:
@@ -295,7 +289,6 @@ def test_a_segment_dropped_while_it_is_mapped_is_no_worse_than_a_miss(
     case.hits_again(reader)
 
 
-@ours
 def test_chunks_in_a_segment_that_cannot_be_mapped_are_computed(
     here: Node, reader: Instance, case: Case
 ) -> None:
@@ -329,7 +322,6 @@ def test_chunks_in_a_segment_that_cannot_be_mapped_are_computed(
 # ---- leases
 
 
-@ours
 def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case: Case) -> None:
     renewed = here.asked("Renew")
     with meddled(reader, SCATTER, "slow", LEASE_SECONDS + 0.5, times=1):
@@ -340,7 +332,6 @@ def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case:
     case.unpolluted(reader)
 
 
-@ours
 def test_what_is_read_after_the_lease_has_ended_is_computed(
     here: Node, reader: Instance, case: Case
 ) -> None:
@@ -363,7 +354,6 @@ def test_what_is_read_after_the_lease_has_ended_is_computed(
 # ---- promises that are not kept
 
 
-@ours
 @pytest.mark.parametrize("there", [0, 2], ids=["nothing comes", "half of it comes"])
 def test_an_announced_prefix_that_does_not_come_is_computed(
     fleet: Fleet, reader: Instance, there: int

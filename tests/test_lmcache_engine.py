@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from engine_cases import WrongCopier
-from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement
+from kv_cases import CHUNK, FLASH, MLA, PACKED, Arrangement
 from lmcache_cases import (
     Engine,
     Pool,
@@ -34,22 +33,15 @@ if TYPE_CHECKING:
 
 __all__ = ["pair", "pool", "served", "shared"]
 pytestmark = needs_lmcache
-LAYOUTS = [
-    PACKED_HND,
-    Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn),
-    MLA,
-]
-"""All others are in test_engine, and the plugin's usual one is in every test here."""
+FP8 = Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn)
+"""Other layouts are in test_paged, and the plugin's usual one is in every test here."""
 
 
 # ---- store, look up, retrieve
 
 
-@pytest.mark.parametrize("arrangement", LAYOUTS, ids=lambda arrangement: arrangement.name)
-def test_what_one_engine_stores_another_retrieves_byte_for_byte(
-    served: Pool, arrangement: Arrangement
-) -> None:
-    writer, reader = served.engine(arrangement), served.engine(arrangement, lent=0)
+def test_what_one_engine_stores_another_retrieves_byte_for_byte(served: Pool) -> None:
+    writer, reader = served.engine(FP8), served.engine(FP8, lent=0)
     prompt = tokens(5 * CHUNK + 7)
     assert reader.lookup(prompt) == 0
     writer.store(prompt)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_cases import Node, get
-from kv_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, places, prompt
+from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, places, prompt
 from mooncake_cases import depot, model, needs_mooncake
 from mooncake_store import Depot
 from offload_cases import LENGTH, engine, nodes, through
@@ -29,7 +29,7 @@ def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("arrangement", [FLASH, MLA, PACKED_HND], ids=lambda value: value.name)
+@pytest.mark.parametrize("arrangement", [FLASH, MLA], ids=lambda value: value.name)
 def test_what_one_node_stored_another_reads_and_keeps(
     nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
 ) -> None:
@@ -67,12 +67,11 @@ def test_tokens_the_caller_has_stay_as_they_are(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("arrangement", [FLASH, PACKED_HND], ids=lambda value: value.name)
 def test_whole_blocks_are_filled_behind_a_mark(
-    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
+    nodes: list[Node], depot: Depot, model: str, device: str
 ) -> None:
     """As the connector for vLLM does it: the model's stream goes on, and waits for nothing."""
-    cache, tokens = cache_on(device, arrangement), prompt(LENGTH)
+    cache, tokens = cache_on(device), prompt(LENGTH)
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     there, here = places(cache.sizes, LENGTH, 1), places(cache.sizes, LENGTH, 2)
     each, keys = CHUNK // cache.sizes.block_size, one.keys(tokens)

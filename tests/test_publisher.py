@@ -72,7 +72,7 @@ class Owner:
     def found(self, *numbers: int) -> list[bool]:
         """Which of the chunks others find, each asked for by itself."""
         answers: list[Found] = [self.scheduler.find(Find([key(number)])) for number in numbers]
-        return [bool(answer.residents and answer.residents[0]) for answer in answers]
+        return [bool(answer.residents) for answer in answers]
 
     def close(self) -> None:
         self.publisher.close()

@@ -19,9 +19,9 @@ from processes import QUICK, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_process
 
 from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ResidentRun
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.transfer import load as loads
-from vcache_backend.transfer.resident import ResidentRun
 
 __all__ = ["here"]
 ROOM = 1 << 20

@@ -18,7 +18,7 @@ from offload_cases import nodes
 from processes import eventually
 from resident_cases import Reader, owner
 
-from vcache_backend.transfer.resident import ResidentRun
+from vcache_backend.metadata_server.messages import ResidentRun
 
 __all__ = ["depot", "model", "nodes"]
 CHUNKS = 6

@@ -134,14 +134,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     made.owner.close()
 
 
-def test_a_block_has_another_generation_when_it_is_handed_out(watched: Watched) -> None:
-    blocks, changed = watched.take(3)
-    assert sorted(block.block_id for block in blocks) == changed
-    watched.pool.free_blocks(blocks)
-    again, changed = watched.take(BLOCKS - 1)
-    assert len(again) == len(changed) == BLOCKS - 1
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
     watched: Watched, seed: int

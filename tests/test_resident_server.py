@@ -38,7 +38,7 @@ from vcache_backend.metadata_server.instances import resident_chunks
 from vcache_backend.metadata_server.processes import is_pidfd
 
 A, B = instance_id(1), instance_id(2)
-NOTHING = m.Found(b"", [], [])
+NOTHING = m.Found(b"")
 OWNER = """
 import os, sys, time
 from pathlib import Path
@@ -102,13 +102,14 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     assert publish(owner, A, keys(3)) == 3
 
     there = reader.find(m.Find(keys(5), 1, B))
-    assert (there.pooled, there.instances) == (b"\0\0\0", [A])
-    here = [m.Resident(0, chunk_blocks(4 * at), chunk_generations(2)) for at in range(3)]
-    assert there.residents == [[one] for one in here]
+    assert there.pooled == b"\0\0\0"
+    blocks = [chunk_blocks(4 * at) for at in range(3)]
+    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * chunk_generations(2))
+    assert there.residents == [here]
     assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
     sent = reader.send_find(m.Find(keys(2)), SECONDS)
     assert sent is not None
-    assert sent.answer().residents == [[one] for one in here[:2]]
+    assert sent.answer().residents == [here.cut(0, 2)]
 
     joined, (table, *pidfds) = reader.open_instance(A)
     assert joined == m.Joined(64, 1, EACH)
@@ -241,10 +242,9 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
     firsts = set()
     for _ in range(50):
         there = reader.find(m.Find(keys(8)))
-        assert [len(here) for here in there.residents] == [2] * 8
-        run = {there.instances[here[0].instance] for here in there.residents}
-        assert len(run) == 1
-        firsts |= run
+        assert [(run.first, run.chunks) for run in there.residents] == [(0, 8)] * 2
+        assert len({run.instance for run in there.residents}) == 2
+        firsts.add(there.residents[0].instance)
     assert len(firsts) > 1
 
 
@@ -523,7 +523,8 @@ def test_readers_that_do_not_read_their_answers_use_up_no_descriptors_of_the_ser
         raw.send("open_cache", A, 0)
     for fd in reader.open_cache(A, 0)[1]:
         os.close(fd)
-    assert len(server.descriptors()) == before
+    # Fewer where one of a connection was just being closed.
+    assert len(server.descriptors()) <= before
     for raw in raws:
         assert [(raw.receive() or ["none"])[0] for _ in range(2)] == ["joined", "cache"]
 
@@ -600,10 +601,9 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
     assert part.cut
     assert 200 < len(part.pooled) < count
     whole = reader.find(m.Find(keys(count)))
-    assert (len(whole.pooled), whole.cut, whole.instances) == (count, False, [A])
-    assert [here[0].blocks for here in whole.residents] == [
-        chunk_blocks(each * at, 1, each) for at in range(count)
-    ]
+    assert (len(whole.pooled), whole.cut) == (count, False)
+    assert [(run.first, run.instance) for run in whole.residents] == [(0, A), (len(part.pooled), A)]
+    assert b"".join(run.blocks for run in whole.residents) == chunk_blocks(0, count, each)
 
 
 def packed(cache: m.CacheShape) -> list[Any]:

@@ -294,12 +294,14 @@ class ResidentMachine(RuleBasedStateMachine):
                 (instance, *chunks[key]) for instance, chunks in others.items() if key in chunks
             }
             if not (pooled or places):
-                assert len(found.pooled) == len(found.residents) == at
+                assert len(found.pooled) == at
+                assert all(run.stop <= at for run in found.residents)
                 return
             assert found.pooled[at] == pooled
             here = [
-                (found.instances[one.instance], one.blocks, one.generations)
-                for one in found.residents[at]
+                (run.instance, run.cut(at, at + 1).blocks, run.cut(at, at + 1).generations)
+                for run in found.residents
+                if run.first <= at < run.stop
             ]
             assert len(set(here)) == len(here) == min(m.MAX_REPLICAS, len(places))
             assert set(here) <= places

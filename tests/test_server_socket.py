@@ -55,7 +55,7 @@ def test_a_server_whose_lock_is_gone_ends_once_another_one_serves_its_path(stage
     assert (status, "does not lead to this server any more" in said) == (1, True)
     assert stage_.raw().ask("list_segments") == ["segments", []]
     assert f"another server already serves {stage_.path}" in refused(stage_.path)
-    assert second.process.poll() is None
+    assert second.alive
 
 
 def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: Stage) -> None:
@@ -73,7 +73,7 @@ def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: S
     assert status == 1
     assert f"{stage_.path} does not lead to this server any more (another socket is there)" in said
     assert "Traceback" not in said
-    assert second.process.poll() is None
+    assert second.alive
     assert stage_.raw().ask("list_segments") == ["segments", []]
 
 

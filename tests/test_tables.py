@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 
+import numpy as np
 import pytest
 from neighbour_cases import added_to, descriptors, instance, owner, still
 from processes import PATIENT, QUICK, Stage, asked, eventually, hung
 
+from vcache_backend.integration.vllm.in_place.replicas import choose
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import NUMBER_BYTES, Found, ResidentRun
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import MAX_REFUSED, Refusals, Tables
 
@@ -45,6 +48,27 @@ def test_a_table_is_opened_once_and_shows_what_its_owner_changes(
         assert tables.view(ONE) is view
         assert not still(view, [1, 2], generations)
         assert asked(client, "OpenInstance") == 1
+
+
+def test_choosing_in_a_long_run_with_many_changed_chunks_looks_at_each_a_few_times(
+    stage: Stage, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, look = [0], GenerationView.leading_ends
+
+    def counted(view: GenerationView, blocks: bytes, generations: bytes, each: int) -> int:
+        looked[0] += len(blocks) // NUMBER_BYTES
+        return look(view, blocks, generations, each)
+
+    monkeypatch.setattr(GenerationView, "leading_ends", counted)
+    with owner(stage) as part:
+        (now,) = part.ask("write", [1], 7)
+        there(tables)
+        chunks = 512
+        generations = np.array([now, now + 2] * (chunks // 2), np.uint64).tobytes()
+        run = ResidentRun(0, chunks, ONE, np.full(chunks, 1, np.uint32).tobytes(), generations)
+        found, runs = choose(Found(b"\1" * chunks, [run]), tables, 1, 0)
+    assert (found, [run.first for run in runs]) == (chunks, list(range(0, chunks, 2)))
+    assert looked[0] < 10 * chunks
 
 
 def test_the_table_of_a_killed_owner_is_forgotten(

@@ -217,11 +217,19 @@ def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_wri
         reader.finish(request)
         return load.early
 
+    def steps() -> None:
+        for _ in range(reader.scheduler.vllm_config.max_concurrent_batches):
+            reader.step()
+
     assert early()
-    # The request that has just ended has freed a block that nothing finds, to be used next.
+    # The request that has just ended has freed a block that nothing finds, to be used next. Steps
+    # that run no model say nothing of the end of those that do.
+    steps()
     assert not early()
-    for _ in range(reader.scheduler.vllm_config.max_concurrent_batches):
-        reader.step()
+    reader.add(new_tokens(1), max_tokens=99)
+    steps()
+    early()
+    steps()
     assert early()
 
 

@@ -6,7 +6,6 @@ Instance `a` stores what it computes; for everything else an instance of its own
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -166,7 +165,6 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
 @pytest.mark.parametrize(
     ("method", "kinds", "layers", "share"),
     [
-        ("draft_model", "", 8, "pool"),
         ("eagle", "fsfs", 6, "pool"),
         ("eagle", "", 6, "in_place"),
         ("mtp", "", 5, "in_place"),
@@ -188,8 +186,7 @@ def test_the_kv_of_a_draft_comes_with_its_targets(
         model = write_mtp(folder / "target")
     else:
         model = write_guessed(folder / "target", kinds, 64)
-        head = functools.partial(write_eagle, folder / "head", 1 if kinds else 2)
-        guesses["model"] = str(head() if method == "eagle" else model)
+        guesses["model"] = str(write_eagle(folder / "head", 1 if kinds else 2))
     b = start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
     reader = (
         b

@@ -115,6 +115,7 @@ def test_a_prefix_is_waited_for_while_another_instance_computes_it(
     alike(second, 10 * CHUNK, tokens, aside)
 
 
+@once
 def test_of_two_that_begin_together_one_waits_before_either_has_computed_anything(
     here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
@@ -152,6 +153,7 @@ def test_requests_with_one_prefix_read_it_once(
     assert b.counter("vllm:vcache_loaded_tokens") - before == 10 * CHUNK
 
 
+@once
 def test_what_an_owner_does_not_compute_any_more_is_computed_at_once(
     here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:

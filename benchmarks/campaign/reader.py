@@ -9,12 +9,11 @@ from multiprocessing.connection import Connection
 
 from integration.vllm.in_place.replicas import choose
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, Find, Found
+from vcache_backend.metadata_server.messages import ChunkKey, Find, Found, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.resident import ResidentRun
 
 from .instance import Instance, Owner, Written
 from .living import Settings, Slowly, live_as
@@ -85,7 +84,7 @@ class Reader(Instance):
         except VCacheError:
             # Whoever starts the server again needs the core.
             time.sleep(OFFLINE_SECONDS)
-            return old or Found(b"", [], [])
+            return old or Found(b"")
         return found
 
     def _describe(

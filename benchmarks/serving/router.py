@@ -50,9 +50,8 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         """As rows have it."""
-        return f"{self.system}_{self.policy}" + (
-            str(self.threshold) if self.policy == "cache_aware" else ""
-        )
+        threshold = self.threshold if self.policy == "cache_aware" else ""
+        return f"{self.system}_{self.policy}{threshold}"
 
     @property
     def said(self) -> str:

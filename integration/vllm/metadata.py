@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
-from vcache_backend.transfer.resident import ResidentRun
+from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun, SegmentId
 from vcache_backend.vram_pool.devices import Where
 
 from .model.spec import ShardSpec

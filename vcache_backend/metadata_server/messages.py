@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -651,13 +651,38 @@ class Cache(Reply, frozen=True, tag="cache"):
     shape: CacheShape
 
 
-class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A chunk in an instance's KV cache. `instance`: an index into `Found.instances`. `blocks`,
-    `generations`: as published."""
+class ResidentRun(NamedTuple):
+    """Consecutive chunks in the KV cache of `instance`: `chunks` of a look-up or a load, from
+    number `first` on. They stay together from the server to the verdict, so that a long hit costs
+    as much as a short one.
 
-    instance: int
+    blocks, generations: the owner's block numbers, and the blocks' generations at publication, of
+    all chunks in order, packed."""
+
+    first: int
+    chunks: int
+    instance: bytes
     blocks: bytes
     generations: bytes
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.chunks
+
+    def cut(self, first: int, stop: int) -> ResidentRun:
+        """Return the run of the chunks [first, stop), which are some of this run's."""
+        if (first, stop) == (self.first, self.stop):
+            return self
+        number, counter = len(self.blocks) // self.chunks, len(self.generations) // self.chunks
+        begin, end = first - self.first, stop - self.first
+        blocks = self.blocks[begin * number : end * number]
+        generations = self.generations[begin * counter : end * counter]
+        return ResidentRun(first, stop - first, self.instance, blocks, generations)
+
+    def fits(self, each: int) -> bool:
+        """Whether the chunks have `each` blocks."""
+        number, counter = self.chunks * each * NUMBER_BYTES, self.chunks * each * GENERATION_BYTES
+        return (len(self.blocks), len(self.generations)) == (number, counter)
 
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -685,16 +710,14 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Found(Reply, frozen=True, tag="found"):
-    """For each leading chunk, whether it is in the pool (a byte, 0 or 1), and its copies in
-    instances (no lists with `pool_only`): at most `MAX_REPLICAS`, first the copy in the instance
-    that has the chunk before.
+    """For each leading chunk, whether it is in the pool (a byte, 0 or 1). `residents`: the chunks
+    in instances, in the order of their first chunks; at most `MAX_REPLICAS` have the same chunk.
     `epoch`: of the keys' namespace. `cut`: the answer is full; ask again for the remaining keys.
     `coming`: None if no other instance has promised the next chunk. `copies`: as in `Heard`, if the
     asker is the instance's scheduler."""
 
     pooled: bytes
-    instances: list[InstanceId]
-    residents: list[list[Resident]]
+    residents: list[ResidentRun] = []
     epoch: int = 0
     cut: bool = False
     coming: Coming | None = None

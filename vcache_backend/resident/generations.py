@@ -23,6 +23,7 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,12 @@ def packed(counters: UInt64s, blocks: UInt32s) -> bytes:
     """The generations of these blocks, packed. Keeps the interpreter. Raises IndexError."""
     parts = (blocks[at : at + MOST_ALONE] for at in range(0, len(blocks), MOST_ALONE))
     return b"".join([counters[part].tobytes() for part in parts])
+
+
+def put(values: npt.NDArray[Any], blocks: UInt32s, value: float) -> None:
+    """Set these blocks' values. Keeps the interpreter. Raises IndexError."""
+    for at in range(0, len(blocks), MOST_ALONE):
+        values[blocks[at : at + MOST_ALONE]] = value
 
 
 def first_odd(packed: bytes) -> int:
@@ -120,9 +127,7 @@ class Generations:
             for block in blocks:
                 memory[block] = number
         else:
-            places = np.asarray(blocks, np.intp)
-            for at in range(0, len(places), MOST_ALONE):
-                counters[places[at : at + MOST_ALONE]] = number
+            put(counters, np.asarray(blocks, np.uint32), number)
         self.coming += 2
 
     def void_all(self) -> None:
@@ -203,16 +208,20 @@ class GenerationView:
         return 0 if self.dead else right // each
 
     def leading_ends(self, blocks: bytes, generations: bytes, each: int) -> int:
-        """Like `leading`, but looks only at each chunk's last block as long as all of these are
-        unchanged."""
+        """Like `leading`, but looks only at each chunk's last block."""
         # Without numpy, which takes longer for so few.
         ends = memoryview(blocks).cast("I")[each - 1 :: each].tolist()
         expected = memoryview(generations).cast("Q")[each - 1 :: each].tolist()
+        counters, right = self.counters.data, 0
         with suppress(IndexError):  # a block outside of the cache
-            present = list(map(self.counters.data.__getitem__, ends))
-            if present == expected and first_odd(generations) < 0:
-                return 0 if self.dead else len(ends)
-        return self.leading(blocks, generations, each)
+            if list(map(counters.__getitem__, ends)) == expected and first_odd(generations) < 0:
+                right = len(ends)
+        if not right:
+            for block, number in zip(ends, expected, strict=True):
+                if block >= self.blocks or counters[block] != number or number & 1:
+                    break
+                right += 1
+        return 0 if self.dead else right
 
     def _unchanged(self, blocks: UInt32s, generations: bytes) -> bool:
         """Whether no block has changed, as is mostly so. Comparing bytes takes a third of the time

@@ -5,42 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES
+from vcache_backend.metadata_server.messages import ResidentRun
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.paged import Int64s
-
-
-class ResidentRun(NamedTuple):
-    """Consecutive chunks in one instance's KV cache: `chunks` of a load's, from number `first` on.
-    They stay together from the look-up to the verdict, so that a long hit costs as much as a short
-    one.
-
-    blocks, generations: the owner's block numbers, and the blocks' generations at publication, of
-    all chunks in order, packed as in the protocol."""
-
-    first: int
-    chunks: int
-    instance: bytes
-    blocks: bytes
-    generations: bytes
-
-    @property
-    def stop(self) -> int:
-        return self.first + self.chunks
-
-    def cut(self, first: int, stop: int) -> ResidentRun:
-        """Return the run of the chunks [first, stop), which are some of this run's."""
-        number, counter = len(self.blocks) // self.chunks, len(self.generations) // self.chunks
-        begin, end = first - self.first, stop - self.first
-        blocks = self.blocks[begin * number : end * number]
-        generations = self.generations[begin * counter : end * counter]
-        return ResidentRun(first, stop - first, self.instance, blocks, generations)
 
 
 @dataclass
@@ -146,9 +118,5 @@ class ResidentRuns:
 
 def _fits(run: ResidentRun, neighbour: Neighbour, context: LoadContext) -> bool:
     """Whether the run's chunks have the neighbour's size, and that is the reader's."""
-    here, blocks = context.places.kv.blocks_in(context.session.chunk_size), neighbour.each
-    return (here, len(run.blocks), len(run.generations)) == (
-        blocks * neighbour.split,
-        run.chunks * blocks * NUMBER_BYTES,
-        run.chunks * blocks * GENERATION_BYTES,
-    )
+    here = context.places.kv.blocks_in(context.session.chunk_size)
+    return run.fits(neighbour.each) and neighbour.each * neighbour.split == here

@@ -95,8 +95,8 @@ class Part(ABC):
 
     @property
     def seconds(self) -> float:
-        """Seconds of this part's share of the copy. Only after the copy."""
-        return self.copy.seconds * self.tokens(self.count) / max(self.copy.plan.tokens, 1)
+        """Seconds of this part's share of the copy, by chunks. Only after the copy."""
+        return self.copy.seconds * self.count / self.copy.count
 
 
 class Source(ABC):
@@ -149,18 +149,15 @@ class LoadContext:
         self.mark, self.stats = mark, stats
         self.idle_since = perf_counter()
         """The time (perf_counter) since which the load only waits."""
-        self._planned: tuple[int, int, CopyPlan] | None = None
         self.fetched: list[int] = []
         """Numbers of the chunks that came from the offload tier."""
         self.epochs: set[int] = set()
         """The epochs in which the offload tier stored the chunks in `fetched`."""
 
     def plan(self, chunk: int, count: int) -> CopyPlan:
-        """Plan the copy of `count` chunks from this number on. The last plan is cached."""
-        if self._planned is None or self._planned[:2] != (chunk, count):
-            with self.session.stats.timed("plan"):
-                self._planned = chunk, count, self.places.load_plan(chunk, count)
-        return self._planned[2]
+        """Plan the copy of `count` chunks from this number on."""
+        with self.session.stats.timed("plan"):
+            return self.places.load_plan(chunk, count)
 
 
 @dataclass

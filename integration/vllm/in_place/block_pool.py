@@ -39,12 +39,6 @@ class KVBlocks:
         """The number of blocks that can be handed out."""
         return int(self.pool.get_num_free_blocks())
 
-    @property
-    def uncached(self) -> int:
-        """How many of these vLLM's own prefix cache does not find, at least, unless it has the same
-        tokens twice. vLLM hands them out first."""
-        return self.free - len(self.pool.cached_block_hash_to_block)
-
     def cached(self, block_hash: Any) -> bool:
         """Whether vLLM's own prefix cache has this block, of a model with one block table."""
         return bool(self.pool.get_cached_block(block_hash, [0]))
@@ -70,8 +64,12 @@ class KVBlocks:
 
     def vacant(self, most: int) -> tuple[int, int]:
         """How many of the next blocks, at most `most`, hold nothing that vLLM's cache finds, and
-        the block after these, -1 at the end of the queue."""
+        the block after these if they are fewer; -1 at the end of the queue."""
         count, block = 0, self._first
+        uncached = self.free - len(self.pool.cached_block_hash_to_block)
+        if block.block_hash is None and uncached >= most:
+            # vLLM hands them out first: no need to look at each.
+            return most, -1
         end = self.pool.free_block_queue.fake_free_list_tail
         while count < most and block is not end and block.block_hash is None:
             count += 1
@@ -136,7 +134,7 @@ class FreedBlocks:
         queue.append = lambda block: note([block], lambda freed: append(*freed))
 
     def planned(self) -> None:
-        """Note that a step is planned."""
+        """Note that a step that runs the model is planned."""
         self._freed.append([])
 
     def among(self, numbers: Iterable[int]) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress, islice
 from operator import not_
 from time import monotonic
@@ -14,7 +14,7 @@ from time import monotonic
 import numpy as np
 
 from vcache_backend.metadata_server.messages import ChunkKey, Copy
-from vcache_backend.resident.generations import VOID, Generations, GenerationView
+from vcache_backend.resident.generations import VOID, Generations, GenerationView, put
 
 from ..scheduler.tracked import Tracked
 from .block_pool import KVBlocks
@@ -87,22 +87,19 @@ class Duplicates:
     def learn(self) -> None:
         """Act on what `hear` noted, a message at a time. Never raises."""
         if self._waiting:
-            now = monotonic()
-            for copy in self._waiting.popleft():
-                self._add(copy, now)
+            self._add(self._waiting.popleft(), monotonic())
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
         """Note that a request has ended. block_size: in tokens."""
         row, now = tracked.store.rows[0], monotonic()
         # Some of those that it found here may have been at the head.
         self._ahead = max(0, self._ahead - tracked.local // block_size)
-        self._used[np.frombuffer(row, np.uint32)] = now
+        put(self._used, np.frombuffer(row, np.uint32), now)
         if self._in_use:
             # A prefix is given up from its end.
-            for last in row[self._each - 1 :: self._each][::-1]:
-                copy = self._in_use.pop(last, None)
-                if copy is not None and copy.key not in self._copies:
-                    self._add(copy, now)
+            ends = row[self._each - 1 :: self._each][::-1]
+            ended = [self._in_use.pop(last) for last in ends if last in self._in_use]
+            self._add([copy for copy in ended if copy.key not in self._copies], now)
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
@@ -113,8 +110,7 @@ class Duplicates:
         instance's table for the first time. Never raises.
         """
         try:
-            known = self._copies or self._waiting
-            if known and self._ahead < count and self._pool.uncached < count:
+            if self._ahead < count and (self._copies or self._waiting):
                 vacant, instead = self._pool.vacant(count)
                 self._ahead = max(self._ahead, vacant)
                 if self._ahead < count:
@@ -131,10 +127,13 @@ class Duplicates:
 
     # ---- inside
 
-    def _add(self, copy: Copy, now: float) -> None:
-        self._copies[copy.key] = copy, now
-        self._copies.move_to_end(copy.key)
-        if len(self._copies) * self._each > self._generations.blocks:
+    def _add(self, copies: Iterable[Copy], now: float) -> None:
+        """Put these, in their order, behind the others."""
+        added = {copy.key: (copy, now) for copy in copies}
+        for key in self._copies.keys() & added.keys():
+            del self._copies[key]
+        self._copies.update(added)
+        while len(self._copies) * self._each > self._generations.blocks:
             self._copies.popitem(last=False)
 
     def _give_way(self, needed: int, instead: int) -> int:

@@ -4,29 +4,28 @@ the instances' tables of generations.
 
 from __future__ import annotations
 
-from itertools import islice
-from operator import attrgetter
+from collections import deque
 
-from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, Found, Resident
+from vcache_backend.metadata_server.messages import Found, ResidentRun
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer.resident import ResidentRun
 
 
 def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, list[ResidentRun]]:
     """Choose what to load: the number of leading chunks, and the runs to read in place. each:
     blocks of a chunk. first: the number of the answer's first chunk.
 
-    Takes a chunk's first replica, in the server's order, that seems unchanged since its
+    Takes a chunk out of the first run, in the server's order, in which it seems unchanged since its
     publication. Only without one it takes the pool's copy."""
-    runs = list[ResidentRun]()
+    runs, later, having = list[ResidentRun](), deque(found.residents), list[ResidentRun]()
     chunk = 0
-    while chunk < len(found.residents):
-        others = ([other] for other in found.residents[chunk][1:])
-        candidates = [_alike(found.residents, chunk), *others]
-        made = (_right(found, tables, each, first + chunk, those) for those in candidates)
+    while chunk < len(found.pooled):
+        while later and later[0].first <= chunk:
+            having.append(later.popleft())
+        having = [run for run in having if run.stop > chunk]
+        made = (_right(run, chunk, tables, each) for run in having)
         run = next(filter(None, made), None)
         if run is not None:
-            runs.append(run)
+            runs.append(run._replace(first=first + chunk))
             chunk += run.chunks
         elif found.pooled[chunk]:
             chunk += 1
@@ -35,39 +34,21 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
     return chunk, runs
 
 
-def _alike(residents: list[list[Resident]], first: int) -> list[Resident]:
-    """The first replicas of the chunks from number `first` on, as long as they lie in
-    one instance.
-    """
-    alike = list[Resident]()
-    instance = residents[first][0].instance if residents[first] else -1
-    for replicas in islice(residents, first, None):
-        if not replicas or replicas[0].instance != instance:
-            break
-        alike.append(replicas[0])
-    return alike
-
-
-def _right(
-    found: Found, tables: Tables, each: int, first: int, replicas: list[Resident]
-) -> ResidentRun | None:
-    """Make a run of the leading replicas that are unchanged since their publication. None if the
-    first has changed.
+def _right(run: ResidentRun, chunk: int, tables: Tables, each: int) -> ResidentRun | None:
+    """Return the run's chunks from number `chunk` on that are unchanged since their publication.
+    None if the first has changed.
 
     Looks only at a chunk's last block, which vLLM frees before the others: the load looks at all of
-    them. first: the number of the first chunk. All replicas must lie in one instance."""
-    if not replicas:
+    them. Looks at few chunks first, and then at more: else a long run of which every second chunk
+    has changed would take seconds."""
+    view = tables.view(run.instance)
+    if view is None or not run.fits(each):
         return None
-    instance = found.instances[replicas[0].instance]
-    view = tables.view(instance)
-    number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
-    # All chunks of an instance have as many blocks.
-    if view is None or (len(replicas[0].blocks), len(replicas[0].generations)) != (number, counter):
-        return None
-    blocks = b"".join(map(attrgetter("blocks"), replicas))
-    generations = b"".join(map(attrgetter("generations"), replicas))
-    count = view.leading_ends(blocks, generations, each)
-    if not count:
-        return None
-    blocks, generations = blocks[: count * number], generations[: count * counter]
-    return ResidentRun(first, count, instance, blocks, generations)
+    stop, most = chunk, 1
+    while stop < run.stop:
+        part = run.cut(stop, min(stop + most, run.stop))
+        count = view.leading_ends(part.blocks, part.generations, each)
+        stop, most = stop + count, 8 * most
+        if count < part.chunks:
+            break
+    return run.cut(chunk, stop) if stop > chunk else None

@@ -12,9 +12,15 @@ from typing import Any
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Find, Found, InstanceId, of_ranks
+from vcache_backend.metadata_server.messages import (
+    ChunkKey,
+    Find,
+    Found,
+    InstanceId,
+    ResidentRun,
+    of_ranks,
+)
 from vcache_backend.transfer.keys import adapter_digest, state_keys
-from vcache_backend.transfer.resident import ResidentRun
 
 from ..in_place.replicas import choose
 from ..telemetry.stats import Meter

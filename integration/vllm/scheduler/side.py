@@ -160,10 +160,13 @@ class SchedulerSide:
             return
         tracked, (tokens, chunks) = self._track(request), self._loadable(request)
         lacking = tokens - self._least
-        if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
+        if lacking < 0 or not tracked.loads or self._resets.clearing:
             return
         ends, first = range(self._size - 1, tokens, self._size), 0
-        if ends and self._has(request, ends[0]):
+        # Mostly vLLM's cache has not even the first chunk.
+        if self._has(request, min(lacking, self._size - 1)):
+            if self._has(request, lacking):
+                return
             first = bisect(ends, False, lo=1, key=lambda token: not self._has(request, token))
         if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
             self.lookups.send(tracked, first, chunks)
@@ -229,8 +232,6 @@ class SchedulerSide:
         """Move the loads that begin in this step into `meta`. Never raises."""
         meta.loads = self._loads
         self._loads = []
-        if self._freed is not None:
-            self._freed.planned()
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
@@ -245,6 +246,8 @@ class SchedulerSide:
         if meta.loads:
             meta.fresh = [load.blocks for load in meta.loads]
         meta.idle = not output.total_num_scheduled_tokens
+        if self._freed is not None and not meta.idle:
+            self._freed.planned()
         if self.instance.keys is None:
             meta.introduce = not self.instance.over
             if meta.introduce and publications is not None:

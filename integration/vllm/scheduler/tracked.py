@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from vcache_backend.metadata_server.calls.channel import Sent
-from vcache_backend.metadata_server.messages import ChunkKey, Coming, Found
-from vcache_backend.transfer.resident import ResidentRun
+from vcache_backend.metadata_server.messages import ChunkKey, Coming, Found, ResidentRun
 
 from ..in_place.block_pool import GENERATIONS
 from .request_params import RequestParams

@@ -77,7 +77,7 @@ class InstanceCalls(Channel):
     def find(self, whole: m.Find) -> m.Found:
         """Find chunks; see `Find`. Sends several requests for many keys."""
         deadline = time.perf_counter() + self._config.request_seconds
-        answer = m.Found(b"", [], [])
+        answer = m.Found(b"")
         while True:
             part = whole.keys[len(answer.pooled) :][: max(1, _most_found(whole))]
             request = msgspec.structs.replace(whole, keys=part)
@@ -140,15 +140,9 @@ def _most_found(request: m.Find) -> int:
 
 def _joined(first: m.Found, then: m.Found) -> m.Found:
     """Join two answers. `then` is about the keys after those of `first`."""
-    instances = list(dict.fromkeys([*first.instances, *then.instances]))
-    place = [instances.index(instance) for instance in then.instances]
-    moved = [
-        [msgspec.structs.replace(copy, instance=place[copy.instance]) for copy in copies]
-        for copies in then.residents
-    ]
+    moved = [run._replace(first=run.first + len(first.pooled)) for run in then.residents]
     return m.Found(
         first.pooled + then.pooled,
-        instances,
         first.residents + moved,
         then.epoch,
         then.cut,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,8 +36,8 @@ MOST_COPIES = 256
 """The most copies in one answer."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192 - MOST_COPIES * COPY_BYTES
 """Bytes for the resident chunks in one answer; the rest of the message is for its other fields."""
-_RESIDENT_BYTES = 16
-"""The most bytes of a resident chunk in a message, besides its blocks and generations."""
+_RESIDENT_BYTES = 36
+"""The most bytes of a `ResidentRun` in a message, besides its blocks and generations."""
 
 
 Column = list[PublishedChunk | None]
@@ -205,7 +206,7 @@ class ResidentDirectory:
             answer = _assemble(_present(keys, request.ranks, pooled), columns, each)
         else:
             chunks = pooled.leading_of_all(keys, request.ranks)
-            answer = m.Found(b"\1" * chunks, [], [] if request.pool_only else [[]] * chunks)
+            answer = m.Found(b"\1" * chunks)
         return (
             msgspec.structs.replace(answer, cut=True)
             if len(answer.pooled) == len(keys) < len(request.keys)
@@ -247,32 +248,55 @@ def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
     return present
 
 
+class _Run(NamedTuple):
+    """A `ResidentRun` that is being built."""
+
+    first: int
+    instance: m.InstanceId
+    chunks: list[PublishedChunk]
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.chunks)
+
+    def packed(self) -> m.ResidentRun:
+        blocks = b"".join([chunk.blocks for chunk in self.chunks])
+        generations = b"".join([chunk.generations for chunk in self.chunks])
+        return m.ResidentRun(self.first, len(self.chunks), self.instance, blocks, generations)
+
+
 def _assemble(present: list[bool], columns: dict[m.InstanceId, Column], each: int) -> m.Found:
     """Build the answer, up to the first chunk that is nowhere or that no longer fits the message.
     `each`: the most blocks of a chunk."""
-    residents: list[list[m.Resident]] = []
-    left, last = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)), 0
+    names, runs, going, cut = list(columns), list[_Run](), dict[int, _Run](), False
+    left, found = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)), 0
     for pooled, row in zip(present, zip(*columns.values(), strict=True), strict=True):
-        here = _places(row, last)
-        if not here and not pooled:
-            break
+        here = _places(row, going)
         left -= len(here)
-        if left < 0:
-            return m.Found(bytes(present[: len(residents)]), list(columns), residents, cut=True)
-        if here:
-            last = here[0].instance
-        residents.append(here)
-    return m.Found(bytes(present[: len(residents)]), list(columns), residents)
+        cut = left < 0
+        if cut or not (here or pooled):
+            break
+        earlier, going = going, {} if here else going
+        for at, chunk in here.items():
+            run = earlier.get(at)
+            if run is None or run.stop < found:
+                run = _Run(found, names[at], [])
+                runs.append(run)
+            run.chunks.append(chunk)
+            going[at] = run
+        found += 1
+    return m.Found(bytes(present[:found]), [run.packed() for run in runs], cut=cut)
 
 
-def _places(row: tuple[PublishedChunk | None, ...], last: int) -> list[m.Resident]:
-    """List at most `MAX_REPLICAS` copies of one chunk. The copy in instance `last` comes first, if
-    `last` has one."""
-    chunk = row[last]
-    here = [m.Resident(last, chunk.blocks, chunk.generations)] if chunk is not None else []
-    for at, chunk in enumerate(row) if len(row) > 1 else ():
-        if chunk is not None and at != last:
-            here.append(m.Resident(at, chunk.blocks, chunk.generations))
+def _places(
+    row: tuple[PublishedChunk | None, ...], going: Iterable[int]
+) -> dict[int, PublishedChunk]:
+    """Choose at most `MAX_REPLICAS` copies of one chunk, by the instances' numbers. going: the
+    instances of the last copies, which come first."""
+    here = dict[int, PublishedChunk]()
+    for at in (*going, *range(len(row))):
+        if (chunk := row[at]) is not None:
+            here[at] = chunk
             if len(here) == m.MAX_REPLICAS:
                 break
     return here

@@ -60,7 +60,8 @@ class Directory(SegmentDirectory):
         answer = self.residents.find(request, self.contents.live)
         self.counters["lookup_chunks"] += len(request.keys)
         self.counters["lookup_hits"] += len(answer.pooled)
-        self.counters["resident_hits"] += len(answer.residents) - answer.residents.count([])
+        resident = (range(run.first, run.stop) for run in answer.residents)
+        self.counters["resident_hits"] += len(set[int]().union(*resident))
         return answer
 
     def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> dict[m.ChunkKey, int]:
