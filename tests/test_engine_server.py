@@ -168,6 +168,7 @@ def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(here: Node
     (first,) = client.list_segments()
     with leaving_nothing(here.path):
         server.kill()
+    eventually(lambda: not client.connected)
     here.serve()
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
