@@ -140,8 +140,7 @@ class FreedBlocks:
     def among(self, numbers: Iterable[int]) -> bool:
         """Whether some of these blocks were freed since the oldest step under way was planned, or
         in the step before it, whose last kernels may still run."""
-        freed = set[int]().union(*(map(attrgetter("block_id"), part) for part in self._freed))
-        return not freed.isdisjoint(numbers)
+        return not {block.block_id for part in self._freed for block in part}.isdisjoint(numbers)
 
 
 class ResidentPool:
