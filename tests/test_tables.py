@@ -50,7 +50,7 @@ def test_a_table_is_opened_once_and_shows_what_its_owner_changes(
         assert asked(client, "OpenInstance") == 1
 
 
-def test_choosing_in_a_long_run_with_many_changed_chunks_looks_at_each_a_few_times(
+def test_choosing_in_a_long_run_with_many_changed_chunks_does_not_look_at_all_of_it_each_time(
     stage: Stage, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked, look = [0], GenerationView.leading_ends
@@ -63,12 +63,12 @@ def test_choosing_in_a_long_run_with_many_changed_chunks_looks_at_each_a_few_tim
     with owner(stage) as part:
         (now,) = part.ask("write", [1], 7)
         there(tables)
-        chunks = 512
+        chunks = 1024
         generations = np.array([now, now + 2] * (chunks // 2), np.uint64).tobytes()
         run = ResidentRun(0, chunks, ONE, np.full(chunks, 1, np.uint32).tobytes(), generations)
         found, runs = choose(Found(b"\1" * chunks, [run]), tables, 1, 0)
     assert (found, [run.first for run in runs]) == (chunks, list(range(0, chunks, 2)))
-    assert looked[0] < 10 * chunks
+    assert looked[0] <= 64 * chunks
 
 
 def test_the_table_of_a_killed_owner_is_forgotten(
