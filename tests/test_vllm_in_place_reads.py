@@ -202,6 +202,23 @@ def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
     assert (has(reader, both), has(reader, last)) == (False, True)
 
 
+def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(
+    shared: Callable[[], Engine],
+) -> None:
+    """Else no duplicate would give way. With an EAGLE head each hit computes a block anew."""
+    engine, tokens = shared(), new_tokens(2 * CHUNK + 1)
+    computed(engine, tokens)
+    again = engine.request(tokens, load=False)
+    again.skip_reading_prefix_cache = True
+    engine.scheduler.add_request(again)
+    engine.finish(again)
+    blocks = engine.half.blocks
+    hashes = [blocks.pool.blocks[number].block_hash for number in blocks.head(blocks.free)]
+    assert len({hash_ for hash_ in hashes if hash_}) < blocks.free - hashes.count(None)
+    assert blocks.vacant(hashes.count(None))[0] == hashes.count(None)
+    assert blocks.vacant(hashes.count(None) + 1)[0] == hashes.count(None)
+
+
 def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_write(
     shared: Callable[[], Engine],
 ) -> None:

@@ -64,12 +64,8 @@ class KVBlocks:
 
     def vacant(self, most: int) -> tuple[int, int]:
         """How many of the next blocks, at most `most`, hold nothing that vLLM's cache finds, and
-        the block after these if they are fewer; -1 at the end of the queue."""
+        the block after these, -1 at the end of the queue."""
         count, block = 0, self._first
-        uncached = self.free - len(self.pool.cached_block_hash_to_block)
-        if block.block_hash is None and uncached >= most:
-            # vLLM hands them out first: no need to look at each.
-            return most, -1
         end = self.pool.free_block_queue.fake_free_list_tail
         while count < most and block is not end and block.block_hash is None:
             count += 1
