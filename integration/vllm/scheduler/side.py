@@ -117,8 +117,8 @@ class SchedulerSide:
         self._steps = compat.steps_under_way(vllm_config, kv_cache_config) if only_shares else 0
         """How many steps may be under way beside a load; 0: it waits for all of them."""
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        waits = bool(scheduling.async_scheduling) and (apart or not self._steps)
-        self._pace = Pace(self._requests, waits, apart)
+        late = bool(scheduling.async_scheduling) and (apart or not self._steps)
+        self._pace = Pace(self._requests, late, apart)
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
