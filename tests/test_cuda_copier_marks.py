@@ -111,28 +111,17 @@ def test_a_scatter_comes_after_the_work_before_its_mark() -> None:
     assert all_are(room.caches, NEW)
 
 
-def test_a_scatter_does_not_wait_for_what_comes_after_its_mark() -> None:
-    """A model run of any length does not hold up a load."""
+@pytest.mark.parametrize("early", [False, True])
+def test_a_scatter_does_not_wait_for_what_comes_after_its_mark(early: bool) -> None:
+    """A model run of any length does not hold up a load. early: nor does what comes before it, nor
+    does the current stream wait for the load."""
     room = Room()
     fill(room.slots, NEW)
     torch.cuda.synchronize()
-    mark = room.copier.mark()
+    mark = NOTHING if early else room.copier.mark()
     torch.cuda._sleep(LONG)
     model_run = torch.cuda.current_stream().record_event()
     completion = room.copier.scatter(room.kv, room.plan, room.views, mark)
-    assert completion.wait(10)
-    assert not model_run.query()
-    assert all_are(room.caches, NEW)
-
-
-def test_a_scatter_that_need_not_wait_does_not() -> None:
-    """Nor does the current stream wait for it."""
-    room = Room()
-    fill(room.slots, NEW)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    model_run = torch.cuda.current_stream().record_event()
-    completion = room.copier.scatter(room.kv, room.plan, room.views, NOTHING)
     assert completion.wait(10)
     assert not model_run.query()
     assert all_are(room.caches, NEW)

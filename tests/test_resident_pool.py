@@ -228,20 +228,28 @@ def fill_up(watched: Watched, count: int) -> list[Any]:
     return blocks
 
 
-def test_a_copy_that_was_used_shortly_before_stays(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is needed again before what was last used far longer ago."""
-    monkeypatch.setattr(duplicates, "YOUNG", 10)
+class Clock:
     now = 1000.0
-    monkeypatch.setattr(duplicates, "monotonic", lambda: now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the rule of young copies goes by. A copy stays while it is a tenth as old."""
+    made = Clock()
+    monkeypatch.setattr(duplicates, "YOUNG", 10)
+    monkeypatch.setattr(duplicates, "monotonic", lambda: made.now)
+    return made
+
+
+def test_a_copy_that_was_used_shortly_before_stays(watched: Watched, clock: Clock) -> None:
+    """It is needed again before what was last used far longer ago."""
     fill_up(watched, BLOCKS - 1 - EACH)
-    now = 1091.0
+    clock.now = 1091.0
     copy = freed(watched, [0])
-    now = 1100.0
+    clock.now = 1100.0
     watched.take(1)
     assert all(block.block_hash is not None for block in copy)
-    now = 1102.0
+    clock.now = 1102.0
     watched.take(1)
     assert copy[-1].block_hash is None
 
@@ -260,15 +268,12 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
 
 
 def test_a_prefix_that_every_request_begins_with_keeps_no_other_copy_here(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, clock: Clock
 ) -> None:
-    monkeypatch.setattr(duplicates, "YOUNG", 10)
-    now = 1000.0
-    monkeypatch.setattr(duplicates, "monotonic", lambda: now)
     fill_up(watched, BLOCKS - 1 - 2 * EACH)
     hot = freed(watched, [0])
     cold = freed(watched, [1])
-    now = 1100.0
+    clock.now = 1100.0
     watched.pool.touch(hot)
     watched.duplicates.finished(used([block.block_id for block in hot], local=8), 4)
     watched.pool.free_blocks(reversed(hot))
@@ -277,16 +282,13 @@ def test_a_prefix_that_every_request_begins_with_keeps_no_other_copy_here(
 
 
 def test_what_would_leave_instead_is_what_vllm_s_cache_still_finds(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, clock: Clock
 ) -> None:
     """vLLM puts each request's last block, which is not full, before all others."""
-    monkeypatch.setattr(duplicates, "YOUNG", 10)
-    now = 1000.0
-    monkeypatch.setattr(duplicates, "monotonic", lambda: now)
     fill_up(watched, BLOCKS - 2 - EACH)
-    now = 1095.0
+    clock.now = 1095.0
     copy = freed(watched, [0])
-    now = 1100.0
+    clock.now = 1100.0
     last, _ = watched.take(1)
     watched.duplicates.finished(used([last[0].block_id]), 4)
     watched.pool.free_blocks(last)

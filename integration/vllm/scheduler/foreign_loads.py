@@ -22,10 +22,13 @@ class ForeignLoads:
 
     def __init__(self) -> None:
         self._number = 0
-        self.blocks: AbstractSet[int] = frozenset()
-        """The blocks of all steps with foreign loads that are not over yet."""
         self._filling: dict[int, set[int]] = {}
         """By step number: the blocks of requests that another connector may load in that step."""
+
+    @property
+    def blocks(self) -> AbstractSet[int]:
+        """The blocks of all steps with foreign loads that are not over yet."""
+        return frozenset().union(*self._filling.values())
 
     def begin(self, begun: Iterable[Beginning], requests: Mapping[str, Tracked]) -> int:
         """Return a number for the step if another connector may load in it, else 0. begun: see
@@ -43,10 +46,9 @@ class ForeignLoads:
             return 0
         self._number += 1
         self._filling[self._number] = blocks
-        self.blocks |= blocks
         return self._number
 
-    def over(self, numbers: AbstractSet[int], invalid: AbstractSet[int]) -> set[int]:
+    def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
         """End these steps, which all workers report as over. Returns the blocks of steps with a
         failed load.
 
@@ -56,8 +58,6 @@ class ForeignLoads:
             blocks = self._filling.pop(number, set())
             if not blocks.isdisjoint(invalid):
                 failed |= blocks
-        if numbers:
-            self.blocks = frozenset().union(*self._filling.values())
         return failed
 
 
