@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import Child, eventually
 
-# A machine that runs other tests needs a minute to import torch, and the demo's processes do it in
-# turn. These limits only end what hangs.
+# A machine that runs other tests needs a minute to import torch, as two of the demo's processes do.
+# These limits only end what hangs.
 ENDED = 400
 pytestmark = pytest.mark.timeout(900)
 
@@ -48,7 +48,7 @@ def test_a_demo_that_is_ended_leaves_no_process(
 ) -> None:
     """While its server starts; with the server and both workers."""
     with start_demo(tmp_path) as child:
-        eventually(lambda: len(children_of(child.pid)) == started, ENDED)
+        eventually(lambda: len(children_of(child.pid)) >= started, ENDED)
         children = children_of(child.pid)
         child.signal(how)
         status, said = child.wait(ENDED)

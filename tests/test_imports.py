@@ -27,7 +27,10 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 GPU_CODE = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "mooncake")
 DOORS = ("vcache_backend.integration", "integration", "benchmarks")
 
-TOOLS = tuple(f"vcache_backend.{name}" for name in ("cli", "demo", "doctor", "status", "terminal"))
+TOOLS = tuple(
+    f"vcache_backend.{name}"
+    for name in ("cli", "demo", "demo_worker", "doctor", "status", "terminal")
+)
 """On top of everything."""
 ROOMS = ("metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
 """From the bottom up: none imports one above it, but for what `offload` shares with `transfer`:
@@ -218,14 +221,14 @@ def test_every_folder_of_code_is_packaged() -> None:
     ] == []
 
 
-def test_the_server_loads_neither_torch_nor_cuda() -> None:
+def test_the_server_and_the_demo_load_neither_torch_nor_cuda() -> None:
     """What the imports do, rather than what they say: a fresh process has none of it, and no
     threads or numpy either.
     """
-    heavy = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "rich")
+    heavy = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache")
     code = (
-        f"import sys, vcache_backend.metadata_server.server; print([n for n in {heavy!r} if "
-        "n in sys.modules])"
+        "import sys, vcache_backend.metadata_server.server; assert 'rich' not in sys.modules; "
+        f"import vcache_backend.demo; print([n for n in {heavy!r} if n in sys.modules])"
     )
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False

@@ -1,9 +1,8 @@
 """`vcache demo`: a real metadata server and two real workers. Each worker retrieves what the other
 has stored, and every byte is checked.
 
-A worker has a paged KV cache and an engine, but no model. The content of a block follows from its
-prompt, layer and position, so each worker knows what it must retrieve. All other blocks hold a byte
-that only this worker uses, so the check also finds bytes that went to a wrong place."""
+Only the workers (`demo_worker`) import torch, which takes seconds: not this process, and not the
+server that it starts."""
 
 from __future__ import annotations
 
@@ -16,23 +15,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from itertools import combinations
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
-from vcache_backend.engine import VCacheEngine
+from vcache_backend.config import ByteSize, ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.server import Server
-from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.devices import gpus, resolve
-from vcache_backend.vram_pool.segment import map_segment
+from vcache_backend.vram_pool.devices import current_gpu, gpus
 
 PROMPTS, CHUNKS, CHUNK_SIZE, BLOCK_SIZE = 8, 8, 256, 16
 TOKENS = CHUNKS * CHUNK_SIZE + BLOCK_SIZE // 2
@@ -44,7 +38,6 @@ START_SECONDS = 300.0
 """The most that the start of a child may take: importing torch can take a minute."""
 SECONDS = 60.0
 """The most that an answer of a child that has started may take."""
-CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 FOLDER = None if len(tempfile.gettempdir()) < 70 else "/tmp"
 """Where the socket's folder is made. A socket's path has at most 107 bytes."""
 NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md"
@@ -55,6 +48,8 @@ def run(as_json: bool = False) -> int:
     changed byte was found, else 1.
 
     Leaves no process and no file behind, even on Ctrl-C. Raises VCacheError if it cannot run."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError(name="torch")  # before the server starts
     devices = choose_devices()
     print(f"starting a metadata server, and workers on {' and '.join(devices)}", file=sys.stderr)
     result = play(devices)
@@ -77,13 +72,13 @@ def run(as_json: bool = False) -> int:
 def choose_devices() -> list[str]:
     """Two GPUs that can read each other's memory, else host memory twice."""
     try:
-        sharing = [gpu for gpu in gpus() if gpu.shares_memory] if torch.cuda.is_available() else []
+        sharing = [gpu for gpu in gpus() if gpu.shares_memory]
     except SegmentError:
         sharing = []
-    for gpu in sharing:
-        for peer in sharing:
-            if "none" not in (gpu.links.get(peer.uuid, "none"), peer.links.get(gpu.uuid, "none")):
-                return [f"cuda:{gpu.ordinal}", f"cuda:{peer.ordinal}"]
+    for gpu, peer in combinations(sharing, 2):
+        links = gpu.links.get(peer.uuid, "none"), peer.links.get(gpu.uuid, "none")
+        if "none" not in links and current_gpu() is not None:
+            return [f"cuda:{gpu.ordinal}", f"cuda:{peer.ordinal}"]
     return ["host:0", "host:1"]
 
 
@@ -96,9 +91,10 @@ def play(devices: list[str]) -> dict[str, Any]:
     with ExitStack() as undo:
         made = tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER)
         folder = undo.enter_context(made)
-        undo.enter_context(Child("serve", f"{folder}/vcache.sock")).answer(START_SECONDS)
+        socket = f"{folder}/vcache.sock"
+        undo.enter_context(Child("demo", socket)).answer(START_SECONDS)
         workers = [
-            undo.enter_context(Child("work", f"{folder}/vcache.sock", device, str(number)))
+            undo.enter_context(Child("demo_worker", socket, device, str(number)))
             for number, device in enumerate(devices)
         ]
         for worker in workers:
@@ -132,9 +128,9 @@ def chunk_bytes(device: str) -> int:
 class Child(subprocess.Popen[bytes]):
     """A process of the demo, killed when the block ends, out of reach of Ctrl-C."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.words, pipe = " ".join(arguments), subprocess.PIPE
-        command = [sys.executable, "-m", "vcache_backend.demo", *arguments]
+    def __init__(self, module: str, *arguments: str) -> None:
+        self.words, pipe = " ".join([module, *arguments]), subprocess.PIPE
+        command = [sys.executable, "-m", f"vcache_backend.{module}", *arguments]
         super().__init__(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
 
     def ask(self, verb: str, prompt: int) -> Any:
@@ -161,93 +157,21 @@ class Child(subprocess.Popen[bytes]):
 # ---- in the children
 
 
-class Worker:
-    """A worker's KV cache and engine. Its methods answer the commands of the same names."""
-
-    def __init__(self, socket: str, device: str, number: int) -> None:
-        self.device = torch.device(device if device.startswith("cuda") else "cpu")
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        layers, heads, head_dim = SHAPES[device[:4]]
-        shape = (layers, 2, 2 * BLOCKS, BLOCK_SIZE, heads, head_dim)
-        self.number, self.unused = number, 160 + number
-        self.kv = list(torch.empty(shape, dtype=torch.bfloat16, device=self.device))
-        self.rows = [layer.view(torch.uint8).flatten(2) for layer in self.kv]
-        layout = Layout.of(self.kv, BLOCK_SIZE, model="vcache-demo", chunk_size=CHUNK_SIZE)
-        nbytes = ByteSize(PROMPTS * CHUNKS * chunk_bytes(device))
-        pool = PoolConfig(device=device, segment_bytes=nbytes)
-        self.config = Config(server=ServerConfig(socket=socket), client=CLIENT, pool=pool)
-        self.engine = VCacheEngine(self.config, layout)
-
-    def prompt(self, number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """A prompt's tokens, its blocks in this worker's cache, and its slot mapping."""
-        tokens = np.random.default_rng(number).integers(0, 128_000, TOKENS)
-        blocks = np.random.default_rng([number, self.number]).permutation(2 * BLOCKS)[:BLOCKS]
-        slots = (blocks[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).flatten()[:TOKENS]
-        return tokens, torch.from_numpy(blocks).to(self.device), torch.from_numpy(slots)
-
-    def content(self, prompt: int, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """A layer in which `blocks` hold the prompt's beginning and all others are unused."""
-        rows = torch.full_like(self.rows[layer], self.unused)
-        drawn = np.random.default_rng([prompt, layer]).bytes(BLOCKS * rows[:, 0].numel())
-        prompt_rows = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).view(2, BLOCKS, -1)
-        rows[:, blocks] = prompt_rows[:, : len(blocks)].to(self.device)
-        return rows
-
-    def store(self, prompt: int) -> bool:
-        """Write the prompt's KV, as a model would, and store it."""
-        tokens, blocks, slots = self.prompt(prompt)
-        for layer, rows in enumerate(self.rows):
-            rows.copy_(self.content(prompt, layer, blocks))
-        self.engine.store(tokens, None, self.kv, slots)
-        return self.engine.flush(SECONDS / 2)
-
-    def retrieve(self, prompt: int) -> dict[str, float]:
-        """Retrieve the prompt into unused blocks, and check every byte of the whole cache."""
-        tokens, blocks, slots = self.prompt(prompt)
-        for rows in self.rows:
-            rows.fill_(self.unused)
-        started = time.perf_counter()
-        retrieved = int(self.engine.retrieve(tokens, None, self.kv, slots).sum())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        seconds, blocks = time.perf_counter() - started, blocks[: retrieved // BLOCK_SIZE]
-        wrong = sum(
-            int((rows != self.content(prompt, layer, blocks)).sum())
-            for layer, rows in enumerate(self.rows)
-        )
-        return {"chunks": retrieved // CHUNK_SIZE, "wrong": wrong, "seconds": seconds}
-
-    def damage(self, prompt: int) -> bool:
-        """Invert one byte in the pool, in the middle of the prompt's first chunk."""
-        key = self.engine.keys(self.prompt(prompt)[0])[0]
-        path, reader = self.config.server.path, resolve(self.config.pool.device)
-        with Client(path, CLIENT, reader.name, reader.medium, reconnect=False) as client:
-            place = client.acquire([key]).locations[0]
-            info, fd = client.open_segment(place.segment)
-            with os.fdopen(fd), map_segment(info, fd, reader) as segment:
-                segment.tensor(place.offset + place.length // 2, 1).bitwise_not_()
-        return True
-
-
 def say(answer: object) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def main(role: str, socket: str, device: str = "", number: str = "") -> None:
-    """Run a child. It says `true` once it is ready, and then answers each command."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end if the demo is killed
-    if role == "serve":
-        server = Server(ServerConfig(socket=socket))
-        say(True)
-        return server.run()
-    torch.set_num_threads(1)
-    worker = Worker(socket, device, int(number))
-    with worker.engine:
-        say(True)
-        for line in sys.stdin:
-            verb, prompt = json.loads(line)
-            say(getattr(worker, verb)(prompt))
+def begin() -> None:
+    """Have this process end if the demo is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main(socket: str) -> None:
+    """Run the server's process, which says `true` once it serves."""
+    begin()
+    server = Server(ServerConfig(socket=socket))
+    say(True)
+    server.run()
 
 
 if __name__ == "__main__":

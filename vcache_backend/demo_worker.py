@@ -1,0 +1,125 @@
+"""A worker of `vcache demo`: it stores and retrieves prompts as the demo tells it to.
+
+It has a paged KV cache and an engine, but no model. The content of a block follows from its prompt,
+layer and position, so each worker knows what it must retrieve. All other blocks hold a byte that
+only this worker uses, so the check also finds bytes that went to a wrong place."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
+from vcache_backend.demo import (
+    BLOCK_SIZE,
+    BLOCKS,
+    CHUNK_SIZE,
+    CHUNKS,
+    PROMPTS,
+    SECONDS,
+    SHAPES,
+    TOKENS,
+    begin,
+    chunk_bytes,
+    say,
+)
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.transfer.layout import Layout
+from vcache_backend.vram_pool.devices import resolve
+from vcache_backend.vram_pool.segment import map_segment
+
+CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
+
+
+class Worker:
+    """A worker's KV cache and engine. Its methods answer the commands of the same names."""
+
+    def __init__(self, socket: str, device: str, number: int) -> None:
+        self.device = torch.device(device if device.startswith("cuda") else "cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        layers, heads, head_dim = SHAPES[device[:4]]
+        shape = (layers, 2, 2 * BLOCKS, BLOCK_SIZE, heads, head_dim)
+        self.number, self.unused = number, 160 + number
+        self.kv = list(torch.empty(shape, dtype=torch.bfloat16, device=self.device))
+        self.rows = [layer.view(torch.uint8).flatten(2) for layer in self.kv]
+        layout = Layout.of(self.kv, BLOCK_SIZE, model="vcache-demo", chunk_size=CHUNK_SIZE)
+        nbytes = ByteSize(PROMPTS * CHUNKS * chunk_bytes(device))
+        pool = PoolConfig(device=device, segment_bytes=nbytes)
+        self.config = Config(server=ServerConfig(socket=socket), client=CLIENT, pool=pool)
+        self.engine = VCacheEngine(self.config, layout)
+
+    def prompt(self, number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """A prompt's tokens, its blocks in this worker's cache, and its slot mapping."""
+        tokens = np.random.default_rng(number).integers(0, 128_000, TOKENS)
+        blocks = np.random.default_rng([number, self.number]).permutation(2 * BLOCKS)[:BLOCKS]
+        slots = (blocks[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).flatten()[:TOKENS]
+        return tokens, torch.from_numpy(blocks).to(self.device), torch.from_numpy(slots)
+
+    def content(self, prompt: int, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """A layer in which `blocks` hold the prompt's beginning and all others are unused."""
+        rows = torch.full_like(self.rows[layer], self.unused)
+        drawn = np.random.default_rng([prompt, layer]).bytes(BLOCKS * rows[:, 0].numel())
+        prompt_rows = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).view(2, BLOCKS, -1)
+        rows[:, blocks] = prompt_rows[:, : len(blocks)].to(self.device)
+        return rows
+
+    def store(self, prompt: int) -> bool:
+        """Write the prompt's KV, as a model would, and store it."""
+        tokens, blocks, slots = self.prompt(prompt)
+        for layer, rows in enumerate(self.rows):
+            rows.copy_(self.content(prompt, layer, blocks))
+        self.engine.store(tokens, None, self.kv, slots)
+        return self.engine.flush(SECONDS / 2)
+
+    def retrieve(self, prompt: int) -> dict[str, float]:
+        """Retrieve the prompt into unused blocks, and check every byte of the whole cache."""
+        tokens, blocks, slots = self.prompt(prompt)
+        for rows in self.rows:
+            rows.fill_(self.unused)
+        started = time.perf_counter()
+        retrieved = int(self.engine.retrieve(tokens, None, self.kv, slots).sum())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds, blocks = time.perf_counter() - started, blocks[: retrieved // BLOCK_SIZE]
+        wrong = sum(
+            int((rows != self.content(prompt, layer, blocks)).sum())
+            for layer, rows in enumerate(self.rows)
+        )
+        return {"chunks": retrieved // CHUNK_SIZE, "wrong": wrong, "seconds": seconds}
+
+    def damage(self, prompt: int) -> bool:
+        """Invert one byte in the pool, in the middle of the prompt's first chunk."""
+        key = self.engine.keys(self.prompt(prompt)[0])[0]
+        path, reader = self.config.server.path, resolve(self.config.pool.device)
+        with Client(path, CLIENT, reader.name, reader.medium, reconnect=False) as client:
+            place = client.acquire([key]).locations[0]
+            info, fd = client.open_segment(place.segment)
+            with os.fdopen(fd), map_segment(info, fd, reader) as segment:
+                segment.tensor(place.offset + place.length // 2, 1).bitwise_not_()
+        return True
+
+
+def main(socket: str, device: str, number: str) -> None:
+    """Say `true` once the worker is ready, and then answer each command."""
+    begin()
+    torch.set_num_threads(1)
+    worker = Worker(socket, device, int(number))
+    with worker.engine:
+        say(True)
+        for line in sys.stdin:
+            verb, prompt = json.loads(line)
+            say(getattr(worker, verb)(prompt))
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):  # the demo has ended meanwhile
+        main(*sys.argv[1:])
