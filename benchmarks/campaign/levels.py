@@ -65,6 +65,7 @@ CPU = Level(
         "reader stopped": 8,
         "server killed": 1,
         "server stopped": 1,
+        "namespaces reset": 1,
     },
     stops=0.0005,
     loads=100_000,
@@ -122,8 +123,7 @@ def death(lends: int = 0) -> Level:
         stops=0.005,
         loads=500,
         reuse_hits=0.02,
-        # Only on GPUs is a step under way while the next one is planned.
-        controls=("no verdict", "no fence") if on_gpus and not lends else ("no verdict",),
+        controls=("no verdict",),
         control_loads=200,
         seconds=360.0 if on_gpus else 1200.0,
         silence=240.0,

@@ -10,18 +10,24 @@ from vcache_backend.metadata_server.pool.directory import Directory
 
 log = logging.getLogger(__name__)
 
+MOST_SERVERS = 256
+"""How many earlier servers a ledger names, the latest ones."""
+
 
 class Predecessors:
     """Takes over the ledgers of earlier servers, in any order.
 
     A ledger is the whole truth about its segments once its server has ended, as long as no server
     has taken it over: no other server gave out their slots. Memory in no such ledger is never used
-    again. A server that may have missed resets repeats all of them."""
+    again. A server that may have missed resets repeats all of them. A ledger that is in one of
+    those taken over tells of no other resets."""
 
     def __init__(self, directory: Directory, epoch: int, seconds: float) -> None:
         """epoch: this server's. seconds: how long to wait for ledgers, and then for segments."""
         self._directory, self._epoch, self._seconds = directory, epoch, seconds
         self.until = time.monotonic() + seconds
+        self._heard = {epoch}
+        """The epochs of the servers whose ledgers are in this server's, and its own."""
         self._forgotten = False
 
     def hear(self, fd: int) -> None:
@@ -32,8 +38,8 @@ class Predecessors:
             log.warning("a client sent an fd that is no ledger of a server: %s", error)
             return
         try:
-            if self._epoch in (ledger.epoch, ledger.heir):
-                return  # this server's own ledger, or a ledger already taken over
+            if ledger.epoch in self._heard:
+                return
             if time.monotonic() > self.until or not ledger.take_over(self._epoch):
                 self._resets_forgotten()
                 return
@@ -48,7 +54,9 @@ class Predecessors:
         state = ledger.read()
         if not ledger.same_pids:
             state.hide_processes()
+        state.servers = [*state.servers, ledger.epoch][-MOST_SERVERS:]
         self._directory.restore(state)
+        self._heard |= set(state.servers)
         self.until = time.monotonic() + self._seconds
         if state.segments:
             log.warning(
@@ -62,4 +70,8 @@ class Predecessors:
         """Repeat all resets, since resets of an earlier server may be missing here."""
         if not self._forgotten:
             self._forgotten = True
+            log.warning(
+                "a client knew an earlier server of which nothing is known here: resets may be "
+                "missing, so what is in KV caches and in the offload tier is not found any more"
+            )
             self._directory.raise_epoch(b"")

@@ -38,6 +38,8 @@ class Loads:
         """several: report failed loads by request: with several block tables vLLM cannot tell which
         request owns a block.
         """
+        self.at_once = False
+        """Loads do not wait for the steps under way (`compat.loads_at_once`)."""
         self._model = model
         self._several = several
         self._report = report
@@ -68,10 +70,9 @@ class Loads:
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
         """Begin the loads passed to `expect`. Cancel earlier loads whose requests have ended."""
         specs = [spec for spec in meta.loads if not spec.lost]
-        mark = worker.session.copier.mark() if specs else None
+        mark = worker.session.copier.mark() if specs and not self.at_once else NOTHING
         for spec in specs:
-            assert mark is not None
-            self._under_way.append(Loading(worker, spec, NOTHING if spec.early else mark))
+            self._under_way.append(Loading(worker, spec, mark))
             self._lost.remove(spec)
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
