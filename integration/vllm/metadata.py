@@ -47,7 +47,7 @@ class LoadSpec(_Spec, frozen=True):
     offload tier in the pool again. prefix, tenant: as of a store, if `offload`. residents:
     chunks in other instances' KV caches, numbered within the load. early: no step under way writes
     the blocks, so the load waits for none. lost: the scheduler could not describe the load; load
-    nothing and report a failure."""
+    nothing and report a failure. number: of the load, never used again; 0 for a lost one."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -59,6 +59,7 @@ class LoadSpec(_Spec, frozen=True):
     residents: list[ResidentRun] = []
     early: bool = False
     lost: bool = False
+    number: int = 0
 
 
 class StoreSpec(_Spec, frozen=True):
@@ -102,7 +103,7 @@ class StepMetadata(msgspec.Struct):
     your shard. instance: the name under which to show the KV cache to others, in a step that
     introduces; empty: do not show it. victims: chunks to save in the pool before
     their blocks are used again. echo: report this number once this step's model run is over; 0:
-    none."""
+    none. ends: see `LoadEnds.address`, in a step with loads."""
 
     loads: list[LoadSpec] = []
     stores: list[StoreSpec] = []
@@ -116,6 +117,7 @@ class StepMetadata(msgspec.Struct):
     publications: list[PublicationSpec] = []
     victims: PublicationSpec | None = None
     echo: int = 0
+    ends: tuple[str, str] = "", ""
 
 
 class _Uncached(StepMetadata):
