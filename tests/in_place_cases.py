@@ -27,6 +27,7 @@ from vllm.model_executor.models import registry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -100,10 +101,12 @@ class Engine:
         role: str = "kv_both",
         paced: bool = False,
         states: bool = False,
+        asynchronous: bool = False,
         **connector: Any,
     ) -> None:
         """arguments: of vLLM's. lends: bytes, to the pool. paced: it computes a hit where that is
-        sooner. states: whether the first of two block tables has states. connector: settings."""
+        sooner. states: whether the first of two block tables has states. asynchronous: it may plan
+        a step before the last one is over. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -127,6 +130,8 @@ class Engine:
             **{"max_num_batched_tokens": 640, **(arguments or {})},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
+        # vLLM does so on GPUs only.
+        config.scheduler_config.async_scheduling = asynchronous
         kind = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
         )
@@ -139,7 +144,8 @@ class Engine:
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)
         self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hash_)
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
+        kind_of = AsyncScheduler if asynchronous else Scheduler
+        self.scheduler = kind_of(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
         if not paced:
@@ -225,12 +231,14 @@ class Engine:
             (load,) = meta.loads
             report = WorkerReport(failed={load.request_id})
             said = {"invalid_block_ids": set(load.wanted), "kv_connector_worker_meta": report}
+        self.end(output, **said)
+        return meta
+
+    def end(self, output: Any, **said: Any) -> None:
+        """The step that `output` describes is over. said: see `step`."""
         ids = list(output.num_scheduled_tokens)
-        finished = [
-            self.scheduler.requests[one].num_computed_tokens
-            >= self.scheduler.requests[one].num_tokens
-            for one in ids
-        ]
+        running = [self.scheduler.requests.get(one) for one in ids]
+        finished = [one and one.num_computed_tokens >= one.num_tokens for one in running]
         ran = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={one: at for at, one in enumerate(ids)},
@@ -238,7 +246,6 @@ class Engine:
             kv_connector_output=KVConnectorOutput(**said) if said else None,
         )
         self.scheduler.update_from_output(output, ran)
-        return meta
 
     @contextmanager
     def others_bring(self, tokens: int) -> Iterator[None]:

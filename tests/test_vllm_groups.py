@@ -575,6 +575,18 @@ def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_na
         assert auto.connector.share == "pool"
 
 
+def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:
+    """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
+    shares, lends = (
+        from_dict({"connector": {"share": "in_place"}, "pool": {"segment_bytes": lent}})
+        for lent in (0, 1 << 30)
+    )
+    drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
+    assert compat.loads_at_once(vllm_config(), shares)
+    assert not compat.loads_at_once(vllm_config(), lends)
+    assert not compat.loads_at_once(drafts, shares)
+
+
 def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_what_they_are(
     tmp_path: Path,
 ) -> None:

@@ -219,35 +219,20 @@ def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(
     assert blocks.vacant(hashes.count(None) + 1)[0] == hashes.count(None)
 
 
-def test_a_load_waits_for_steps_under_way_only_in_blocks_that_they_may_still_write(
-    shared: Callable[[], Engine],
-) -> None:
-    """Those are freed by requests whose end vLLM has learned of since it planned these steps."""
-    owner, reader = shared(), shared()
-
-    def early() -> bool:
-        tokens = new_tokens(2 * CHUNK + 1)
-        computed(owner, tokens)
-        request = reader.add(tokens, max_tokens=1)
-        (load,) = reader.step().loads
-        reader.step(finished_recving={request.request_id})
-        reader.finish(request)
-        return load.early
-
-    def steps() -> None:
-        for _ in range(reader.scheduler.vllm_config.max_concurrent_batches):
-            reader.step()
-
-    assert early()
-    # The request that has just ended has freed a block that nothing finds, to be used next. Steps
-    # that run no model say nothing of the end of those that do.
-    steps()
-    assert not early()
-    reader.add(new_tokens(1), max_tokens=99)
-    steps()
-    early()
-    steps()
-    assert early()
+def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Callable[..., Engine]) -> None:
+    """So a load may begin at once."""
+    engine = shared(asynchronous=True)
+    request = engine.request(new_tokens(2 * CHUNK + 1))
+    request.sampling_params.stop_token_ids = [7]
+    engine.scheduler.add_request(request)
+    steps = [engine.scheduler.schedule() for _ in "12"]
+    assert request.request_id in steps[1].num_scheduled_tokens
+    free = engine.half.blocks.free
+    engine.end(steps[0])
+    assert request.is_finished()
+    assert engine.half.blocks.free == free
+    engine.end(steps[1])
+    assert engine.half.blocks.free > free
 
 
 @pytest.mark.parametrize("why", ["its role", "no server"])

@@ -214,7 +214,9 @@ def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(
     engine.step(**SAYS_NOTHING)
     report = WorkerReport(failed={"wrong"})
     engine.step(
-        invalid_block_ids=set(loads["wrong"].wanted) if hasattr(loads["wrong"], "wanted") else set(loads["wrong"].blocks),
+        invalid_block_ids=set(loads["wrong"].wanted)
+        if hasattr(loads["wrong"], "wanted")
+        else set(loads["wrong"].blocks),
         kv_connector_worker_meta=report,
         finished_recving={"r", "wrong"},
     )

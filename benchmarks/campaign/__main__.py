@@ -27,9 +27,8 @@ others compute. In every state of a promise they are stopped, and die; they abor
 them, and reset the namespace. No request may wait longer than its bound.
 
 Controls run the same with one rule broken: readers ignore the generations, or the lease, after a
-copy; owners change generations only after writing, or publish before writing; waits have no bound;
-loads wait for no step under way, whatever it writes (`death` on GPUs). There wrong bytes, or
-requests past their bound, must be seen, or the zeros above prove nothing."""
+copy; owners change generations only after writing, or publish before writing; waits have no bound.
+There wrong bytes, or requests past their bound, must be seen, or the zeros above prove nothing."""
 
 from __future__ import annotations
 

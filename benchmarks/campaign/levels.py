@@ -122,8 +122,7 @@ def death(lends: int = 0) -> Level:
         stops=0.005,
         loads=500,
         reuse_hits=0.02,
-        # Only on GPUs is a step under way while the next one is planned.
-        controls=("no verdict", "no fence") if on_gpus and not lends else ("no verdict",),
+        controls=("no verdict",),
         control_loads=200,
         seconds=360.0 if on_gpus else 1200.0,
         silence=240.0,

@@ -25,7 +25,7 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from .forked import begin
 
 Role = Literal["owner", "reader", "worker", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early", "no bound", "no fence"]
+Control = Literal["", "no verdict", "counted late", "published early", "no bound"]
 REPORT_SECONDS = 0.2
 
 

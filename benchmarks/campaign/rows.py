@@ -18,7 +18,6 @@ CONTROLS: dict[Control, str] = {
     "counted late": "control_late_wrong",
     "published early": "control_early_wrong",
     "no bound": "control_overdue",
-    "no fence": "control_fence_wrong",
 }
 """Rows by what is left out."""
 

@@ -26,7 +26,6 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from integration import amx
-from vcache_backend.integration.vllm.in_place.block_pool import FreedBlocks
 from vcache_backend.integration.vllm.scheduler.pace import Pace
 
 from ..processes import die_with_parent
@@ -83,8 +82,6 @@ class Whole(Living):
         self._loaded: dict[str, int] = defaultdict(int)
         # Every hit is loaded, also a short one beside running requests.
         setattr(Pace, "computes", lambda *_: False)  # noqa: B010
-        if settings.control == "no fence":
-            setattr(FreedBlocks, "among", lambda *_: False)  # noqa: B010
         self.engine = make(settings.shared, _transfer(settings, self.size), self.size).llm_engine
         asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
         # vLLM never schedules so on CPUs.

@@ -247,7 +247,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is None:
             return
-        self._say_policy()
+        self._look_outside()
         try:
             self._worker.register(kv_caches)
         except VCacheError as error:
@@ -275,13 +275,17 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.wake()
 
     @answers(None)
-    def _say_policy(self) -> None:
-        """Warn if an enclosing connector (MultiConnector) has another `kv_load_failure_policy`,
-        which this connector cannot change.
+    def _look_outside(self) -> None:
+        """Under an enclosing connector (MultiConnector), whose settings vLLM goes by, have loads
+        wait for the steps under way: vLLM may not hold blocks back. Warn if it has another
+        `kv_load_failure_policy`, which this connector cannot change.
         """
         outermost, wanted = get_kv_transfer_group(), self._policy
+        if outermost is self or self._worker is None:
+            return
+        self._worker.loads.at_once = False
         policy = outermost._kv_transfer_config.kv_load_failure_policy
-        if wanted and policy != wanted and outermost is not self:
+        if wanted and policy != wanted:
             log.warning(
                 "vcache: %s",
                 settings.other_policy(policy, wanted, outermost._kv_transfer_config.kv_connector),

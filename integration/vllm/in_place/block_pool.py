@@ -5,8 +5,7 @@ its bytes change meaning.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -103,40 +102,6 @@ class KVBlocks:
     @property
     def _first(self) -> Any:
         return self.pool.free_block_queue.fake_free_list_head.next_free_block
-
-
-class FreedBlocks:
-    """The blocks that vLLM has freed lately. Steps that were planned before may still write them:
-    with asynchronous scheduling vLLM learns of a request's end after it has planned the next step.
-
-    Runs in the scheduler's thread."""
-
-    def __init__(self, pool: Any, steps: int) -> None:
-        """pool: vLLM's `BlockPool`, before it has handed out a block. steps: how many steps vLLM
-        has under way at most. AttributeError if the pool frees blocks in another way."""
-        self._freed = deque[list[Any]]([[]], maxlen=steps)
-        """The blocks freed between two plans, the newest last."""
-        queue = pool.free_block_queue
-        append, append_n, prepend_n = queue.append, queue.append_n, queue.prepend_n
-
-        def note(blocks: Iterable[Any], put: Callable[[Any], None]) -> None:
-            freed = list(blocks)
-            self._freed[-1].extend(freed)
-            put(freed)
-
-        # Whatever frees blocks ends in one of these.
-        queue.append_n = lambda blocks: note(blocks, append_n)
-        queue.prepend_n = lambda blocks: note(blocks, prepend_n)
-        queue.append = lambda block: note([block], lambda freed: append(*freed))
-
-    def planned(self) -> None:
-        """Note that a step that runs the model is planned."""
-        self._freed.append([])
-
-    def among(self, numbers: Iterable[int]) -> bool:
-        """Whether some of these blocks were freed since the oldest step under way was planned, or
-        in the step before it, whose last kernels may still run."""
-        return not {block.block_id for part in self._freed for block in part}.isdisjoint(numbers)
 
 
 class ResidentPool:

@@ -65,13 +65,15 @@ def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
     return named | ({CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else {})
 
 
-def steps_under_way(vllm_config: Any, kv_cache_config: Any) -> int:
-    """How many steps vLLM has under way at most. 0: it does not say, or a step zeroes the blocks
-    that it hands out, so that a load has to wait for that.
-    """
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", True):
-        return 0
-    return int(getattr(vllm_config, "max_concurrent_batches", 0))
+def loads_at_once(vllm_config: Any, settings: config.Config) -> bool:
+    """Whether a load need not wait for the steps under way, since none can write its blocks.
+
+    vLLM 0.31 and later hold the blocks of a request that has ended back until no step under way can
+    write them (`Scheduler.defer_block_free`). But a draft model's last kernels may still run then,
+    and a pool's stores read blocks after a step. Steps that zero blocks are those of models that
+    are not shared in place."""
+    shares = settings.connector.share == "in_place" and not settings.pool.lent
+    return shares and vllm_config.speculative_config is None
 
 
 def publishes_events(vllm_config: Any) -> bool:

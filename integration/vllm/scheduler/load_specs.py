@@ -8,7 +8,6 @@ from itertools import count
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
-from ..in_place.block_pool import FreedBlocks
 from ..metadata import LoadSpec
 from ..model.groups import Groups
 from .introduction import Introduction
@@ -28,13 +27,9 @@ class LoadSpecs:
         self._stores, self._groups, self._instance = stores, groups, instance
         self._numbers = count(1)
 
-    def of(
-        self, tracked: Tracked, rows: Sequence[list[int]], freed: FreedBlocks | None
-    ) -> LoadSpec:
+    def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
         """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
         ValueError if the chunks do not fit vLLM's blocks.
-
-        freed: blocks for which the load waits; None: it waits for all.
         """
         size, end = self._size, tracked.supplied
         answer, below = tracked.lookup.answer, self._instance.offload
@@ -45,11 +40,10 @@ class LoadSpecs:
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
         offload = not self._groups.states and below is not None and below.usable
-        blocks = self._groups.wanted(rows, tracked.local, end)
         return LoadSpec(
             request_id=tracked.request.request_id,
             keys=keys,
-            blocks=blocks,
+            blocks=self._groups.wanted(rows, tracked.local, end),
             offload=offload,
             promote=offload
             and self._stores
@@ -58,6 +52,5 @@ class LoadSpecs:
             prefix=tracked.lookup.keys[:first] if offload else [],
             tenant=tracked.tenant if offload else b"",
             residents=answer.residents_of(first, stop) if answer is not None else [],
-            early=freed is not None and not freed.among(blocks),
             number=next(self._numbers),
         )

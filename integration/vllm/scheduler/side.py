@@ -18,7 +18,7 @@ from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import data_parallel_rank, served_at
 from ..in_place import exporter as exportable
-from ..in_place.block_pool import NUMBERS, FreedBlocks, KVBlocks
+from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
 from ..in_place.victims import Victims
 from ..metadata import LoadSpec, StepMetadata, WorkerReport
@@ -74,8 +74,6 @@ class SchedulerSide:
         """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
         KV caches shared in place.
         """
-        self._freed: FreedBlocks | None = None
-        """Blocks that steps under way may still write; None if loads wait for all these steps."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
@@ -110,13 +108,9 @@ class SchedulerSide:
             instance.announcer = Announcer(instance.ranks)
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
-        # Stores and saves of steps under way may read any block.
-        only_shares = self.publications is not None and self.victims is None
-        self._steps = compat.steps_under_way(vllm_config, kv_cache_config) if only_shares else 0
-        """How many steps may be under way beside a load; 0: it waits for all of them."""
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        late = bool(scheduling.async_scheduling) and not self._steps
-        self._pace = Pace(self._requests, late)
+        waits = not compat.loads_at_once(vllm_config, config)
+        self._pace = Pace(self._requests, waits and bool(scheduling.async_scheduling))
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -145,8 +139,6 @@ class SchedulerSide:
         self.blocks = blocks = KVBlocks(pool)
         if self.publications is not None:
             self.publications.watch(blocks)
-        if self._steps:
-            self._freed = FreedBlocks(pool, self._steps)
         if self.victims is not None:
             self.victims.watch(blocks)
 
@@ -194,7 +186,7 @@ class SchedulerSide:
         """
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
-        load, first = self._specs.of(tracked, rows, self._freed), tracked.local // self._size
+        load, first = self._specs.of(tracked, rows), tracked.local // self._size
         self._stands(tracked, load, first)
         if self._spans is not None:
             self._spans.loading(tracked, external)
@@ -244,8 +236,6 @@ class SchedulerSide:
         if meta.loads:
             meta.fresh = [load.blocks for load in meta.loads]
         meta.idle = not output.total_num_scheduled_tokens
-        if self._freed is not None and not meta.idle:
-            self._freed.planned()
         if self.instance.keys is None:
             meta.introduce = not self.instance.over
             if meta.introduce and publications is not None:

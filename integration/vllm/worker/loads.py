@@ -39,6 +39,8 @@ class Loads:
         """several: report failed loads by request: with several block tables vLLM cannot tell which
         request owns a block.
         """
+        self.at_once = False
+        """Loads do not wait for the steps under way (`compat.loads_at_once`)."""
         self._ends = EndRing(report.number)
         self._model = model
         self._several = several
@@ -70,14 +72,16 @@ class Loads:
         if meta.loads:
             self._ends.open(meta.ends)
         specs = [spec for spec in meta.loads if not spec.lost]
-        mark = worker.session.copier.mark() if specs else None
+        mark = worker.session.copier.mark() if specs and not self.at_once else NOTHING
         for spec in specs:
-            assert mark is not None
-            self._under_way.append(Loading(worker, spec, NOTHING if spec.early else mark))
+            self._under_way.append(Loading(worker, spec, mark))
             self._lost.remove(spec)
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
+        if self.at_once:
+            # Loads may end while the step is being launched.
+            self._advance()
 
     def finished(self, idle: bool) -> set[str]:
         """Advance all loads. Returns the requests whose load is over, successful or not: once for

@@ -84,6 +84,7 @@ class WorkerSide:
         self.report = Reporter(place, number, self._rank, events=events, traces=traced)
         several = groups.several(kv_cache_config)
         self.loads = Loads(self._model, several, self.report, self._stores, meter)
+        self.loads.at_once = compat.loads_at_once(vllm_config, config)
 
     # ---- start
 
