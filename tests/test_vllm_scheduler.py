@@ -203,23 +203,10 @@ def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(
     ends(engine)
     right = engine.add(pooled(here, engine), name="r")
     wrong = engine.add(pooled(here, engine), name="wrong")
-    loads: dict[str, Any] = {}
-    write = engine.ran
-
-    def ran(output: Any) -> None:
-        write(output)
-        loads.update({load.request_id: load for load in output.kv_connector_metadata.loads})
-
-    engine.ran = ran
     engine.step(**SAYS_NOTHING)
-    report = WorkerReport(failed={"wrong"})
-    engine.step(
-        invalid_block_ids=set(loads["wrong"].wanted)
-        if hasattr(loads["wrong"], "wanted")
-        else set(loads["wrong"].blocks),
-        kv_connector_worker_meta=report,
-        finished_recving={"r", "wrong"},
-    )
+    (blocks,) = (load.blocks for load in engine.metas[-1].loads if load.request_id == "wrong")
+    said = {"invalid_block_ids": set(blocks), "finished_recving": {"r", "wrong"}}
+    engine.step(kv_connector_worker_meta=WorkerReport(failed={"wrong"}), **said)
     assert (right.num_output_tokens, wrong.num_output_tokens) == (1, 0)
     engine.finish(wrong)
     engine.finish(right)
