@@ -309,8 +309,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: loads begin in `get_transfer_results`, once the step's model run
-        is queued.
+        """Do nothing: loads begin in `bind_connector_metadata`, or in `get_transfer_results`, once
+        the step's model run is queued.
         """
 
     def wait_for_layer_load(self, layer_name: str) -> None:
