@@ -161,8 +161,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler
         if side is None:
             return REFUSED
-        meta = StepMetadata()
-        side.begin(meta)
+        meta = side.begin()
         if side.instance.refused and not meta.loads:
             self._scheduler = None
             return REFUSED
