@@ -100,13 +100,13 @@ class Engine:
         lends: int = 0,
         role: str = "kv_both",
         paced: bool = False,
-        states: bool = False,
+        states: int | None = None,
         asynchronous: bool = False,
         **connector: Any,
     ) -> None:
         """arguments: of vLLM's. lends: bytes, to the pool. paced: it computes a hit where that is
-        sooner. states: whether the first of two block tables has states. asynchronous: it may plan
-        a step before the last one is over. connector: settings."""
+        sooner. states: which of two block tables has states; None if there is one table, without.
+        asynchronous: it may plan a step before the last one is over. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -136,10 +136,11 @@ class Engine:
             block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
         )
         groups = [KVCacheGroupSpec(["layer 0"], kind)]
-        if states:
+        if states is not None:
             shape = {"shapes": ((2, 3),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
             config.cache_config.mamba_cache_mode = "align"
-            groups = [KVCacheGroupSpec(["state"], MambaSpec(block_size=BLOCK, **shape)), *groups]
+            kept = MambaSpec(block_size=BLOCK, **shape)
+            groups.insert(states, KVCacheGroupSpec(["state"], kept))
         caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)

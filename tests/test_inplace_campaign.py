@@ -25,6 +25,14 @@ def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> 
     assert missed(rows(result, 1000, "cpu", level)) == []
 
 
+def test_instances_share_again_after_every_reset() -> None:
+    mishaps, counts = {"namespaces reset": 1}, {"owner": 2, "reader": 2}
+    level = CPU._replace(mishaps=mishaps, counts=counts, reuse_hits=0.0, pause=0.3, seconds=20.0)
+    result = campaign(loads=1000, seed=7, level=level)
+    assert missed(rows(result, 1000, "cpu", level)) == []
+    assert result.mishaps
+
+
 @pytest.mark.parametrize("control", CPU.controls)
 def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
     result = run_control(control, seed=7, level=CPU._replace(stops=0.01, control_loads=0))

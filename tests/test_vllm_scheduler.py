@@ -305,9 +305,10 @@ def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
 
 
 def patience(engine: Engine, seconds: float) -> None:
-    """For the server's answers; no heartbeat is late before."""
-    client, more = engine.half.instance.client, {"heartbeat_seconds": 100 * SECONDS}
-    client._config = msgspec.structs.replace(client._config, request_seconds=seconds, **more)
+    """For the server's answers; no heartbeat notices before that the server is gone."""
+    client = engine.half.instance.client
+    client.on_beat.clear()
+    client._config = msgspec.structs.replace(client._config, request_seconds=seconds)
 
 
 def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
@@ -436,13 +437,14 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(
     assert [load.lost for load in engine.step().loads] == [True]
 
 
+@pytest.mark.parametrize("table", [0, 1])
 def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
-    make: Callable[..., Engine],
+    make: Callable[..., Engine], table: int
 ) -> None:
     """Also of a request that begins with what was computed behind another connector's load, whose
     table of states has none of that load's blocks."""
     steps, tokens = {"max_num_batched_tokens": CHUNK}, new_tokens(3 * CHUNK)
-    engine = make(share="pool", states=True, blocks=64, arguments=steps)
+    engine = make(share="pool", states=table, blocks=64, arguments=steps)
     with engine.others_bring(CHUNK):
         request = engine.add([*tokens, 5], max_tokens=2 * CHUNK)
         echo = engine.step().echo

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,7 +88,9 @@ class Instance(Living):
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
         if not self._late:
             ResidentPool(self.pool, self.table, self._reset)
+        self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
+        self.client.on_beat.append(self._listen)
         try:
             self._join()
         except VCacheError:
@@ -101,6 +104,19 @@ class Instance(Living):
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
         self.client.join(self.instance, prefix, BLOCKS, 1, EACH, self.table.fd)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Ask for the namespace's epoch: the server takes no publication of another one. It raises
+        the epoch also by itself, if it may have missed a reset."""
+        with suppress(VCacheError):
+            self._heard = self.client.listen(self.instance).epoch
+
+    def learn(self) -> None:
+        """Void what was computed before a reset."""
+        if self._heard != self.epoch:
+            self.table.void_all()
+            self.epoch = self._heard
 
     def _reset(self) -> None:
         self.publisher.retract(self.instance, self.sequence + 1)
@@ -127,8 +143,8 @@ class Instance(Living):
         """Publish the chunks once they are written."""
         self.sequence += 1
         numbers, counts = np.array(blocks, dtype="<u4"), generations.astype("<u8")
-        publication = Publication(keys, numbers.tobytes(), counts.tobytes(), self.sequence)
-        self.publisher.submit(publication, written)
+        packed = numbers.tobytes(), counts.tobytes()
+        self.publisher.submit(Publication(keys, *packed, self.sequence, self.epoch), written)
 
     def close(self) -> None:
         self.publisher.close()
@@ -141,6 +157,7 @@ class Owner(Instance):
     """Computes chunk after chunk, more than its blocks can hold."""
 
     def round(self) -> None:
+        self.learn()
         keys = self.some_prompt()
         blocks, generations = self.allocate(len(keys))
         self.step("handed out")

@@ -65,6 +65,7 @@ CPU = Level(
         "reader stopped": 8,
         "server killed": 1,
         "server stopped": 1,
+        "namespaces reset": 1,
     },
     stops=0.0005,
     loads=100_000,

@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import ClassVar
 
+from vcache_backend.config import ClientConfig
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.client import Client
 
 from .node import Node
 
@@ -67,6 +70,8 @@ class Mishaps:
             while not self._over.wait(self._dice.expovariate(1 / self._pause)):
                 kinds, weights = list(self._weights), list(self._weights.values())
                 self._happen(self._dice.choices(kinds, weights)[0])
+            # Here, since the server that this thread has started ends with it.
+            self._node.look()
         except BaseException as error:  # noqa: BLE001 - raised by the main thread
             self.error = error
 
@@ -121,6 +126,14 @@ class Mishaps:
         self._node.kill()
         self._node.clock -= self._dice.randrange(HOUR_NS)
         self._node.restart()
+
+    def _reset(self) -> None:
+        """Reset all namespaces, as where weights change."""
+        with (
+            suppress(VCacheError),
+            Client(self._node.path, ClientConfig(), reconnect=False) as client,
+        ):
+            client.clear(reset=True)
 
     # ---- its ledger
 
@@ -185,6 +198,7 @@ class Mishaps:
         "server killed": _kill_server,
         "server terminated": _terminate_server,
         "clock set back": _set_clock,
+        "namespaces reset": _reset,
         "old ledger shown": _show_ledger,
         "ledger not writable": _refuse_memory,
         "descriptors exhausted": _take_descriptors,

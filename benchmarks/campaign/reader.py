@@ -38,6 +38,7 @@ class Reader(Instance):
         self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
 
     def round(self) -> None:
+        self.learn()
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")

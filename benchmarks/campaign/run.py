@@ -95,8 +95,6 @@ class Campaign:
                 shown = now
                 self._show(now - started)
         self._mishaps.end()
-        # It may have ended by itself after the last mishap.
-        self._node.look()
         result = self.result
         result.seconds = round(time.monotonic() - started, 1)
         result.stops = self._waker.stops

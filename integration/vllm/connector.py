@@ -163,8 +163,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler
         if side is None:
             return REFUSED
-        meta = StepMetadata()
-        side.begin(meta)
+        meta = side.begin()
         if meta.loads:
             self._expect(meta)
         if side.instance.refused and not meta.loads:
@@ -194,6 +193,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         step earlier. Take out what was added before. A worker that runs in this thread looks at its
         loads once more.
         """
+        if not (self._ends.waiting or connector_output.finished_recving):
+            return
         reported = self._ends.reported(connector_output.finished_recving or ())
         connector_output.finished_recving = reported
         here = _workers.get(self._engine)

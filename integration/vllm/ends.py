@@ -29,12 +29,12 @@ class LoadEnds:
     reports each load once, and a request loads again only after vLLM has heard of the load before.
     So it is enough to count the reports that are to be dropped.
 
-    address: a path to the memory for workers of this host, and what the path must link to."""
+    address: a path to the memory for workers of this host, and what the path must link to. waiting:
+    the number of the load that vLLM waits for, by request."""
 
     def __init__(self, workers: int) -> None:
         self.address = "", ""
-        self._waiting: dict[str, int] = {}
-        """The number of the load that vLLM waits for, by request."""
+        self.waiting: dict[str, int] = {}
         self._dropped: dict[str, int] = {}
         """How many reports are to come of loads that `over` returned, by request."""
         self._rings: list[memoryview] = []
@@ -51,7 +51,7 @@ class LoadEnds:
 
     def expect(self, loads: Iterable[LoadSpec]) -> None:
         """Note the loads of a step."""
-        self._waiting |= {load.request_id: load.number for load in loads if load.number}
+        self.waiting |= {load.request_id: load.number for load in loads if load.number}
 
     def reported(self, requests: Iterable[str]) -> set[str]:
         """Return those of the requests reported by all workers of which vLLM has not heard."""
@@ -62,14 +62,14 @@ class LoadEnds:
             if not self._dropped[request_id]:
                 del self._dropped[request_id]
         for request_id in new:
-            self._waiting.pop(request_id, None)
+            self.waiting.pop(request_id, None)
         return new
 
     def over(self) -> set[str]:
         """Return the requests whose load has succeeded in all workers. Drop the report of each."""
-        done = {request_id for request_id, number in self._waiting.items() if self._in_all(number)}
+        done = {request_id for request_id, number in self.waiting.items() if self._in_all(number)}
         for request_id in done:
-            del self._waiting[request_id]
+            del self.waiting[request_id]
             self._dropped[request_id] = self._dropped.get(request_id, 0) + 1
         return done
 

@@ -95,6 +95,12 @@ class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     epochs: dict[bytes, int]
 
 
+class Inherited(msgspec.Struct, frozen=True, array_like=True, tag="I"):
+    """The ledgers of these earlier servers, named by their epochs, are in this ledger, too."""
+
+    servers: list[int]
+
+
 Record = (
     SegmentAdded
     | SegmentGone
@@ -106,18 +112,21 @@ Record = (
     | Cleared
     | Counted
     | EpochTable
+    | Inherited
 )
 
 
 class LedgerState(msgspec.Struct):
     """The content of a ledger: segments, locations of committed chunks (the least recently used
-    first), open reservations, and the newest generation."""
+    first), open reservations, the newest generation, and the earlier servers whose ledgers are in
+    it."""
 
     generation: int = 0
     segments: dict[SegmentId, SegmentAdded] = {}
     chunks: dict[ChunkKey, Location] = {}
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
+    servers: list[int] = []
     spaces: dict[bytes, set[ChunkKey]] | None = None
     """The keys of each namespace, some gone since. The first `Cleared` builds it, so that no later
     one goes through all chunks."""
@@ -159,6 +168,8 @@ class LedgerState(msgspec.Struct):
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
+            case Inherited(servers=servers):
+                self.servers += servers
 
     def _publish(self, keys: list[ChunkKey], locations: list[Location]) -> None:
         self.chunks.update(zip(keys, locations, strict=True))
@@ -194,6 +205,7 @@ class LedgerState(msgspec.Struct):
         """A short sequence of records that describes this state."""
         yield Counted(self.generation)
         yield EpochTable(self.epochs)
+        yield Inherited(self.servers)
         yield from self.segments.values()
         yield from self.held.values()
         chunks = iter(self.chunks.items())

@@ -218,10 +218,11 @@ class SchedulerSide:
         """
         self._loads.append(LoadSpec(request.request_id, lost=True))
 
-    def begin(self, meta: StepMetadata) -> None:
-        """Move the loads that begin in this step into `meta`. Never raises."""
-        meta.loads = self._loads
+    def begin(self) -> StepMetadata:
+        """Make the metadata of a step, with the loads that begin in it. Never raises."""
+        meta = StepMetadata(self._loads)
         self._loads = []
+        return meta
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
@@ -249,14 +250,15 @@ class SchedulerSide:
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
             meta.echo = self._foreign.begin(begun, requests)
-        self._completions.plan(output, requests, meta, self._foreign.blocks)
+        if not meta.idle:
+            self._completions.plan(output, requests, meta, self._foreign.blocks)
         for request_id, computed, _ in begun:
             if request_id in requests:
                 self._waits.over(requests[request_id])
                 self._promises.begun(requests[request_id], computed)
         self._pace.planned(output.num_scheduled_tokens, bool(cached.req_ids))
         if publications is not None:
-            publications.planned()
+            publications.show()
         if self.victims is not None:
             self.victims.plan(meta)
 
@@ -269,7 +271,7 @@ class SchedulerSide:
         meta.victims = None
         meta.opaque = True
         if self.publications is not None:
-            self.publications.planned()
+            self.publications.show()
         for tracked in self._requests.values():
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
         self._completions.stop(self._requests.values())

@@ -309,6 +309,8 @@ class Directory(SegmentDirectory):
                     yield from self.contents.lying(record.keys[::-1], record.locations[::-1])
             case records.Live(keys=keys, locations=locations):
                 yield from self.contents.lying(keys, locations)
+            case records.Inherited():
+                yield record
 
     # ---- inside
 
