@@ -28,9 +28,9 @@
 #   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   3 minutes
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
 #   ep       two expert and data parallel ranks of one server: hits of the other rank equal to the own ones, and their TTFT, of a
-#            DeepSeek V3 shape in place and of gpt-oss-20b's through a pool (needs moe.tar.xz); SHAPES=v3 or oss20b: one of them   5 minutes; nothing beside it
-#   ep_chat  the same ranks of the DeepSeek V3 shape, alone and in place, on chat                   5 minutes; nothing beside it
-#   states   hit rate of chat of Granite 4, LFM 2 and Qwen3-Next, two servers and a pool against one vLLM with all requests   4 minutes
+#            DeepSeek V3 shape in place and of gpt-oss-20b's through a pool (needs moe.tar.xz); SHAPES=v3 or oss20b: one of them   7 minutes; nothing beside it
+#   ep_chat  the same ranks of the DeepSeek V3 shape, alone and in place, on chat                   6 minutes; nothing beside it
+#   states   hit rate of chat of Granite 4, LFM 2 and Qwen3-Next, two servers and a pool against one vLLM with all requests   7 minutes
 #
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
 # then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
@@ -194,7 +194,7 @@ routed() {
   served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,hot,contention,chat}"
 }
 ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix,hot}"; }
-ep() { bench ep 285 vllm_ranks --logs "$logs/ep" ${SHAPES:+--shapes "$SHAPES"} ${TINY:+--scale tiny --rounds 2}; }
+ep() { bench ep 400 vllm_ranks --logs "$logs/ep" ${SHAPES:+--shapes "$SHAPES"} ${TINY:+--scale tiny --rounds 2}; }
 # chats NAME SECONDS SHAPE ARMS [OPTION...]: the workload chat, small, of another model than Llama.
 chats() {
   local name=$1 seconds=$2 shape=$3 arms=$4; shift 4
@@ -202,11 +202,11 @@ chats() {
   bench "$name" "$seconds" vllm_serving --shape "$shape" --arms "$arms" --workloads chat --logs "$logs/$name" ${TINY:+--scale tiny} "$@"
   sed -n '/^    *req\/s/,$p' "$logs/$name.txt"
 }
-ep_chat() { chats ep_chat 285 v3 "${ARMS:-alone_dp:turn,inplace_dp:turn}"; }
+ep_chat() { chats ep_chat 340 v3 "${ARMS:-alone_dp:turn,inplace_dp:turn}"; }
 states() {
   # Four times the KV cache that holds as many tokens of full attention: states lie beside them.
   local kinds="mamba2 conv gdn"; [ -z "${TINY:-}" ] || kinds=conv  # vLLM has no kernels of the others for CPUs
-  for kind in $kinds; do chats "states_$kind" 240 "state_$kind" single:turn,vcache:turn --memory 4 & done
+  for kind in $kinds; do chats "states_$kind" 390 "state_$kind" single:turn,vcache:turn --memory 4 & done
   wait
 }
 

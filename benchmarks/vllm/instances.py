@@ -92,10 +92,18 @@ def _sparse(**arguments: Any) -> Kind:
 
 
 def _experts(model: dict[str, Any], tiny: str, **more: Any) -> Kind:
-    """A kind whose experts are spread over the data parallel ranks of one server."""
-    extension = f"{__package__}.extension.Extension"
-    arguments = EAGER | {"enable_expert_parallel": True, "worker_extension_cls": extension}
-    return Kind(model=model, tiny=SHAPES[tiny], arguments=arguments, **more)
+    """A kind whose experts are spread over the data parallel ranks of one server, compiled and with
+    CUDA graphs, as users run it.
+
+    Each rank compiles for itself. None tries which kernel is the fastest, since ranks that choose
+    others differ in the last bit."""
+    arguments = {
+        "enable_expert_parallel": True,
+        "worker_extension_cls": f"{__package__}.extension.Extension",
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+    }
+    chosen = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
+    return Kind(model=model, tiny=SHAPES[tiny], arguments=arguments, environment=chosen, **more)
 
 
 KINDS = {
