@@ -5,6 +5,7 @@ its copy.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress, islice
@@ -33,6 +34,8 @@ MOST_LOOKED = 128
 in use, skipping thousands would delay a step by milliseconds."""
 MOST_YOUNG = 16
 """The most of them that stay because they are young: they mostly are the next time, too."""
+MOST_ENDED = 32
+"""The most ended requests whose blocks' last use is noted at once."""
 MOST_WAITING = 64
 """The most messages with copies that wait for a step. Beyond it the oldest are dropped, and their
 chunks leave the cache later."""
@@ -69,7 +72,9 @@ class Duplicates:
         """Those that were in use, or lay in pieces, when they were to be given up, by their last
         block here."""
         self._used = np.full(generations.blocks, monotonic())
-        """By block: when the last request ended that used it."""
+        """By block: when the last request ended that used it, without those in `_ended`."""
+        self._ended: list[tuple[array[int], float]] = []
+        """The blocks of requests that have ended lately, and when."""
         self._ahead = 0
         """A lower bound of the blocks at the head of the free queue that are vacant, or left of
         copies moved there. vLLM puts further vacant blocks before them."""
@@ -81,20 +86,22 @@ class Duplicates:
 
     def hear(self, copies: list[Copy]) -> None:
         """Note which chunks others hold as well, for the next `learn`. Any thread."""
-        if copies:
-            self._waiting.append(copies)
+        self._waiting.append(copies)
 
-    def learn(self) -> None:
-        """Act on what `hear` noted, a message at a time. Never raises."""
+    def learn(self) -> bool:
+        """Act on the first message that `hear` noted. True if more wait. Never raises."""
         if self._waiting:
             self._add(self._waiting.popleft(), monotonic())
+        return bool(self._waiting)
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
         """Note that a request has ended. block_size: in tokens."""
         row, now = tracked.store.rows[0], monotonic()
         # Some of those that it found here may have been at the head.
         self._ahead = max(0, self._ahead - tracked.local // block_size)
-        put(self._used, np.frombuffer(row, np.uint32), now)
+        self._ended.append((row, now))
+        if len(self._ended) >= MOST_ENDED:
+            self._note_used()
         if self._in_use:
             # A prefix is given up from its end.
             ends = row[self._each - 1 :: self._each][::-1]
@@ -136,9 +143,16 @@ class Duplicates:
         while len(self._copies) * self._each > self._generations.blocks:
             self._copies.popitem(last=False)
 
+    def _note_used(self) -> None:
+        """Note when the blocks of ended requests were last used. Later requests win."""
+        for row, ended in self._ended:
+            put(self._used, np.frombuffer(row, np.uint32), ended)
+        self._ended.clear()
+
     def _give_way(self, needed: int, instead: int) -> int:
         """Move `needed` chunks to the head of the free queue. Returns how many were moved. instead:
         the block that would leave else."""
+        self._note_used()
         now = monotonic()
         latest = now - (now - float(self._used[instead])) / YOUNG
         moved, torn, look = 0, 0, self._look(latest)

@@ -18,7 +18,8 @@ from vcache_backend.metadata_server.messages import (
     MAX_PUBLISHED,
     NUMBER_BYTES,
     ChunkKey,
-    Copy,
+    Found,
+    Heard,
     InstanceId,
 )
 from vcache_backend.resident.generations import (
@@ -43,7 +44,8 @@ class Publications:
 
     instance: a random name, new at each start of the engine. each: vLLM's blocks of a chunk.
     sequence: the number of the next publication; a reset voids all lower numbers. epoch: the epoch
-    of everything published. heard: the namespace's epoch as the server last said."""
+    of everything published. heard: the namespace's epoch as the server last said. news: `learn` has
+    something to do."""
 
     def __init__(self, blocks: int, each: int, loads: bool) -> None:
         """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. loads: the
@@ -53,6 +55,7 @@ class Publications:
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
         self.epoch = self.heard = 0
+        self.news = False
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
@@ -97,18 +100,25 @@ class Publications:
         self._void_all()
         self._reset()
 
-    def hear(self, copies: list[Copy]) -> None:
-        """Note which chunks others hold as well, for the next `learn`. Any thread."""
-        if self.duplicates is not None:
-            self.duplicates.hear(copies)
+    def hear(self, reply: Found | Heard) -> None:
+        """Note for the next `learn` what the server says of the namespace's epoch, and which chunks
+        others hold as well. Any thread."""
+        if self.duplicates is not None and reply.copies:
+            self.duplicates.hear(reply.copies)
+        # An answer about no keys does not know the epoch.
+        self.heard = reply.epoch if isinstance(reply, Heard) else max(self.heard, reply.epoch)
+        if reply.copies or self.heard != self.epoch:
+            self.news = True
 
     def learn(self) -> bool:
-        """Act on what `hear` and `heard` say. True if the namespace was reset.
+        """Act on the next message that `hear` noted. True if the namespace was reset.
 
         After a reset others no longer find chunks from before, though vLLM's own cache may still
         hit them."""
-        if self.duplicates is not None:
-            self.duplicates.learn()
+        # First: another thread may hear more from now on.
+        self.news = False
+        if self.duplicates is not None and self.duplicates.learn():
+            self.news = True
         heard = self.heard
         if heard == self.epoch:
             return False
@@ -160,12 +170,13 @@ class Publications:
         self._filling += filled
         tracked.resident.filled = blocks
 
-    def planned(self) -> None:
-        """Show others the blocks that the step fills. The step is planned and has all
-        its blocks.
+    def show(self) -> None:
+        """Show others the blocks that the step fills. They have new owners for good: vLLM has
+        planned the step.
         """
-        if self._pool is not None:
-            self._fill()
+        if self._filling:
+            self.generations.filled(self._filling)
+            self._filling = array(NUMBERS)
 
     def complete(
         self, tracked: Tracked, first: int, ready: int, loaded: bool
@@ -218,15 +229,10 @@ class Publications:
         """The generations of these blocks, up to the first void block."""
         if not blocks:
             return array(GENERATIONS)
-        self._fill()
+        self.show()
         right = packed(self.generations.counters, _numbers(blocks))
         void = first_odd(right)
         return array(GENERATIONS, right)[: void if void >= 0 else None]
-
-    def _fill(self) -> None:
-        if self._filling:
-            self.generations.filled(self._filling)
-            self._filling = array(NUMBERS)
 
     def _counts(self, tracked: Tracked) -> bool:
         """Whether the request's new chunks can be published: not after a reset, nor behind an
@@ -237,7 +243,7 @@ class Publications:
             tracked.resident.generations = array(GENERATIONS)
             tracked.resident.filled = NEVER
         elif tracked.resident.evicted != self._pool.evicted:
-            self._fill()
+            self.show()
             tracked.resident.evicted = self._pool.evicted
             if not self._right(tracked):
                 tracked.resident.filled = NEVER

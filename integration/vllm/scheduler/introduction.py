@@ -182,7 +182,7 @@ class Introduction:
         publications.retract = partial(outbox.retract, publications.instance)
         # Also an answer that a request no longer waits for brings news.
         client.on_reply = lambda reply: (
-            publications.hear(reply.copies) if isinstance(reply, Found | Heard) else None
+            publications.hear(reply) if isinstance(reply, Found | Heard) else None
         )
         client.on_return.append(self._join)
         client.on_beat.append(self._beat)
@@ -227,7 +227,7 @@ class Introduction:
         if publications is None or client is None:
             return
         try:
-            publications.heard = client.listen(publications.instance).epoch
+            client.listen(publications.instance)
         except VCacheError as error:
             log.debug("listen: %s", error)
 

@@ -232,8 +232,6 @@ class Lookups:
         keys = keys[first:stop]
         there = chunks = len(reply.pooled)
         if publications is not None and tables is not None:
-            # The epoch only grows, and an older answer may be read late.
-            publications.heard = max(publications.heard, reply.epoch)
             chunks, residents = choose(reply, tables, publications.each, first)
         # Behind a chunk that has just been lost nothing can be loaded.
         coming = reply.coming if chunks == there else None

@@ -78,7 +78,8 @@ class Resets:
 
     def learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""
-        if self._instance.publications is not None and self._instance.publications.learn():
+        publications = self._instance.publications
+        if publications is not None and publications.news and publications.learn():
             self._drop()
 
     def note(self, report: WorkerReport) -> None:

@@ -57,9 +57,8 @@ class SchedulerSide:
         loads: bool,
         stores: bool,
         meter: Meter,
-        apart: bool,
     ) -> None:
-        """loads, stores: the instance's role allows them. apart: workers run in other processes."""
+        """loads, stores: the instance's role allows them."""
         model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._loads_allowed = loads
@@ -90,7 +89,7 @@ class SchedulerSide:
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name
         )
-        self._make_parts(vllm_config, kv_cache_config, config, stores, meter, apart)
+        self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
 
     def _make_parts(
         self,
@@ -99,9 +98,8 @@ class SchedulerSide:
         config: Config,
         stores: bool,
         meter: Meter,
-        apart: bool,
     ) -> None:
-        """Make the parts that need `instance`. stores, apart: see the constructor."""
+        """Make the parts that need `instance`. stores: see the constructor."""
         instance = self.instance
         # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (
@@ -112,8 +110,7 @@ class SchedulerSide:
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
         waits = not compat.loads_at_once(vllm_config, config)
-        late = bool(scheduling.async_scheduling) and (apart or waits)
-        self._pace = Pace(self._requests, late, apart)
+        self._pace = Pace(self._requests, waits and bool(scheduling.async_scheduling))
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -221,10 +218,11 @@ class SchedulerSide:
         """
         self._loads.append(LoadSpec(request.request_id, lost=True))
 
-    def begin(self, meta: StepMetadata) -> None:
-        """Move the loads that begin in this step into `meta`. Never raises."""
-        meta.loads = self._loads
+    def begin(self) -> StepMetadata:
+        """Make the metadata of a step, with the loads that begin in it. Never raises."""
+        meta = StepMetadata(self._loads)
         self._loads = []
+        return meta
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
@@ -252,14 +250,15 @@ class SchedulerSide:
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
             meta.echo = self._foreign.begin(begun, requests)
-        self._completions.plan(output, requests, meta, self._foreign.blocks)
+        if not meta.idle:
+            self._completions.plan(output, requests, meta, self._foreign.blocks)
         for request_id, computed, _ in begun:
             if request_id in requests:
                 self._waits.over(requests[request_id])
                 self._promises.begun(requests[request_id], computed)
         self._pace.planned(output.num_scheduled_tokens, bool(cached.req_ids))
         if publications is not None:
-            publications.planned()
+            publications.show()
         if self.victims is not None:
             self.victims.plan(meta)
 
@@ -272,7 +271,7 @@ class SchedulerSide:
         meta.victims = None
         meta.opaque = True
         if self.publications is not None:
-            self.publications.planned()
+            self.publications.show()
         for tracked in self._requests.values():
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
         self._completions.stop(self._requests.values())
