@@ -69,14 +69,6 @@ PROCESS = os.environ.get("PYTEST_XDIST_WORKER", "")
 """The name of this process, if pytest has several."""
 
 
-@pytest.fixture(scope="session")
-def plain_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `python` of an environment with a plain installation: see `processes.installed`."""
-    from processes import installed
-
-    return installed(tmp_path_factory.mktemp("installed"))
-
-
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Any]:
     """A `processes.Stage` of its own, without a server yet."""

@@ -218,9 +218,9 @@ class Engine:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, fails: bool = False, **said: Any) -> StepMetadata:
+    def step(self, **said: Any) -> StepMetadata:
         """One step. said: what the worker's connector answers to it, beside a token for each
-        request. fails: its one load does.
+        request.
         """
         output = self.scheduler.schedule()
         self.ran(output)
@@ -228,10 +228,6 @@ class Engine:
         self.metas.append(meta)
         if self.publisher is not None and not self.slow:
             self.tell(meta)
-        if fails:
-            (load,) = meta.loads
-            report = WorkerReport(failed={load.request_id})
-            said = {"invalid_block_ids": set(load.wanted), "kv_connector_worker_meta": report}
         self.end(output, **said)
         return meta
 

@@ -154,3 +154,6 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
     assert copy.over
+    # A second load of the same request. Each has a report of its own, since `LoadEnds` counts.
+    loads.expect([LoadSpec("r", lost=True)])
+    assert [loads.finished(idle=False) for _ in range(3)] == [{"r"}, {"r"}, set()]

@@ -56,11 +56,10 @@ NO_SERVER = missing(
 NO_ROUTER = NO_SERVER or missing(("vllm-router", "setproctitle", "orjson"))
 __all__ = ["here"]
 pytestmark = needs_vllm
-APART: dict[str, str | None] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-}
-"""The engine in a process of its own; its workers run what a test gives them."""
+OPEN: dict[str, str | None] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Workers run what a test gives them."""
+APART = OPEN | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""The engine in a process of its own, too."""
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {
     "pipeline_parallel_size": 2,
@@ -96,6 +95,12 @@ def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     return lost, right
 
 
+def _ends(serving: Any) -> list[int]:
+    """The newest load whose end each worker has written for the scheduler."""
+    scheduler = serving.llm.llm_engine.engine_core.engine_core.scheduler
+    return [max(ring) for ring in scheduler.connector._ends._rings]
+
+
 def promises_kept(here: Node) -> int:
     """How many promised chunks all ranks have stored."""
     return int(here.stats().counters.get("promised_chunks_arrived", 0))
@@ -104,15 +109,14 @@ def promises_kept(here: Node) -> int:
 @pytest.mark.parametrize("which", ["ranks", "stages"])
 def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
     """And one look-up answers for all."""
-    with here.connect(
-        which, environment=APART, **(STAGES if which == "stages" else RANKS)
-    ) as ranks:
+    with here.connect(which, environment=OPEN, **(STAGES if which == "stages" else RANKS)) as ranks:
         tokens, known, kept = new_tokens(LENGTH + 17), set(here.chunk_keys()), promises_kept(here)
         computed = ranks.one(tokens)
         here.stored(len(known) + 2 * 4)
         eventually(lambda: promises_kept(here) == kept + 4)
         own, from_pool = ranks.one(tokens), ranks.again(tokens)
         assert (computed.cached, own.cached, from_pool.cached) == (0, LENGTH, LENGTH)
+        assert ranks.ask(_ends) == [1, 1], "each has written the number of its first load"
         assert own.said == from_pool.said
         assert own.agrees(computed)
         with here.corrupted():
@@ -526,6 +530,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]
         end_servers(here.socket)
 
 
+def residents(here: Node) -> int:
+    """How many chunks the ranks have published, once no more come of earlier requests."""
+    seen = [-1]
+
+    def settled() -> bool:
+        seen.append(sum(one.resident for one in here.stats().instances))
+        return seen[-1] == seen[-2]
+
+    eventually(settled, every=0.2)
+    return seen[-1]
+
+
 def meddle(address: str, method: str, *given: str) -> None:
     """In each rank's worker, see `vllm_variants.Ranks`."""
     body = json.dumps({"method": method, "args": given}).encode()
@@ -540,7 +556,7 @@ def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(
 ) -> None:
     """In place, since they have a block table each. Nothing is copied into a pool."""
     (here, address), tokens = ranks, new_tokens(LENGTH + 1)
-    before = sum(one.resident for one in here.stats().instances)
+    before = residents(here)
     assert complete(address, tokens)[1] == 0
     own = complete(address, tokens)
     eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
@@ -576,7 +592,7 @@ def test_a_load_of_one_expert_parallel_rank_holds_up_no_step_of_another(
     a load this slow nobody waits for another one: the test comes last.
     """
     (here, address), tokens = ranks, new_tokens(LENGTH + 1)
-    before = sum(one.resident for one in here.stats().instances)
+    before = residents(here)
     complete(address, tokens)
     own = complete(address, tokens)
     eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)

@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +22,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 
 from vllm.v1.request import Request, RequestStatus
 
-from vcache_backend.integration.vllm.metadata import WorkerReport
+from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
+from vcache_backend.integration.vllm.metadata import LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
 from vcache_backend.metadata_server.messages import Find
 
@@ -88,6 +92,165 @@ def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_
         engine.add(tokens, name="r")
         meta = engine.step(finished_recving={"r"})
         assert (len(meta.loads), meta.cancelled) == (1, set())
+
+
+# ---- the end of a load, before the report of the step that saw it
+
+
+SAYS_NOTHING: dict[str, Any] = {"invalid_block_ids": set()}
+
+
+def ends(engine: Engine, request_id: str = "r") -> None:
+    """The worker writes, while the next steps run, that the request's load has succeeded."""
+
+    def ran(output: Any) -> None:
+        meta = output.kv_connector_metadata
+        if numbers := [load.number for load in meta.loads if load.request_id == request_id]:
+            ring = EndRing(0)
+            ring.open(meta.ends)
+            ring.put(*numbers)
+
+    engine.ran = ran
+
+
+def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
+    here: Node, engine: Engine
+) -> None:
+    """vLLM ends if a request that runs is reported, as the worker does once that step is over."""
+    ends(engine)
+    request = engine.add(pooled(here, engine), name="r")
+    engine.step(**SAYS_NOTHING)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.step(finished_recving={"r"})
+    assert request.status == RequestStatus.RUNNING
+    assert request.num_output_tokens == 1
+    engine.finish(request)
+
+
+def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(
+    here: Node, engine: Engine
+) -> None:
+    """So the report of the next load of that request counts, too."""
+    ends(engine)
+    tokens = pooled(here, engine)
+    for _ in range(2):
+        request = engine.add(tokens, name="r")
+        engine.step(finished_recving={"r"})
+        engine.step(**SAYS_NOTHING)
+        assert request.num_output_tokens == 1
+        engine.finish(request)
+        engine.ran = lambda _: None
+        engine.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_report_of_a_request_that_was_aborted_says_nothing_of_its_successor(
+    here: Node, engine: Engine, seen: bool
+) -> None:
+    """seen: vLLM knew of the load's end before the abort, so it has freed the blocks."""
+    ends(engine)
+    tokens = pooled(here, engine)
+    engine.add(tokens, name="r")
+    if seen:
+        engine.step(**SAYS_NOTHING)
+    else:
+        write = engine.ran
+        engine.ran = lambda output: (write(output), abort(engine))
+        engine.step(**SAYS_NOTHING)
+    abort(engine)
+    assert not engine.scheduler.requests
+    engine.ran = lambda _: None
+    request = engine.add(tokens, name="r")
+    meta = engine.step(finished_recving={"r"})
+    assert (len(meta.loads), meta.cancelled) == (1, set())
+    engine.step(**SAYS_NOTHING)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.step(finished_recving={"r"})
+    engine.finish(request)
+
+
+def abort(engine: Engine) -> None:
+    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+
+
+def test_a_request_that_is_preempted_and_loads_again_waits_for_its_second_load(
+    here: Node, engine: Engine
+) -> None:
+    """The report of the first one comes late, as from a pipeline of several stages."""
+    ends(engine)
+    request = engine.add(pooled(here, engine), name="r")
+    for _ in range(2):
+        engine.step(**SAYS_NOTHING)
+    assert request.num_output_tokens == 1
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.ran = lambda _: None
+    assert len(engine.step(finished_recving={"r"}).loads) == 1
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.step(**SAYS_NOTHING)
+    assert request.num_output_tokens == 1
+    ends(engine)
+    engine.ran(SimpleNamespace(kv_connector_metadata=engine.metas[-2]))
+    engine.step(**SAYS_NOTHING)
+    engine.step(finished_recving={"r"})
+    assert request.num_output_tokens == 2
+    engine.finish(request)
+
+
+def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(
+    here: Node, engine: Engine
+) -> None:
+    """The blocks of the failed one come with the same output."""
+    ends(engine)
+    right = engine.add(pooled(here, engine), name="r")
+    wrong = engine.add(pooled(here, engine), name="wrong")
+    engine.step(**SAYS_NOTHING)
+    (blocks,) = (load.blocks for load in engine.metas[-1].loads if load.request_id == "wrong")
+    said = {"invalid_block_ids": set(blocks), "finished_recving": {"r", "wrong"}}
+    engine.step(kv_connector_worker_meta=WorkerReport(failed={"wrong"}), **said)
+    assert (right.num_output_tokens, wrong.num_output_tokens) == (1, 0)
+    engine.finish(wrong)
+    engine.finish(right)
+
+
+def test_a_load_is_over_once_all_workers_say_so() -> None:
+    """And a number that another worker's load has overwritten says nothing."""
+    ends, rings = LoadEnds(2), [EndRing(worker) for worker in range(2)]
+    for ring in rings:
+        ring.open(ends.address)
+    first, other = (LoadSpec(name, number=at) for at, name in enumerate("xy", 1))
+    ends.expect([first, other])
+    rings[0].put(first.number)
+    assert ends.over() == set()
+    rings[1].put(first.number + SIZE)
+    assert ends.over() == set()
+    rings[1].put(first.number)
+    assert ends.over() == {"x"}
+    assert ends.reported({"x", "y"}) == {"y"}
+    ends.close()
+
+
+def test_a_worker_writes_into_nothing_but_the_memory_that_its_scheduler_has_made(
+    tmp_path: Path,
+) -> None:
+    """On another host the path may be that of any file of this user. Nobody can take the memory
+    from under the scheduler."""
+    ends, ring = LoadEnds(1), EndRing(0)
+    path, link = ends.address
+    with pytest.raises(OSError, match="not permitted"):
+        os.truncate(path, 0)
+    ends.expect([LoadSpec("x", number=7)])
+    with (tmp_path / "other").open("wb+") as other:
+        other.write(bytes(SIZE * 8))
+        other.flush()
+        for wrong in (f"/proc/{os.getpid()}/fd/{other.fileno()}", "/proc/0/fd/0", ""):
+            ring.open((wrong, f"{link}{wrong}" if wrong else ""))
+            ring.put(7)
+        assert not any((tmp_path / "other").read_bytes())
+    assert ends.over() == set()
+    ring.open(ends.address)
+    ring.put(7)
+    assert ends.over() == {"x"}
+    ends.close()
 
 
 # ---- when an answer counts

@@ -104,11 +104,10 @@ class Instance(Living):
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
         self.client.join(self.instance, prefix, BLOCKS, 1, EACH, self.table.fd)
-        self._listen()
 
     def _listen(self) -> None:
-        """Ask for the namespace's epoch: the server takes no publication of another one. It raises
-        the epoch also by itself, if it may have missed a reset."""
+        """Ask for the namespace's epoch; publications of another epoch are refused. The server also
+        raises the epoch by itself, if it may have missed a reset."""
         with suppress(VCacheError):
             self._heard = self.client.listen(self.instance).epoch
 
@@ -197,7 +196,7 @@ class Owner(Instance):
         """Write the chunks page by page, as slowly as a model would."""
         for number, key in enumerate(keys):
             here = blocks[number * EACH : (number + 1) * EACH]
-            for plane, pages in enumerate(content(key)):
+            for plane, pages in enumerate(content(key, self.epoch)):
                 for block, page in zip(here, pages, strict=True):
                     self.words[plane, block] = page
             self.step("writing")

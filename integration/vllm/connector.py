@@ -28,6 +28,7 @@ from vcache_backend.metadata_server import start
 from .. import logs
 from ..guard import answers
 from . import settings
+from .ends import LoadEnds
 from .metadata import REFUSED, StepMetadata
 from .model import compat, versions
 from .scheduler.side import SchedulerSide
@@ -71,11 +72,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-            # vLLM makes the workers first.
-            apart = self._engine not in _workers
             self._half = self._scheduler = SchedulerSide(
-                vllm_config, kv_cache_config, config, loads, stores, self._meter, apart
+                vllm_config, kv_cache_config, config, loads, stores, self._meter
             )
+            self._ends = LoadEnds(self._scheduler.instance.workers)
             if self._scheduler.instance.refused:
                 self._scheduler = None
         else:
@@ -100,6 +100,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def shutdown(self) -> None:
+        if isinstance(self._half, SchedulerSide):
+            self._ends.close()
         self._half.close()
 
     # ---- in the scheduler
@@ -162,6 +164,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if side is None:
             return REFUSED
         meta = side.begin()
+        if meta.loads:
+            self._expect(meta)
         if side.instance.refused and not meta.loads:
             self._scheduler = None
             return REFUSED
@@ -173,6 +177,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return meta
 
     @answers(None)
+    def _expect(self, meta: StepMetadata) -> None:
+        self._ends.expect(meta.loads)
+        meta.ends = self._ends.address
+
+    @answers(None)
     def update_connector_output(self, connector_output: Any) -> None:
         self._hasten(connector_output)
         if self._scheduler is not None:
@@ -180,14 +189,18 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def _hasten(self, connector_output: Any) -> None:
-        """Add the loads that are over by now to the report of a step that was made when the step
-        began, if the worker runs in this thread. Their requests run a step earlier.
+        """Add the loads that are over by now to the report of a step, so that their requests run a
+        step earlier. Take out what was added before. A worker that runs in this thread looks at its
+        loads once more.
         """
-        here = _workers.get(self._engine)
-        if here is None or here._worker is None or here._thread != threading.get_ident():
+        if not (self._ends.waiting or connector_output.finished_recving):
             return
-        if done := here._worker.loads.succeeded():
-            connector_output.finished_recving = done.union(connector_output.finished_recving or ())
+        reported = self._ends.reported(connector_output.finished_recving or ())
+        connector_output.finished_recving = reported
+        here = _workers.get(self._engine)
+        if here is not None and here._worker and here._thread == threading.get_ident():
+            here._worker.loads.advance()
+        connector_output.finished_recving = reported | self._ends.over()
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -297,8 +310,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: loads begin in `get_transfer_results`, once the step's model run
-        is queued.
+        """Do nothing: loads begin in `bind_connector_metadata`, or in `get_transfer_results`, once
+        the step's model run is queued.
         """
 
     def wait_for_layer_load(self, layer_name: str) -> None:

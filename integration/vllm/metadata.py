@@ -46,7 +46,8 @@ class LoadSpec(_Spec, frozen=True):
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
     offload tier in the pool again. prefix, tenant: as of a store, if `offload`. residents:
     chunks in other instances' KV caches, numbered within the load. lost: the scheduler could not
-    describe the load; load nothing and report a failure."""
+    describe the load; load nothing and report a failure. number: of the load, never used again; 0
+    for a lost one."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -57,6 +58,7 @@ class LoadSpec(_Spec, frozen=True):
     tenant: bytes = b""
     residents: list[ResidentRun] = []
     lost: bool = False
+    number: int = 0
 
 
 class StoreSpec(_Spec, frozen=True):
@@ -100,7 +102,7 @@ class StepMetadata(msgspec.Struct):
     your shard. instance: the name under which to show the KV cache to others, in a step that
     introduces; empty: do not show it. victims: chunks to save in the pool before
     their blocks are used again. echo: report this number once this step's model run is over; 0:
-    none."""
+    none. ends: see `LoadEnds.address`, in a step with loads."""
 
     loads: list[LoadSpec] = []
     stores: list[StoreSpec] = []
@@ -114,6 +116,7 @@ class StepMetadata(msgspec.Struct):
     publications: list[PublicationSpec] = []
     victims: PublicationSpec | None = None
     echo: int = 0
+    ends: tuple[str, str] = "", ""
 
 
 class _Uncached(StepMetadata):

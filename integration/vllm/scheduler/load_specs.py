@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
@@ -24,6 +25,7 @@ class LoadSpecs:
         """stores: the instance's role allows stores."""
         self._size = config.engine.chunk_size
         self._stores, self._groups, self._instance = stores, groups, instance
+        self._numbers = count(1)
 
     def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
         """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
@@ -50,4 +52,5 @@ class LoadSpecs:
             prefix=tracked.lookup.keys[:first] if offload else [],
             tenant=tracked.tenant if offload else b"",
             residents=answer.residents_of(first, stop) if answer is not None else [],
+            number=next(self._numbers),
         )

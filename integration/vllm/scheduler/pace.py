@@ -18,8 +18,7 @@ CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
-planned, so there is a second. Workers of other processes report the load's end with the step after
-it, so there is one more."""
+planned, so there is a second."""
 LONGEST_STEP_SECONDS = 1.0
 """A step that decodes takes longer only if the process was stopped, or other work came between."""
 MOST_DECODED = 8
@@ -37,14 +36,13 @@ class Pace:
 
     chunk_seconds: 0.0 before the first measurement."""
 
-    def __init__(self, live: Mapping[str, Tracked], late: bool, apart: bool) -> None:
+    def __init__(self, live: Mapping[str, Tracked], late: bool) -> None:
         """live: the requests that have not ended. late: vLLM plans a step before the last step is
-        over, and so before it can know of a load that has waited for that. apart: workers run in
-        other processes."""
+        over, and so before it can know of a load that has waited for that."""
         self.chunk_seconds = 0.0
         self._measured: Tracked | None = None
         self._chunks, self._since = 0, 0.0
-        self._live, self._load_steps = live, LOAD_STEPS + late + apart
+        self._live, self._load_steps = live, LOAD_STEPS + late
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
 

@@ -57,9 +57,8 @@ class SchedulerSide:
         loads: bool,
         stores: bool,
         meter: Meter,
-        apart: bool,
     ) -> None:
-        """loads, stores: the instance's role allows them. apart: workers run in other processes."""
+        """loads, stores: the instance's role allows them."""
         model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._loads_allowed = loads
@@ -90,7 +89,7 @@ class SchedulerSide:
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name
         )
-        self._make_parts(vllm_config, kv_cache_config, config, stores, meter, apart)
+        self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
 
     def _make_parts(
         self,
@@ -99,9 +98,8 @@ class SchedulerSide:
         config: Config,
         stores: bool,
         meter: Meter,
-        apart: bool,
     ) -> None:
-        """Make the parts that need `instance`. stores, apart: see the constructor."""
+        """Make the parts that need `instance`. stores: see the constructor."""
         instance = self.instance
         # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (
@@ -112,8 +110,7 @@ class SchedulerSide:
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
         waits = not compat.loads_at_once(vllm_config, config)
-        late = bool(scheduling.async_scheduling) and (apart or waits)
-        self._pace = Pace(self._requests, late, apart)
+        self._pace = Pace(self._requests, waits and bool(scheduling.async_scheduling))
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens

@@ -12,6 +12,7 @@ import torch
 from vcache_backend.transfer import load as transfer
 from vcache_backend.vram_pool.copies.copier import NOTHING
 
+from ..ends import EndRing
 from ..metadata import LoadSpan, LoadSpec, StepMetadata
 from ..model.spec import ModelSpec
 from ..telemetry.stats import Meter
@@ -40,6 +41,7 @@ class Loads:
         """
         self.at_once = False
         """Loads do not wait for the steps under way (`compat.loads_at_once`)."""
+        self._ends = EndRing(report.number)
         self._model = model
         self._several = several
         self._report = report
@@ -49,17 +51,15 @@ class Loads:
         self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
-        self._succeeded: set[str] = set()
-        """Requests whose load is over and brought all of its bytes, until vLLM is told."""
-        self._others: set[str] = set()
-        """Requests whose load is over, and failed or was cancelled, until vLLM is told."""
+        self._over: list[str] = []
+        """The request of each load that is over, until the load is reported."""
 
     # ---- a step
 
     @property
     def over(self) -> bool:
         """Whether vLLM waits for no load of this worker."""
-        return not (self._under_way or self._lost or self._succeeded or self._others)
+        return not (self._under_way or self._lost or self._over)
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
         """Note the loads that the step wants. Each load's end is reported, whatever happens,
@@ -69,6 +69,8 @@ class Loads:
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
         """Begin the loads passed to `expect`. Cancel earlier loads whose requests have ended."""
+        if meta.loads:
+            self._ends.open(meta.ends)
         specs = [spec for spec in meta.loads if not spec.lost]
         mark = worker.session.copier.mark() if specs and not self.at_once else NOTHING
         for spec in specs:
@@ -77,37 +79,36 @@ class Loads:
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
+        if self.at_once:
+            # Loads may end while the step is being launched.
+            self._advance()
 
     def finished(self, idle: bool) -> set[str]:
-        """Advance all loads. Returns the requests whose load is over, successful or not.
+        """Advance all loads. Returns the requests whose load is over, successful or not: once for
+        each load, since `LoadEnds` counts.
 
         idle: the step runs no model, so it waits for a load to end, within bounds."""
         self._advance()
-        done = self._succeeded | self._others | self._give_up()
+        self._give_up()
         began = time.monotonic()
-        while idle and self._under_way and not done:
+        while idle and self._under_way and not self._over:
             first = self._under_way[0]
             if time.monotonic() > began + (COPY_SECONDS if first.launched else IDLE_SECONDS):
                 break
             first.wait(IDLE_SECONDS)
             self._advance()
-            done = self._succeeded | self._others
-        self._succeeded, self._others = set(), set()
+        # A second load of the same request is reported with the next step.
+        done = set(self._over)
+        for request_id in done:
+            self._over.remove(request_id)
         return done
 
-    def succeeded(self) -> set[str]:
-        """Advance all loads. Returns the requests whose load brought all of its bytes, and that
-        `finished` has not returned. It returns the others, since a step tells vLLM of failures.
-
-        For the scheduler of the same process: between two steps it learns what the workers of other
-        processes tell it a step later."""
+    def advance(self) -> None:
+        """Advance all loads between two steps, for the scheduler of the same thread."""
         if self._under_way:
             # As in the worker's own calls.
             with torch.inference_mode():
                 self._advance()
-        done = self._succeeded
-        self._succeeded = set()
-        return done
 
     def invalid(self) -> set[int]:
         """Return the blocks that loads have failed to fill since the last call, vLLM's numbers. See
@@ -151,21 +152,21 @@ class Loads:
                     self._note(loading)
                     if loading.spec.promote and not loading.cause:
                         self._stores.promote(loading, loading.spec)
-                    done = self._others if loading.cause else self._succeeded
-                    done.add(loading.spec.request_id)
+                    if not loading.cause:
+                        self._ends.put(loading.spec.number)
+                    self._over.append(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too
                     log.exception("vcache: a load's end could not be noted, so it counts as failed")
                     self._lost.append(loading.spec)
 
-    def _give_up(self) -> set[str]:
-        """Report loads that never began as failed. Returns their requests."""
-        lost = self._lost
-        self._lost = []
-        for spec in lost:
+    def _give_up(self) -> None:
+        """Report loads that never began as failed."""
+        while self._lost:
+            spec = self._lost.pop()
             self._report.failed.add(spec.request_id)
             self._failed.add(spec.request_id)
+            self._over.append(spec.request_id)
             self._say(spec, None)
-        return {spec.request_id for spec in lost}
 
     def _note(self, loading: Loading) -> None:
         """Report a load that is over, and count it."""
