@@ -16,8 +16,9 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
 
     Takes a chunk out of the first run, in the server's order, in which it seems unchanged since its
     publication. Only without one it takes the pool's copy."""
-    runs, later, having = list[ResidentRun](), deque(found.residents), list[ResidentRun]()
-    chunk = 0
+    runs: list[ResidentRun] = []
+    having: list[ResidentRun] = []
+    later, chunk = deque(found.residents), 0
     while chunk < len(found.pooled):
         while later and later[0].first <= chunk:
             having.append(later.popleft())
@@ -25,7 +26,7 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
         made = (_right(run, chunk, tables, each) for run in having)
         run = next(filter(None, made), None)
         if run is not None:
-            runs.append(run._replace(first=first + chunk))
+            runs.append(run.numbered(first + chunk))
             chunk += run.chunks
         elif found.pooled[chunk]:
             chunk += 1
