@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import secrets
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,10 +90,8 @@ class Instance(Living):
         self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
         self.client.on_beat.append(self._listen)
-        try:
+        with suppress(VCacheError):
             self._join()
-        except VCacheError:
-            traceback.print_exc()
         regions = exportable.allocations()
         shown = cache_shape(self.kv, regions, self.session.device)
         self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
