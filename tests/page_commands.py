@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -23,8 +22,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from processes import PATIENT, ROOT, Child, info, make_memfd, ran, without_paths
+from processes import PATIENT, ROOT, Child, info, make_memfd, ran
+from typer.testing import CliRunner
 
+from vcache_backend.cli import app
 from vcache_backend.config import Config
 from vcache_backend.metadata_server.client import Client
 
@@ -78,8 +79,8 @@ def commands(page: Path) -> Iterator[str]:
 
 
 class Place(NamedTuple):
-    """Where commands run. given: what stands for the names that the pages have, the server's
-    socket, and the `bin` of the environment that vcache is installed in. folder: a test's own."""
+    """Where commands run. given: what stands for the names that the pages have, and the server's
+    socket. folder: a test's own."""
 
     given: dict[str, str]
     folder: Path
@@ -103,7 +104,7 @@ def check(command: str, place: Place) -> None:
 
 def _said(*command: str | Path) -> str:
     # These tests may be run by `make`, which hands its own variables on.
-    environment = {name: value for name, value in without_paths().items() if "MAKE" not in name}
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
     done = ran(*command, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -117,7 +118,7 @@ def _options(words: list[str]) -> list[str]:
 
 
 def _vcache(words: list[str], place: Place) -> None:
-    """As it stands, from the checkout, against a server of the test's."""
+    """As it stands, in this process, against a server of the test's."""
     arguments = [place.given.get(word, word) for word in words[1:]]
     if "ID" in arguments:
         with Client(Path(place.given["VCACHE_SOCKET"]), PATIENT) as client:
@@ -130,26 +131,18 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = arguments[:2]
     if arguments[0] in ("demo", "mooncake") or "--model" in arguments:
         arguments.append("--help")  # test_demo, test_examples and test_doctor_model run them
-    done = _run(place, arguments)
+    place.monkeypatch.setenv("VCACHE_SOCKET", place.given["VCACHE_SOCKET"])
+    place.monkeypatch.chdir(place.folder if "init" in arguments else ROOT)
+    done = CliRunner().invoke(app, arguments)
     fails = {"doctor": "fail", "clear": "no offload tier"}.get(arguments[0], "?")
-    failed = done.returncode == 1 and fails in done.stdout + done.stderr
-    assert done.returncode == 0 or failed, done
-
-
-def _run(place: Place, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """What `vcache` does, as it is installed."""
-    environment = without_paths() | {"VCACHE_SOCKET": place.given["VCACHE_SOCKET"]}
-    where = place.folder if "init" in arguments else ROOT
-    return ran(f"{place.given['bin']}/vcache", *arguments, cwd=where, env=environment)
+    failed = done.exit_code == 1 and fails in done.output
+    assert done.exit_code == 0 or failed, (done.output, done.exception)
 
 
 def _serve(words: list[str], place: Place) -> None:
     words += [place.given["FILE"]] if words[-1] == "--config" else []
-    with Child(
-        [f"{place.given['bin']}/vcache", *words[1:]],
-        VCACHE_SOCKET=str(place.folder / "s" / "s.sock"),
-        PYTHONPATH="",
-    ) as server:
+    program, path = Path(sys.executable).with_name("vcache"), place.folder / "s" / "s.sock"
+    with Child([str(program), *words[1:]], VCACHE_SOCKET=str(path)) as server:
         server.expect("serving")
 
 

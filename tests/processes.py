@@ -15,12 +15,10 @@ import os
 import pickle
 import resource
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -48,39 +46,10 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def installed(folder: Path) -> Path:
-    """The `python` of a new environment in `folder`, in which this checkout is installed as a user
-    does it, not editable. All other packages are those of this Python."""
-    source = folder / "src"
-    packages = sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
-    folders = ["vcache_backend", "integration", "configs"]
-    for name in (*folders, "pyproject.toml", "README.md", "LICENSE"):
-        path, into = ROOT / name, source / name
-        if path.is_dir():
-            shutil.copytree(path, into, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(path, into)
-    python = folder / "venv" / "bin" / "python"
-    ran(sys.executable, "-m", "venv", "--without-pip", folder / "venv", check=True)
-    # A .pth file in a folder that a .pth file names is not read: neither is that of the editable
-    # installation.
-    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
-    ran(python, "-m", "pip", "install", "-q", *options, source, check=True, env=without_paths())
-    return python
-
-
 def ran(*command: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
     """A program that has ended, and what it said. more: as for `subprocess.run`."""
     given = {"cwd": ROOT, "capture_output": "stdout" not in more, "check": False} | more
     return subprocess.run(command, **{"timeout": 3 * SECONDS, "text": True} | given)
-
-
-def without_paths() -> dict[str, str]:
-    """The environment without `PYTHONPATH`, by which a checkout would be found before what is
-    installed.
-    """
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def asked(client: Client, *requests: str) -> int:

@@ -152,6 +152,8 @@ def test_the_server_s_image_needs_only_its_wheel_a_read_only_root_and_no_rights(
             next(iter(distributions(path=[str(folder / "packages")]))), folder / "packages", set()
         )
         assert not any((folder / "packages" / name).exists() for name in ("torch", "numpy"))
+        # What `vcache config init` writes.
+        assert (folder / "packages" / "vcache_backend" / "configs" / "vcache.yaml").exists()
         os.chown(folder / "shared", 65534, 65534)
         its_user = msgspec.structs.replace(PATIENT, server_uid=65534)
         python, prefix = Path(sys.executable).resolve(), sys.base_prefix

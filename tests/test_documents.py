@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from page_commands import COMMANDS, RULES, Place, blocks, check, commands
-from processes import ROOT, ran, stage, without_paths
+from processes import ROOT, ran, stage
 
 from benchmarks import run_on
 
@@ -76,17 +76,14 @@ PAGED = sorted(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, plain_python: Path) -> Iterator[dict[str, str]]:
-    """A server, the environment that vcache is installed in, and what stands for the names that the
-    pages have.
-    """
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server, and what stands for the names that the pages have."""
     folder = tmp_path_factory.mktemp("documents")
     (folder / "there.yaml").write_text("{}")
     with stage(folder) as node:
         node.server()
         yield {
             "VCACHE_SOCKET": str(node.path),
-            "bin": str(plain_python.parent),
             "D": "host:page",
             "N": "64",
             "SIZE": "256KiB",
@@ -108,17 +105,6 @@ def test_the_pages_have_commands_at_all_and_there_is_no_rule_for_others() -> Non
     assert {"vcache segment drop ID", "python examples/two_vllm_instances.py --cpu"} <= dict(
         PAGED
     ).keys()
-
-
-def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(
-    plain_python: Path, tmp_path: Path
-) -> None:
-    said = (
-        "from importlib.util import find_spec; "
-        "print(find_spec('vcache_backend.integration').origin)"
-    )
-    done = ran(plain_python, "-c", said, cwd=tmp_path, env=without_paths())
-    assert Path(done.stdout).is_relative_to(plain_python.parent.parent)
 
 
 @pytest.mark.parametrize(

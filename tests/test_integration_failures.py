@@ -27,6 +27,7 @@ from vllm_cases import (
     OURS,
     RELEASE,
     SCATTER,
+    TOKEN_BYTES,
     VIEWS,
     Answer,
     Instance,
@@ -303,7 +304,7 @@ def test_chunks_in_a_segment_that_cannot_be_mapped_are_computed(
         def move() -> None:
             keys = place.seen[0][2:]
             remove(here, keys)
-            reserved = other.reserve(keys, 128 << 10)
+            reserved = other.reserve(keys, CHUNK * TOKEN_BYTES)
             assert [slot.segment for slot in reserved.slots if isinstance(slot, Location)] == [
                 "broken"
             ] * 2

@@ -201,6 +201,18 @@ def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owne
     eventually(lambda: owner.found(1) == [True])
 
 
+def test_once_the_server_takes_chunks_it_is_told_of_the_earlier_ones_at_once(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause may have grown to a minute while the scheduler was away."""
+    monkeypatch.setattr(outbox, "RETRY_SECONDS", 3600.0)
+    owner.publish(1, Step())
+    assert owner.publisher.flush(SECONDS)
+    owner.join()
+    owner.publish(2, Step())
+    eventually(lambda: owner.found(1, 2) == [True, True])
+
+
 @pytest.mark.parametrize("how", ["", "which is late once", "which dies meanwhile"])
 def test_the_next_server_is_told_of_what_is_still_there(
     here: Node, owner: Owner, how: str, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from vllm_cases import (
 )
 from vllm_models import (
     IMAGE,
+    LAYERS,
     write_eagle,
     write_guessed,
     write_mtp,
@@ -166,8 +167,8 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     ("method", "kinds", "layers", "share"),
     [
         ("eagle", "fsfs", 6, "pool"),
-        ("eagle", "", 6, "in_place"),
-        ("mtp", "", 5, "in_place"),
+        ("eagle", "", 4, "in_place"),
+        ("mtp", "", 3, "in_place"),
     ],
 )
 def test_the_kv_of_a_draft_comes_with_its_targets(
@@ -196,7 +197,7 @@ def test_the_kv_of_a_draft_comes_with_its_targets(
     tokens = new_tokens(LENGTH + 9)
     computed = here.keep(b, tokens, max_tokens=24)
     said = [line for line in b.log.splitlines() if "B a chunk" in line][-1]
-    assert f" {layers * TOKEN_BYTES // 4 * CHUNK:,} B a chunk" in said
+    assert f" {layers * TOKEN_BYTES // LAYERS * CHUNK:,} B a chunk" in said
     own, guessed_after_own = guessing(b, tokens)
     reader.forget()
     reader.ask("poison")

@@ -530,6 +530,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]
         end_servers(here.socket)
 
 
+def residents(here: Node) -> int:
+    """How many chunks the ranks have published, once no more come of earlier requests."""
+    seen = [-1]
+
+    def settled() -> bool:
+        seen.append(sum(one.resident for one in here.stats().instances))
+        return seen[-1] == seen[-2]
+
+    eventually(settled, every=0.2)
+    return seen[-1]
+
+
 def meddle(address: str, method: str, *given: str) -> None:
     """In each rank's worker, see `vllm_variants.Ranks`."""
     body = json.dumps({"method": method, "args": given}).encode()
@@ -544,7 +556,7 @@ def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(
 ) -> None:
     """In place, since they have a block table each. Nothing is copied into a pool."""
     (here, address), tokens = ranks, new_tokens(LENGTH + 1)
-    before = sum(one.resident for one in here.stats().instances)
+    before = residents(here)
     assert complete(address, tokens)[1] == 0
     own = complete(address, tokens)
     eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
@@ -580,7 +592,7 @@ def test_a_load_of_one_expert_parallel_rank_holds_up_no_step_of_another(
     a load this slow nobody waits for another one: the test comes last.
     """
     (here, address), tokens = ranks, new_tokens(LENGTH + 1)
-    before = sum(one.resident for one in here.stats().instances)
+    before = residents(here)
     complete(address, tokens)
     own = complete(address, tokens)
     eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)

@@ -18,10 +18,12 @@ from benchmarks.vllm.scale import TINY
 from benchmarks.vllm.weights import write_model as write
 
 VOCABULARY = 1024
-_HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 4, 4, 2, 64, 64
+_HIDDEN, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 4, 2, 64, 64
 """Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly."""
+LAYERS = 2
+"""Half of the benchmarks': most of what these tests take is the time in layers."""
 _EXPERTS = 4
-TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
+TOKEN_BYTES = LAYERS * _KV_HEADS * _HEAD * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 
 
@@ -33,7 +35,8 @@ def write_model(
 
     windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
     they are groups of their own. heads: so many, where vLLM derives their length from the width."""
-    model = TINY.model | {"rope_theta": 10000.0}
+    layers = {"num_hidden_layers": len(windowed) or LAYERS}
+    model = TINY.model | {"rope_theta": 10000.0} | layers
     if heads:
         model |= {"num_attention_heads": heads, "hidden_size": heads * _HEAD}
     if windowed:
@@ -48,7 +51,7 @@ def write_lora(folder: Path, seed: int) -> Path:
     from safetensors.torch import save_file
 
     random_, rank, weights = torch.Generator().manual_seed(seed), 8, {}
-    for layer, name in itertools.product(range(_LAYERS), ("k_proj", "v_proj")):
+    for layer, name in itertools.product(range(LAYERS), ("k_proj", "v_proj")):
         prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
         weights[f"{prefix}.lora_A.weight"] = torch.randn(
             rank, _HIDDEN, generator=random_
@@ -114,7 +117,7 @@ def write_mtp(folder: Path) -> Path:
 
     def both(weights: dict[str, Any]) -> dict[str, Any]:
         found = _first_layer_above_all(weights)
-        for layer in range(_LAYERS):
+        for layer in range(LAYERS):
             for name, count in (("q", heads), ("k", _KV_HEADS), ("v", _KV_HEADS)):
                 found[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(
                     count * _HEAD
@@ -149,7 +152,7 @@ def write_experts(folder: Path) -> Path:
 
     def experts(weights: dict[str, Any]) -> dict[str, Any]:
         found = {name: one for name, one in weights.items() if ".mlp." not in name}
-        for layer in range(_LAYERS):
+        for layer in range(LAYERS):
             path = f"model.layers.{layer}"
             block = f"{path}.block_sparse_moe"
             found[f"{block}.gate.weight"] = torch.randn(_EXPERTS, _HIDDEN, generator=random)
@@ -205,7 +208,7 @@ def write_states(folder: Path) -> Path:
     config = json.loads((write_model(folder, heads=_KV_HEADS) / "config.json").read_text())
     random_ = torch.Generator().manual_seed(3)
     kinds = {
-        "layer_types": ["conv", "full_attention"] * 2,
+        "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
         "conv_L_cache": 3,
         "conv_dim": width,
         "block_dim": width,
@@ -236,7 +239,7 @@ def write_states(folder: Path) -> Path:
             name = name.replace(old, new)
         if name != "lm_head.weight" and ("self_attn" not in name or int(name.split(".")[2]) % 2):
             weights[name] = weight
-    for layer in range(_LAYERS):
+    for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         if layer % 2:
             weights |= {

@@ -7,8 +7,9 @@ and they are paused, stopped and killed?
 `cpu`: sharing in place. Owners' blocks are constantly handed out and rewritten, and readers
 load from them and from each other, some slowly. All are real processes with real memory, and each
 byte is compared. They pause themselves at every step of the protocol, are stopped and killed at any
-moment, and start again under other names; the server is killed and stopped, too. One seed gives the
-same decisions again, but not the same timing.
+moment, and start again under other names; the server is killed and stopped, too. The namespace is
+reset, after which the same chunks have other bytes. One seed gives the same decisions again, but
+not the same timing.
 
 `soak`: engines that share through a pool far too small for their prompts, so that slots are
 constantly rewritten. They are killed and stopped, also around copies. The server is killed and

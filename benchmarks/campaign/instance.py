@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import secrets
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,10 +90,8 @@ class Instance(Living):
         self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
         self.client.on_beat.append(self._listen)
-        try:
+        with suppress(VCacheError):
             self._join()
-        except VCacheError:
-            traceback.print_exc()
         regions = exportable.allocations()
         shown = cache_shape(self.kv, regions, self.session.device)
         self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
@@ -104,11 +101,10 @@ class Instance(Living):
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
         self.client.join(self.instance, prefix, BLOCKS, 1, EACH, self.table.fd)
-        self._listen()
 
     def _listen(self) -> None:
-        """Ask for the namespace's epoch: the server takes no publication of another one. It raises
-        the epoch also by itself, if it may have missed a reset."""
+        """Ask for the namespace's epoch; publications of another epoch are refused. The server also
+        raises the epoch by itself, if it may have missed a reset."""
         with suppress(VCacheError):
             self._heard = self.client.listen(self.instance).epoch
 
@@ -197,7 +193,7 @@ class Owner(Instance):
         """Write the chunks page by page, as slowly as a model would."""
         for number, key in enumerate(keys):
             here = blocks[number * EACH : (number + 1) * EACH]
-            for plane, pages in enumerate(content(key)):
+            for plane, pages in enumerate(content(key, self.epoch)):
                 for block, page in zip(here, pages, strict=True):
                     self.words[plane, block] = page
             self.step("writing")

@@ -1,9 +1,9 @@
 """The paged KV cache of an instance that does not run vLLM, and the bytes that its blocks must
 hold.
 
-These follow from a chunk's key, the layer and the position alone, so any instance can check what it
-has loaded. They are words of a SplitMix64 stream: a wrong chunk, layer or position gives other
-bytes."""
+These follow from a chunk's key, its namespace's epoch, the layer and the position alone, so any
+instance can check what it has loaded. They are words of a SplitMix64 stream: a wrong chunk, layer
+or position gives other bytes, as does a chunk of before a reset."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Memory:
         self.tensors = list(memory.view(torch.bfloat16).view(shape))
         self.layout = Layout.of(self.tensors, BLOCK_SIZE, model="campaign", chunk_size=CHUNK_TOKENS)
 
-    def wrong(self, blocks: Sequence[int], keys: Sequence[ChunkKey]) -> int:
+    def wrong(self, blocks: Sequence[int], keys: Sequence[ChunkKey], epoch: int) -> int:
         """How many bytes of these chunks, which lie in the first of these blocks, are wrong."""
-        return differing(self.words[:, blocks[: len(keys) * EACH]], contents(keys))
+        return differing(self.words[:, blocks[: len(keys) * EACH]], contents(keys, epoch))
 
 
 def differing(got: npt.NDArray[np.int64], want: npt.NDArray[np.int64]) -> int:
@@ -70,15 +70,16 @@ def keys_of(hasher: TokenHasher, family: int) -> list[ChunkKey]:
     return hasher.keys(prompt(family))
 
 
-def contents(keys: Sequence[ChunkKey]) -> npt.NDArray[np.int64]:
+def contents(keys: Sequence[ChunkKey], epoch: int = 0) -> npt.NDArray[np.int64]:
     """What the blocks of these chunks must hold, shape (PLANES, blocks, WORDS)."""
-    return np.concatenate([np.zeros((PLANES, 0, WORDS), np.int64), *map(content, keys)], axis=1)
+    chunks = [content(key, epoch) for key in keys]
+    return np.concatenate([np.zeros((PLANES, 0, WORDS), np.int64), *chunks], axis=1)
 
 
 @functools.cache
-def content(key: ChunkKey) -> npt.NDArray[np.int64]:
+def content(key: ChunkKey, epoch: int) -> npt.NDArray[np.int64]:
     """What a chunk's blocks must hold, shape (PLANES, EACH, WORDS): other words in each page."""
-    digest = int.from_bytes(key[8:16], "little", signed=True)
+    digest = int.from_bytes(key[8:16], "little", signed=True) ^ epoch
     seeds = mix(torch.tensor([digest]) + torch.arange(PLANES * EACH))
     counter = torch.arange(1, WORDS + 1) * _signed(0x9E3779B97F4A7C15)
     return mix(seeds[:, None] + counter).numpy().reshape(PLANES, EACH, WORDS)

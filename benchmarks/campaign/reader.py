@@ -58,9 +58,9 @@ class Reader(Instance):
         outcomes.loads += bool(loaded)
         outcomes.causes[load.cause] += 1
         outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
-        if self.memory.wrong(blocks, keys[:loaded]):
-            self.loaded_wrong(self._describe(keys[:loaded], blocks, runs))
-        elif loaded:
+        if self.memory.wrong(blocks, keys[:loaded], found.epoch):
+            self.loaded_wrong(self._describe(keys[:loaded], blocks, runs, found.epoch))
+        elif loaded and found.epoch == self.epoch:
             mine = slice(loaded * EACH)
             self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
         self.pool.free_blocks(blocks)
@@ -89,10 +89,10 @@ class Reader(Instance):
         return found
 
     def _describe(
-        self, keys: Sequence[ChunkKey], blocks: Sequence[int], runs: Sequence[ResidentRun]
+        self, keys: list[ChunkKey], blocks: list[int], runs: Sequence[ResidentRun], epoch: int
     ) -> str:
         """A description of the first wrong chunk. Call it before anything overwrites the blocks."""
-        wrong = [self.memory.wrong(blocks[n * EACH :], [key]) for n, key in enumerate(keys)]
+        wrong = [self.memory.wrong(blocks[n * EACH :], [key], epoch) for n, key in enumerate(keys)]
         number = next(n for n, count in enumerate(wrong) if count)
         run = next(run for run in runs if run.first <= number < run.stop).cut(number, number + 1)
         ids = memoryview(run.blocks).cast("I").tolist()

@@ -679,6 +679,10 @@ class ResidentRun(NamedTuple):
         generations = self.generations[begin * counter : end * counter]
         return ResidentRun(first, stop - first, self.instance, blocks, generations)
 
+    def numbered(self, first: int) -> ResidentRun:
+        """Return the same chunks, numbered from `first` on."""
+        return self if first == self.first else self._replace(first=first)
+
     def fits(self, each: int) -> bool:
         """Whether the chunks have `each` blocks."""
         number, counter = self.chunks * each * NUMBER_BYTES, self.chunks * each * GENERATION_BYTES

@@ -89,5 +89,7 @@ class Predecessors:
         epochs = self._directory.epochs
         if self._doubted and self._doubted <= self._heard and epochs.all() == self._raised:
             log.warning("the missing ledger has come: what was computed before is found again")
+            # What was published since then belongs to the epochs that go.
+            self._directory.residents.clear(b"")
             epochs.restore(self._before)
             self._doubted.clear()

@@ -71,6 +71,8 @@ class Tables:
         self._views: dict[bytes, tuple[GenerationView, int]] = {}
         """Each table, with a pidfd of its scheduler."""
         self._refused = Refusals()
+        self._ends = select.poll()
+        """Waits for the ends of the schedulers."""
         self._looked = 0.0
         self._closed = False
 
@@ -92,6 +94,7 @@ class Tables:
                     return None
                 wire.close_fds(others)
                 self._views[instance] = view, pidfd
+                self._ends.register(pidfd, select.POLLIN)
             view, _ = self._views[instance]
             return None if view.dead else view
 
@@ -100,22 +103,24 @@ class Tables:
         with self._lock:
             self._closed = True
             while self._views:
-                _, (_, pidfd) = self._views.popitem()
-                os.close(pidfd)
+                self._forget(next(iter(self._views)))
 
     def _forget_ended(self) -> None:
         """Forget the tables of schedulers that have ended. Called under the lock."""
         now = time.monotonic()
         if now < self._looked + ENDS_SECONDS:
             return
-        self._looked, poll = now, select.poll()
-        instances = {pidfd: instance for instance, (_, pidfd) in self._views.items()}
-        for pidfd in instances:
-            poll.register(pidfd, select.POLLIN)
-        for pidfd, _ in poll.poll(0):
-            del self._views[instances[pidfd]]
-            self._refused.add(instances[pidfd])
-            os.close(pidfd)
+        self._looked = now
+        ended = {pidfd for pidfd, _ in self._ends.poll(0)}
+        for instance in [name for name, (_, pidfd) in self._views.items() if pidfd in ended]:
+            self._forget(instance)
+            self._refused.add(instance)
+
+    def _forget(self, instance: bytes) -> None:
+        """Called under the lock."""
+        _, pidfd = self._views.pop(instance)
+        self._ends.unregister(pidfd)
+        os.close(pidfd)
 
 
 def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationView, list[int]]:

@@ -148,11 +148,15 @@ class Publisher(Outbox):
                 return
             publication = self._queue.popleft().publication
             self._keep(publication)
-            if not self._tell(publication) and self._knows == self._servers:
+            taken, told = self._tell(publication), self._knows == self._servers
+            if told and not taken:
                 # Try again later: the scheduler may not have shown the generations yet, or the
                 # server is gone.
                 self._knows, self._pause = -1, outbox.RETRY_SECONDS
                 self._wait()
+            elif taken and not told:
+                # Try again now: the server takes chunks.
+                self._again_at, self._pause = 0.0, outbox.RETRY_SECONDS
 
     def _is_due(self) -> bool:
         return self._knows != self._servers and time.monotonic() >= self._again_at

@@ -146,7 +146,7 @@ class Duplicates:
     def _note_used(self) -> None:
         """Note when the blocks of ended requests were last used. Later requests win."""
         for row, ended in self._ended:
-            put(self._used, np.frombuffer(row, np.uint32), ended)
+            put(self._used, row, ended)
         self._ended.clear()
 
     def _give_way(self, needed: int, instead: int) -> int:

@@ -230,7 +230,7 @@ class Publications:
         if not blocks:
             return array(GENERATIONS)
         self.show()
-        right = packed(self.generations.counters, _numbers(blocks))
+        right = packed(self.generations.counters, blocks)
         void = first_odd(right)
         return array(GENERATIONS, right)[: void if void >= 0 else None]
 

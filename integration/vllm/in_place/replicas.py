@@ -16,8 +16,9 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
 
     Takes a chunk out of the first run, in the server's order, in which it seems unchanged since its
     publication. Only without one it takes the pool's copy."""
-    runs, later, having = list[ResidentRun](), deque(found.residents), list[ResidentRun]()
-    chunk = 0
+    runs: list[ResidentRun] = []
+    having: list[ResidentRun] = []
+    later, chunk = deque(found.residents), 0
     while chunk < len(found.pooled):
         while later and later[0].first <= chunk:
             having.append(later.popleft())
@@ -25,7 +26,7 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
         made = (_right(run, chunk, tables, each) for run in having)
         run = next(filter(None, made), None)
         if run is not None:
-            runs.append(run._replace(first=first + chunk))
+            runs.append(run.numbered(first + chunk))
             chunk += run.chunks
         elif found.pooled[chunk]:
             chunk += 1
@@ -39,16 +40,9 @@ def _right(run: ResidentRun, chunk: int, tables: Tables, each: int) -> ResidentR
     None if the first has changed.
 
     Looks only at a chunk's last block, which vLLM frees before the others: the load looks at all of
-    them. Looks at few chunks first, and then at more: else a long run of which every second chunk
-    has changed would take tenths of a second."""
+    them."""
     view = tables.view(run.instance)
     if view is None or not run.fits(each):
         return None
-    stop, most = chunk, 64
-    while stop < run.stop:
-        part = run.cut(stop, min(stop + most, run.stop))
-        count = view.leading_ends(part.blocks, part.generations, each)
-        stop, most = stop + count, 8 * most
-        if count < part.chunks:
-            break
-    return run.cut(chunk, stop) if stop > chunk else None
+    count = view.leading_ends(run.blocks, run.generations, each, chunk - run.first)
+    return run.cut(chunk, chunk + count) if count else None

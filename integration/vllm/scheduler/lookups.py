@@ -227,7 +227,8 @@ class Lookups:
         """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
         the offload tier's hits.
         """
-        instance, residents, self.epoch = self._instance, list[ResidentRun](), reply.epoch
+        instance, self.epoch = self._instance, reply.epoch
+        residents: list[ResidentRun] = []
         publications, tables, keys = instance.publications, instance.tables, tracked.lookup.keys
         keys = keys[first:stop]
         there = chunks = len(reply.pooled)

@@ -230,7 +230,8 @@ class SchedulerSide:
         """
         # Most steps have nothing of this, and there are many: keep it short.
         requests, cached = self._requests, output.scheduled_cached_reqs
-        publications, begun = self.publications, list[Beginning]()
+        publications = self.publications
+        begun: list[Beginning] = []
         if self._cancelled:
             meta.cancelled = self._cancelled
             self._cancelled = set()

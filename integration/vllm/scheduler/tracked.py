@@ -56,7 +56,7 @@ class Answer(msgspec.Struct):
     def residents_of(self, first: int, stop: int) -> list[ResidentRun]:
         """Cut the residents to the chunks [first, stop), and number the chunks from `first`."""
         return [
-            run.cut(begin, end)._replace(first=begin - first)
+            run.cut(begin, end).numbered(begin - first)
             for run in self.residents
             if (begin := max(first, run.first)) < (end := min(stop, run.stop))
         ]

@@ -141,7 +141,8 @@ class Waits:
                 "request %s waited %.3f s for %d chunks: %s",
                 *(tracked.request.request_id, wait.seconds, came, why),
             )
-        self._leave(tracked)
+        if wait.leads:
+            self._leave(tracked)
 
     # ---- inside
 
@@ -221,6 +222,6 @@ class Waits:
 
     def _leave(self, tracked: Tracked) -> None:
         wait = tracked.wait
-        if wait.leads and self._leaders.get(wait.leads) is tracked:
+        if self._leaders.get(wait.leads) is tracked:
             del self._leaders[wait.leads]
         wait.leads, wait.loads = NOTHING_LED, False

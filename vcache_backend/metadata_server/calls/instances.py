@@ -140,7 +140,7 @@ def _most_found(request: m.Find) -> int:
 
 def _joined(first: m.Found, then: m.Found) -> m.Found:
     """Join two answers. `then` is about the keys after those of `first`."""
-    moved = [run._replace(first=run.first + len(first.pooled)) for run in then.residents]
+    moved = [run.numbered(run.first + len(first.pooled)) for run in then.residents]
     return m.Found(
         first.pooled + then.pooled,
         first.residents + moved,
