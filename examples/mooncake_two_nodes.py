@@ -49,6 +49,8 @@ def node(
     waits = {"lookup_seconds": SECONDS, "get_seconds": SECONDS}
     offload = {
         "policy": "write_through",
+        # Of 1 GiB, the default, all would be touched in each of both nodes.
+        "staging_bytes": "256 MiB",
         **waits,
         "mooncake": {"master": master, "rpc_seconds": SECONDS},
     }

@@ -54,12 +54,12 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "integration_failures monitor demo integrations vllm_sharing vllm_offload vllm_waits "
-    "vllm_weights vllm_groups examples vllm_processes vllm_modes disaggregated_prefill "
-    "offload_engine documents vllm_connector server_restarts lmcache_failures server_socket "
-    "resident_loads vllm_serving offload_process vllm_sleep resident_stateful directory_stateful "
-    "inplace_campaign lmcache_engine lmcache_backend doctor_model deploy start_server "
-    "vllm_benchmark neighbours vllm_in_place"
+    "integration_failures monitor offload_process vllm_processes integrations documents "
+    "disaggregated_prefill kernels examples offload_engine vllm_sharing vllm_waits vllm_weights "
+    "vllm_offload server_socket directory_stateful bounds inplace_campaign vllm_modes deploy "
+    "vllm_groups resident_loads start_server vllm_serving demo vllm_connector lmcache_failures "
+    "offload_devices cli vllm_sleep vllm_in_place neighbours vllm_benchmark doctor_offload "
+    "pinned_pool doctor_model lmcache_engine resident_stateful"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. Two of the
 first need no vLLM, which the nursery imports meanwhile."""

@@ -377,10 +377,17 @@ def choose(count: int, there: Owners, reader: PagedKV, seed: int) -> list[tuple[
     ]
 
 
-@pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize(
-    ("page_bytes", "gaps", "ctas"),
-    [(8, 0, 3), (512, 512, 3), (1032, 24, 9), (50, 2, 1), (513, 0, 1), (100, 3, 9)],
+    ("count", "page_bytes", "gaps", "ctas"),
+    [
+        (1, 512, 512, 3),
+        (1, 513, 0, 1),
+        (5, 8, 0, 3),
+        (5, 512, 512, 3),
+        (5, 1032, 24, 9),
+        (5, 50, 2, 1),
+        (5, 100, 3, 9),
+    ],
 )
 @TUNINGS
 @DEVICE

@@ -131,7 +131,14 @@ class Child(subprocess.Popen[bytes]):
     def __init__(self, module: str, *arguments: str) -> None:
         self.words, pipe = " ".join([module, *arguments]), subprocess.PIPE
         command = [sys.executable, "-m", f"vcache_backend.{module}", *arguments]
-        super().__init__(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
+        super().__init__(
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=_end_with_the_demo,
+        )
 
     def ask(self, verb: str, prompt: int) -> Any:
         """Have a worker do `verb`, a method of `Worker`. Returns its answer. Raises VCacheError."""
@@ -157,18 +164,17 @@ class Child(subprocess.Popen[bytes]):
 # ---- in the children
 
 
-def say(answer: object) -> None:
-    os.write(1, json.dumps(answer).encode() + b"\n")
-
-
-def begin() -> None:
+def _end_with_the_demo() -> None:
     """Have this process end if the demo is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def say(answer: object) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
 def main(socket: str) -> None:
     """Run the server's process, which says `true` once it serves."""
-    begin()
     server = Server(ServerConfig(socket=socket))
     say(True)
     server.run()

@@ -26,7 +26,6 @@ from vcache_backend.demo import (
     SECONDS,
     SHAPES,
     TOKENS,
-    begin,
     chunk_bytes,
     say,
 )
@@ -110,7 +109,6 @@ class Worker:
 
 def main(socket: str, device: str, number: str) -> None:
     """Say `true` once the worker is ready, and then answer each command."""
-    begin()
     torch.set_num_threads(1)
     worker = Worker(socket, device, int(number))
     with worker.engine:
