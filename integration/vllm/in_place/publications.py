@@ -25,7 +25,6 @@ from vcache_backend.metadata_server.messages import (
 from vcache_backend.resident.generations import (
     Generations,
     GenerationView,
-    UInt32s,
     first_odd,
     packed,
 )
@@ -255,7 +254,8 @@ class Publications:
         """
         generations = tracked.resident.generations
         expected = np.frombuffer(generations, np.uint64)
-        present = self.generations.counters[_numbers(tracked.store.rows[0][: len(expected)])]
+        row = tracked.store.rows[0][: len(expected)]
+        present = np.frombuffer(packed(self.generations.counters, row), np.uint64)
         lost = np.flatnonzero((present != expected) | (expected & np.uint64(1) == 1))
         # No array may view what is cut.
         del expected
@@ -312,7 +312,3 @@ class Publications:
 def _follow(chunks: Sequence[int]) -> bool:
     """Whether the chunks, at least one, follow each other."""
     return chunks[-1] - chunks[0] == len(chunks) - 1
-
-
-def _numbers(blocks: array[int]) -> UInt32s:
-    return np.frombuffer(blocks, np.uint32)
