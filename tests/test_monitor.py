@@ -323,13 +323,14 @@ def test_a_server_that_hangs_is_not_well_and_one_that_is_gone_takes_its_monitor_
     address = beside(alone)
     eventually(lambda: get(address, "/readyz")[0] == 200)
     server.stop()
-    eventually(lambda: get(address, "/healthz")[0] == 503)
+    eventually(lambda: get(address, "/healthz")[0] == 503, every=0.1)
     assert "did not answer" in get(address, "/healthz")[1]
     assert samples(address) == {("vcache_server_up",): 0}
     server.cont()
-    eventually(lambda: [get(address, path)[0] for path in ("/healthz", "/readyz")] == [200, 200])
+    pages = "/healthz", "/readyz"
+    eventually(lambda: [get(address, page)[0] for page in pages] == [200, 200], every=0.1)
     server.kill()
-    eventually(lambda: get(address, "/readyz")[0] == 503)
+    eventually(lambda: get(address, "/readyz")[0] == 503, every=0.1)
     eventually(lambda: not answers(own))
 
 

@@ -528,7 +528,7 @@ class Node:
         """Wait until nobody has a lease: those under which nothing is read end in the
         background.
         """
-        eventually(lambda: self.stats().leases == 0, LEASE_SECONDS + SECONDS)
+        eventually(lambda: self.stats().leases == 0, LEASE_SECONDS + SECONDS, every=0.05)
 
     def empty(self) -> None:
         """The pool holds nothing any more."""
