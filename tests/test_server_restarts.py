@@ -135,32 +135,6 @@ def test_a_client_that_missed_whole_servers_makes_the_next_one_forget_nothing(
     assert client.present([A]).epoch == 0
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_resets_repeated_in_vain_are_taken_back_when_the_missing_ledger_comes(
-    stage_: Stage, memfd: int, reset: bool
-) -> None:
-    """A client that missed the server before is quicker than the one with that server's ledger."""
-    server = stage_.server()
-    client = offering(stage_, memfd)
-    with Raw(stage_.path) as away:
-        server = restart_with(stage_, client, server)
-        kept = os.dup(client._ledger)
-        server.kill()
-        client.close()
-        stage_.server()
-        epochs = []
-        for ledger in (away.fds[0], kept):
-            with Raw(stage_.path, hello=False) as raw:
-                raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(ledger,))
-                assert raw.receive()
-            epochs.append(stage_.client(QUICK).present([A]).epoch)
-            if reset and ledger != kept:
-                stage_.client(QUICK).clear(A[:8], reset=True)
-        os.close(kept)
-    assert epochs[0] > 0
-    assert epochs[1] > epochs[0] if reset else epochs[1] == 0
-
-
 def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memfd: int) -> None:
     """A client was stopped through the whole life of the next server, which served others."""
     server = stage_.server()

@@ -28,10 +28,7 @@ class Predecessors:
         self.until = time.monotonic() + seconds
         self._heard = {epoch}
         """The servers whose ledgers are in this server's, and this server, by their epochs."""
-        self._doubted = set[int]()
-        """Earlier servers whose resets may be missing here."""
-        self._before, self._raised = dict[bytes, int](), dict[bytes, int]()
-        """The namespaces' epochs before and after they were raised for the first of these."""
+        self._forgotten = False
 
     def hear(self, fd: int) -> None:
         """Read the ledger that a client brings of its previous server."""
@@ -44,12 +41,12 @@ class Predecessors:
             if ledger.epoch in self._heard:
                 return
             if time.monotonic() > self.until or not ledger.take_over(self._epoch):
-                self._doubt(ledger.epoch)
+                self._resets_forgotten()
                 return
             self._restore(ledger)
         except (OSError, Damaged) as error:
             log.error("ledger: %s; nothing of that server's pool is used", error)
-            self._doubt(ledger.epoch)
+            self._resets_forgotten()
         finally:
             ledger.close()
 
@@ -58,9 +55,8 @@ class Predecessors:
         if not ledger.same_pids:
             state.hide_processes()
         state.servers = [*state.servers, ledger.epoch][-MOST_SERVERS:]
-        self._heard |= set(state.servers)
-        self._trust_again()
         self._directory.restore(state)
+        self._heard |= set(state.servers)
         self.until = time.monotonic() + self._seconds
         if state.segments:
             log.warning(
@@ -70,26 +66,12 @@ class Predecessors:
                 len(state.segments),
             )
 
-    def _doubt(self, server: int) -> None:
-        """Repeat all resets, since resets of this earlier server may be missing here."""
-        epochs = self._directory.epochs
-        if not self._doubted:
+    def _resets_forgotten(self) -> None:
+        """Repeat all resets, since resets of an earlier server may be missing here."""
+        if not self._forgotten:
+            self._forgotten = True
             log.warning(
                 "a client knew an earlier server of which nothing is known here: resets may be "
                 "missing, so what is in KV caches and in the offload tier is not found any more"
             )
-            self._before = epochs.all()
             self._directory.raise_epoch(b"")
-            self._raised = epochs.all()
-        self._doubted.add(server)
-
-    def _trust_again(self) -> None:
-        """Go back to the epochs of before the doubts, if the ledger that has just come contains
-        those of all doubted servers. Not after a reset since then."""
-        epochs = self._directory.epochs
-        if self._doubted and self._doubted <= self._heard and epochs.all() == self._raised:
-            log.warning("the missing ledger has come: what was computed before is found again")
-            # What was published since then belongs to the epochs that go.
-            self._directory.residents.clear(b"")
-            epochs.restore(self._before)
-            self._doubted.clear()
