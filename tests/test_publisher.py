@@ -201,7 +201,7 @@ def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owne
     eventually(lambda: owner.found(1) == [True])
 
 
-def test_once_the_server_takes_chunks_it_is_told_of_the_earlier_ones_at_once(
+def test_once_the_server_takes_chunks_it_is_soon_told_of_the_earlier_ones(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pause may have grown to a minute while the scheduler was away."""
@@ -209,8 +209,23 @@ def test_once_the_server_takes_chunks_it_is_told_of_the_earlier_ones_at_once(
     owner.publish(1, Step())
     assert owner.publisher.flush(SECONDS)
     owner.join()
+    monkeypatch.setattr(outbox, "RETRY_SECONDS", 0.05)
     owner.publish(2, Step())
     eventually(lambda: owner.found(1, 2) == [True, True])
+
+
+def test_a_server_that_refuses_now_and_then_is_not_told_of_everything_each_time(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of chunks, each time that it takes one: at most once a second."""
+    monkeypatch.setattr(outbox, "RETRY_SECONDS", 3600.0)
+    owner.join()
+    owner.client.retract(NAME, 5)
+    for number in range(12):
+        owner.publish(number, Step(), sequence=4 + number % 2)
+        assert owner.publisher.flush(SECONDS)
+    assert owner.found(0, 1) == [False, True]
+    assert owner.stats.counted("chunks_")["published"] == 6
 
 
 @pytest.mark.parametrize("how", ["", "which is late once", "which dies meanwhile"])

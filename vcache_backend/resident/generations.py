@@ -74,8 +74,9 @@ def put(values: npt.NDArray[Any], blocks: Blocks, value: float) -> None:
 
 def _parts(blocks: Blocks) -> list[npt.NDArray[np.intp]]:
     """Split blocks into parts of `MOST_ALONE`. numpy takes less time for its own type of index."""
-    numbers = np.asarray(blocks, np.intp)
-    return [numbers[at : at + MOST_ALONE] for at in range(0, len(numbers), MOST_ALONE)]
+    # Each part by itself: numpy would lend the interpreter to convert all of them.
+    starts = range(0, len(blocks), MOST_ALONE)
+    return [np.asarray(blocks[at : at + MOST_ALONE], np.intp) for at in starts]
 
 
 def first_odd(packed: bytes) -> int:

@@ -155,8 +155,9 @@ class Publisher(Outbox):
                 self._knows, self._pause = -1, outbox.RETRY_SECONDS
                 self._wait()
             elif taken and not told:
-                # Try again now: the server takes chunks.
-                self._again_at, self._pause = 0.0, outbox.RETRY_SECONDS
+                # Try again soon: the server takes chunks, and the pause may have grown long.
+                self._pause = outbox.RETRY_SECONDS
+                self._again_at = min(self._again_at, time.monotonic() + self._pause)
 
     def _is_due(self) -> bool:
         return self._knows != self._servers and time.monotonic() >= self._again_at
