@@ -27,8 +27,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
     decode_*: see `decoding`. whole_blocks: hits end with a whole block of vLLM's, as those of our
-    own connector do, not with the last token but one. compiled: vLLM compiles the model; else it
-    has CUDA graphs of decode steps alone."""
+    own connector do, not with the last token but one."""
 
     name: str
     model: dict[str, Any]
@@ -47,7 +46,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     answer: int = 64
     running: int = 16
     whole_blocks: bool = False
-    compiled: bool = True
     cpu: bool = False
 
     @property
