@@ -36,8 +36,7 @@
 # then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
-# SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
-# compile beside this torch. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
+# SECONDS_IN_ALL (560): when everything must be over. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stay=${STAY:-/tmp/vcache-stay} site=${SITE:-/tmp/site}
@@ -121,7 +120,7 @@ bench() {
 # ttft NAME SECONDS PARTS [OPTION...]: of benchmarks.vllm_ttft.
 ttft() {
   local name=$1 seconds=$2 parts=$3; shift 3
-  bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${GRAPHS:+--graphs-only} ${TINY:+--scale tiny --rounds 1}
+  bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${TINY:+--scale tiny --rounds 1}
 }
 pool=(--integration vllm --pool-gib 8) in_place=(--integration vllm --share in_place)
 

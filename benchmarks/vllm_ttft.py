@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring. Returns 1 if a row missed its limit or a part had no rows."""
     options = _options(arguments)
     made = Measurement(options)
-    scale = msgspec.structs.replace(SCALES[options.scale], compiled=not options.graphs_only)
+    scale = SCALES[options.scale]
     for memory in ("kv", "pool"):
         if (gib := getattr(options, f"{memory}_gib")) and not scale.cpu:
             scale = msgspec.structs.replace(scale, **{f"{memory}_bytes": int(gib * GIB)})
@@ -177,7 +177,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--scale", choices=SCALES, default="full")
     option("--pool-gib", type=float, help="of each instance, lent to the pool")
     option("--kv-gib", type=float, help="vLLM's KV cache of each instance; an owner's is twice it")
-    option("--graphs-only", action="store_true", help="compile nothing, and graph decode steps")
     option("--rounds", type=int, default=11, help="prompts of each length in `ttft`")
     options = made.parse_args(arguments)
     options.way = "inplace" if options.share == "in_place" else options.integration

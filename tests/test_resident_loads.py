@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
 from neighbour_cases import Owner, instance, kv_mapped
-from processes import QUICK, Worker, asked, eventually
+from processes import QUICK, SECONDS, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_process
 
 from vcache_backend.errors import VCacheError
@@ -82,6 +83,28 @@ def test_new_owners_are_mapped_while_the_load_waits_or_the_chunk_comes_from_else
     elsewhere = second.cut(2, 3)._replace(instance=instance(9))
     there = [*only(first, 0), *only(second, 1), elsewhere, *only(first, 3)]
     assert reader.loaded(tokens, there, known=False) == (4, loads.ABSENT)
+
+
+@pytest.mark.parametrize("last", range(1, 5))
+def test_a_kv_cache_whose_mapping_ends_between_two_looks_at_it_is_read(
+    here: Node, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """last: the look behind which it is mapped."""
+    one, reader, tokens = owner(here), Reader(here), prompt(CHUNK)
+    there, neighbours, looks = one.compute(tokens, [0, 1]), reader.neighbours, count(1)
+    expects, opened, opens = neighbours.expects, neighbours._open, threading.Event()
+
+    def look(name: bytes) -> bool:
+        coming = expects(name)
+        if next(looks) == last:
+            opens.set()
+            eventually(lambda: name not in neighbours._coming)
+        return coming
+
+    monkeypatch.setattr(neighbours, "_open", lambda name: opens.wait(SECONDS) and opened(name))
+    monkeypatch.setattr(neighbours, "expects", look)
+    load = reader.load(tokens, [there], known=False)
+    assert (load.run(SECONDS), load.cause) == (1, "")
 
 
 def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:

@@ -18,10 +18,9 @@ from benchmarks.vllm.scale import TINY
 from benchmarks.vllm.weights import write_model as write
 
 VOCABULARY = 1024
-_HIDDEN, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 4, 2, 64, 64
-"""Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly."""
-LAYERS = 2
-"""Half of the benchmarks': most of what these tests take is the time in layers."""
+_HIDDEN, LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 2, 4, 2, 64, 64
+"""Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly. It has few
+layers: most of what these tests take is the time in them."""
 _EXPERTS = 4
 TOKEN_BYTES = LAYERS * _KV_HEADS * _HEAD * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
@@ -35,13 +34,13 @@ def write_model(
 
     windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
     they are groups of their own. heads: so many, where vLLM derives their length from the width."""
-    layers = {"num_hidden_layers": len(windowed) or LAYERS}
-    model = TINY.model | {"rope_theta": 10000.0} | layers
+    model = TINY.model | {"rope_theta": 10000.0}
     if heads:
         model |= {"num_attention_heads": heads, "hidden_size": heads * _HEAD}
     if windowed:
         kinds = {"s": "sliding_attention", "f": "full_attention"}
         model |= {"layer_types": [kinds[letter] for letter in windowed], "sliding_window": window}
+        model |= {"num_hidden_layers": len(windowed)}
     return write(folder, msgspec.structs.replace(TINY, model=model), seed)
 
 

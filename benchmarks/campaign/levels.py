@@ -169,6 +169,6 @@ LEVELS: dict[str, Callable[[], Level]] = {
     "cpu": lambda: CPU,
     "soak": lambda: SOAK,
     "death": death,
-    "death_pool": lambda: death(lends=2 << 20),
+    "death_pool": lambda: death(lends=1 << 20),
     "promises": promised,
 }

@@ -31,7 +31,7 @@ from vcache_backend.integration.vllm.scheduler.pace import Pace
 from ..processes import die_with_parent
 from ..vllm.answers import RANKED, Answer
 from ..vllm.scale import TINY, Scale
-from ..vllm.settings import DECODE_GRAPHS, llm, our_connector
+from ..vllm.settings import llm, our_connector
 from ..vllm.weights import write_model
 from .forked import Forked
 from .living import Living, Settings, Slowly, live_as
@@ -190,7 +190,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
         amx.permit()
     else:
         # Engines start often, so nothing is compiled.
-        own["compilation_config"] = DECODE_GRAPHS
+        own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     scale = msgspec.structs.replace(size.scale, cpu=on_cpu)
     return vllm.LLM(**llm(scale, Path(folder, "model"), size.at_once) | own)
 

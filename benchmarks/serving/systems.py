@@ -66,8 +66,8 @@ FULL = Sizes(
 )
 TINY = Sizes(
     scale=scales.TINY,
-    kv_bytes=4 * MIB,
-    pool_bytes=12 * MIB,
+    kv_bytes=2 * MIB,
+    pool_bytes=6 * MIB,
     host_gib=0.25,
     seqs=8,
     plan=Plan(

@@ -93,7 +93,7 @@ class Fleet:
             for name in new:
                 self.model(INSTANCES[name].kind)
         first: dict[tuple[str, bool], str] = {}
-        for name in new if self.scale.compiled and not self.scale.cpu else ():
+        for name in new if not self.scale.cpu else ():
             spec = INSTANCES[name]
             key = spec.kind, spec.alone
             eager = "enforce_eager" in KINDS[spec.kind].arguments

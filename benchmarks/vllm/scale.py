@@ -27,8 +27,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
     decode_*: see `decoding`. whole_blocks: hits end with a whole block of vLLM's, as those of our
-    own connector do, not with the last token but one. compiled: vLLM compiles the model; else it
-    has CUDA graphs of decode steps alone."""
+    own connector do, not with the last token but one."""
 
     name: str
     model: dict[str, Any]
@@ -47,7 +46,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     answer: int = 64
     running: int = 16
     whole_blocks: bool = False
-    compiled: bool = True
     cpu: bool = False
 
     @property
@@ -144,7 +142,7 @@ TINY = Scale(
     equal={127: 1, 128: 1, 129: 1, 512: 1},
     partial=2,
     few=[127, 128, 129],
-    kv_bytes=5 * MIB,
+    kv_bytes=5 * MIB // 2,
     pool_bytes=16 * MIB,
     max_model_len=1536,
     batched_tokens=1024,

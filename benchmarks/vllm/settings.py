@@ -24,9 +24,6 @@ COMPILED_BY_RULE = {
 for themselves may differ.
 """
 
-DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""CUDA graphs of decode steps, and nothing compiled."""
-
 
 def llm(scale: Scale, model: Path, seqs: int) -> dict[str, Any]:
     """Arguments of vLLM's `LLM` that all of a benchmark's instances have. seqs: requests that an
@@ -57,7 +54,7 @@ def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -
     given = llm(scale, model, 32) | {kind.split: kind.ranks}
     given["kv_cache_memory_bytes"] //= kind.ranks
     if not scale.cpu:
-        given["compilation_config"] = COMPILED_BY_RULE if scale.compiled else DECODE_GRAPHS
+        given["compilation_config"] = COMPILED_BY_RULE
     if spec.scheduler:
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if transfer:

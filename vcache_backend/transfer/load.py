@@ -225,22 +225,26 @@ class Load:
         self._settle()
         while not self._failed and self.reached < self._end and self._launch():
             self._settle()
-        if not self._failed and self.reached < self._end:
-            self._give_up()
 
     def _launch(self) -> bool:
-        """Start the copy of the next available chunks. Returns False if none are available."""
+        """Start the copy of the next available chunks. Returns False if none are available, and
+        holds the load if none are coming."""
         chunk, sources = self.reached, self._sources
         coming = [source for source in sources if source.expects(chunk)]
         if self._launched_from(coming or sources):
             return True
-        if coming or not any(source.may_have for source in sources):
+        if coming:
+            # The chunk may have come since: look again.
             return False
-        self._context.idle_since = perf_counter()
-        if any(source.prepare(chunk) for source in sources if source.may_have):
-            return False
-        # Another instance may have stored the chunk between the two questions.
-        return self._launched_from(sources)
+        if any(source.may_have for source in sources):
+            self._context.idle_since = perf_counter()
+            fetched = any(source.prepare(chunk) for source in sources if source.may_have)
+            # Another instance may have stored the chunk between the two questions.
+            if not fetched and self._launched_from(sources):
+                return True
+        if not any(source.expects(chunk) for source in sources):
+            self.hold(next((source.cause for source in sources if source.cause), ABSENT))
+        return False
 
     def _launched_from(self, sources: list[Source]) -> bool:
         for source in sources:
@@ -252,11 +256,6 @@ class Load:
                         other.prepare(self.reached)
                 return True
         return False
-
-    def _give_up(self) -> None:
-        """Hold the load after no copy was launched, unless a source fetches the next chunk."""
-        if not any(source.expects(self.reached) for source in self._sources):
-            self.hold(next((source.cause for source in self._sources if source.cause), ABSENT))
 
     def _settle(self) -> None:
         while self._parts and not self._failed:

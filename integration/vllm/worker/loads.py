@@ -79,8 +79,8 @@ class Loads:
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
-        if self.at_once and not meta.idle:
-            # Loads may end while the step is being launched. An idle step waits for them anyway.
+        if self.at_once:
+            # Loads may end while the step is being launched.
             self._advance()
 
     def finished(self, idle: bool) -> set[str]:
