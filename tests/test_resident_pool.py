@@ -5,6 +5,7 @@ notices nothing.
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 from collections.abc import Iterator
 from math import inf
@@ -209,6 +210,14 @@ def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
         watched.pool.free_blocks(reversed(blocks))
         assert watched.pool.reset_prefix_cache()
     assert watched.duplicates.count <= BLOCKS // EACH
+
+
+def test_requests_that_have_ended_do_not_stay_in_memory(watched: Watched) -> None:
+    """Also while vLLM has blocks that hold nothing, so that no copy is given up."""
+    requests = [used([1, 2]) for _ in range(100)]
+    for tracked in requests:
+        watched.duplicates.finished(tracked, 4)
+    assert sum(sys.getrefcount(tracked.store.rows[0]) > 2 for tracked in requests) <= 32
 
 
 def freed(watched: Watched, chunks: list[int]) -> list[Any]:

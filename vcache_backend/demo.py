@@ -1,8 +1,8 @@
 """`vcache demo`: a real metadata server and two real workers. Each worker retrieves what the other
 has stored, and every byte is checked.
 
-Only the workers (`demo_worker`) import torch, which takes seconds: not this process, and not the
-server that it starts."""
+Only the workers (`demo_worker`) import torch, which takes seconds: not the server, and this process
+only if there are two GPUs that are linked."""
 
 from __future__ import annotations
 
