@@ -25,7 +25,7 @@ from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
 from vcache_backend.metadata_server.instances.resident_chunks import MAX_BYTES
-from vcache_backend.metadata_server.messages import MAX_BLOCKS, Find
+from vcache_backend.metadata_server.messages import MAX_BLOCKS, Find, Heard
 from vcache_backend.resident.generations import Generations
 
 __all__ = ["here"]
@@ -281,9 +281,16 @@ def test_news_of_copies_are_heard_though_nobody_reads_the_answer_that_brings_the
     request = reader.add(new_tokens(2 * CHUNK + 1))
     reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     hear(reader)
-    while reader.half.publications.duplicates._waiting:
-        reader.half.publications.learn()
-    assert reader.half.publications.duplicates.count == 4
+    publications = reader.half.publications
+    (copies,) = publications.duplicates._waiting
+    publications.duplicates._waiting.clear()
+    reader.step()
+    # As from several answers between two steps.
+    for copy in copies:
+        publications.hear(Heard(publications.epoch, [copy]))
+    for _ in copies:
+        reader.step()
+    assert publications.duplicates.count == 4
 
 
 def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(
