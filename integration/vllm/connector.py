@@ -169,12 +169,18 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if side.instance.refused and not meta.loads:
             self._scheduler = None
             return REFUSED
-        try:
-            side.plan(scheduler_output, meta)
-        except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
-            side.stop_stores(meta)
-            self.note_failure("build_connector_meta", error)
+        if not self._plan(side, scheduler_output, meta):
+            self._stop_stores(side, meta)
         return meta
+
+    @answers(False)
+    def _plan(self, scheduler: SchedulerSide, output: Any, meta: StepMetadata) -> bool:
+        scheduler.plan(output, meta)
+        return True
+
+    @answers(None)
+    def _stop_stores(self, scheduler: SchedulerSide, meta: StepMetadata) -> None:
+        scheduler.stop_stores(meta)
 
     @answers(None)
     def _expect(self, meta: StepMetadata) -> None:
