@@ -100,6 +100,8 @@ class Two:
             return loaded(b, "store") == before + HITS
 
         eventually(read)
+        # What `b` has read it stores in its pool again, beside its next steps.
+        eventually(lambda: self.chunks() == HITS // CHUNK)
 
     def chunks(self) -> int:
         return int(self.second.stats().chunks)
