@@ -15,7 +15,7 @@
 #   sparse   pages of several sizes, in place and through a pool, with controls: an EAGLE head with other KV heads (*_equal_head), and a
 #            DeepSeek V3.2 shape (*_equal_sparse*; unpack gemm.tar.xz last; needs nvcc)             6 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
-#   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   8 minutes
+#   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
 #   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
 #   weights  weights that change, with and without a version, in place and through a pool          5 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
