@@ -109,7 +109,12 @@ def _experts(model: dict[str, Any], tiny: str, **more: Any) -> Kind:
 KINDS = {
     "": Kind(),
     "tp2": Kind(ranks=2),
-    "pp2": Kind(ranks=2, split="pipeline_parallel_size"),
+    # Each rank compiles its own layers; see `_experts`.
+    "pp2": Kind(
+        ranks=2,
+        split="pipeline_parallel_size",
+        environment={"TORCHINDUCTOR_DETERMINISTIC": "1"},
+    ),
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
     # 64 tokens a block is what the MLA kernels of Hopper take. All layers are dense: experts have
     # no part in the KV cache.
