@@ -163,7 +163,7 @@ class Loads:
         """Report loads that never began as failed."""
         while self._lost:
             spec = self._lost.pop()
-            self._report.failed.add(spec.request_id)
+            self._report.next.failed.add(spec.request_id)
             self._failed.add(spec.request_id)
             self._over.append(spec.request_id)
             self._say(spec, None)
@@ -172,7 +172,7 @@ class Loads:
         """Report a load that is over, and count it."""
         invalid, name = loading.invalid, loading.spec.request_id
         if invalid:
-            self._report.failed.add(name)
+            self._report.next.failed.add(name)
             if self._several:
                 self._failed.add(name)
             else:
@@ -196,11 +196,12 @@ class Loads:
             return
         name, number, now = spec.request_id, self._report.number, time.time_ns()
         if loading is None:
-            self._report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))
+            never = LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began")
+            self._report.next.spans.append(never)
             return
         stats = loading.stats
         nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
         times = stats.metadata_seconds, stats.data_seconds
-        self._report.spans.append(
+        self._report.next.spans.append(
             LoadSpan(name, number, loading.began, now, nbytes, *times, loading.failure)
         )
