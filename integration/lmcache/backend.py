@@ -173,11 +173,12 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(False)
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        return bool(self.batched_remove([key], force))
+        return bool(self.batched_remove([key]))
 
     @answers(0)
     def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
-        return self.worker.remove(keys, force) if self.worker is not None else 0
+        """Remove chunks, even leased ones: LMCache never asks a plugin to spare some."""
+        return self.worker.remove(keys) if self.worker is not None else 0
 
     @answers(0)
     def clear(self) -> int:
