@@ -112,7 +112,7 @@ class WorkerSide:
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
-        self._stores.open(session, kv, block_size)
+        self._stores.open(self._worker)
         self.report.open(session, Shard(shard, session.tier is not None))
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
