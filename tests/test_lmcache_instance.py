@@ -152,7 +152,10 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     mla = under_vllm(worker_id=3, use_mla=True)
     assert (mla.pp_rank, mla.rank, mla.ranks) == (1, 0, 1)
     assert under_vllm(kvcaches={}).kvcaches is None
-    assert under_vllm(kind=type("SlidingWindowSpec", (), {})()).windowed > found.windowed
+    assert (
+        under_vllm(kind=type("SlidingWindowSpec", (), {"sliding_window": 8})()).windowed
+        > found.windowed
+    )
     bare = under_vllm(
         device_config=None, load_config=None, compilation_config=None, kv_transfer_config=None
     )

@@ -315,18 +315,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""
         return False
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, *_: Any, **__: Any) -> None:
         """Do nothing: loads begin in `bind_connector_metadata`, or in `get_transfer_results`, once
-        the step's model run is queued.
-        """
+        the step's model run is queued. No step waits for one, and all layers are stored at once."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no step waits for a load."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: all layers are copied in one launch, after the model run."""
+    wait_for_layer_load = save_kv_layer = start_load_kv
 
     @answers(None)
     def wait_for_save(self) -> None:

@@ -103,6 +103,10 @@ class Driver:
         answer = self.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
+    def uuids(self) -> list[str]:
+        """The names of all GPUs that this process sees, by ordinal."""
+        return [self.uuid(ordinal) for ordinal in range(self.count())]
+
     def model(self, ordinal: int) -> str:
         name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()

@@ -241,8 +241,8 @@ class Groups:
 
 def several(kv_cache_config: Any) -> bool:
     """Whether the model has several block tables, or a single one of a sliding window."""
-    kinds = [_kind(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return len(kinds) > 1 or (len(kinds) == 1 and kinds[0] in _WINDOWED)
+    kinds = [kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+    return len(kinds) > 1 or kinds == ["window"]
 
 
 def clears(kv_cache_config: Any) -> bool:
@@ -290,11 +290,6 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     if all(group.state for group in layer_groups):
         raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
     return Groups(layer_groups, chunk_size)
-
-
-def _kind(spec: Any) -> str:
-    """The name of vLLM's class for the layers of this specification."""
-    return type(layer_specs(spec)[0]).__name__
 
 
 def is_full(kind: str) -> bool:

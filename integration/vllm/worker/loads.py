@@ -195,13 +195,10 @@ class Loads:
         if not self._report.traces:
             return
         name, number, now = spec.request_id, self._report.number, time.time_ns()
-        if loading is None:
-            never = LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began")
-            self._report.next.spans.append(never)
-            return
-        stats = loading.stats
-        nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
-        times = stats.metadata_seconds, stats.data_seconds
-        self._report.next.spans.append(
-            LoadSpan(name, number, loading.began, now, nbytes, *times, loading.failure)
-        )
+        span = LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began")
+        if loading is not None:
+            stats, failure = loading.stats, loading.failure
+            nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
+            times = stats.metadata_seconds, stats.data_seconds
+            span = LoadSpan(name, number, loading.began, now, nbytes, *times, failure)
+        self._report.next.spans.append(span)
