@@ -26,8 +26,7 @@ OLDEST, NEWEST = (0, 31), (0, 33)
 
 def unsupported(version: str) -> str | None:
     """Say why this version of vLLM is refused, in one line with what to install; None if it is
-    supported.
-    """
+    supported."""
     parsed = re.match(r"(\d+)\.(\d+)(\.|$)", version)
     if parsed and OLDEST <= (int(parsed[1]), int(parsed[2])) <= NEWEST:
         return None
@@ -42,8 +41,7 @@ def hash_root() -> bytes:
 
 def hash_seed(vllm_config: Any) -> str | None:
     """The seed of `hash_root`; None if each process would get another seed, because the algorithm
-    fixes none and the user has set none.
-    """
+    fixes none and the user has set none."""
     function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     seed, again = (kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2))
     return str(seed) if seed == again else None
@@ -56,8 +54,7 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
     """Rename the `tokens` of a hit, by place, for vLLM 0.32 and later. The rest of the `external`
-    tokens is "unspecified".
-    """
+    tokens is "unspecified"."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     named = {CacheHitSource(name): count for name, count in tokens.items() if count}
@@ -95,8 +92,7 @@ def refusal(
     vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config
 ) -> str | None:
     """Say why this instance must not cache, in one line with what to change; None if it may. All of
-    its processes get the same answer.
-    """
+    its processes get the same answer."""
     reason = unsupported(vllm.__version__)
     if reason is not None:
         return reason
@@ -113,8 +109,7 @@ def refusal(
 
 def _sleep_refusal(model_config: Any) -> str | None:
     """Say why an instance with sleep mode must not cache, in one line with what to change; None if
-    it may.
-    """
+    it may."""
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
             "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
@@ -150,8 +145,7 @@ def transfer_results(
     recving: AbstractSet[str] = frozenset(), failed: AbstractSet[str] = frozenset()
 ) -> Any:
     """Make vLLM's object for finished loads. recving, failed: requests; failed requests need not be
-    in `recving`.
-    """
+    in `recving`."""
     return base.KVConnectorTransferResults(
         finished_recving={*recving, *failed}, failed_recving={*failed}
     )

@@ -17,8 +17,7 @@ from ..metadata import LoadSpec
 
 class Attached(NamedTuple):
     """The parts that all loads and stores of a worker share. block_size: tokens of the blocks that
-    vLLM numbers; each may be several blocks of the tensors.
-    """
+    vLLM numbers; each may be several blocks of the tensors."""
 
     session: Session
     kv: PagedKV
@@ -58,8 +57,7 @@ class Loading(transfer.Load):
     @property
     def invalid(self) -> list[int]:
         """vLLM's numbers of the blocks that the finished load has not filled. Empty if it was
-        cancelled.
-        """
+        cancelled."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
         missed = self.spec.blocks[self.loaded * self._per_chunk :]

@@ -31,8 +31,7 @@ class Reporter:
         traces: bool = False,
     ) -> None:
         """place: pipeline and tensor rank. rank: the rank of this worker's part of a chunk. events,
-        traces: somebody wants KV events, spans.
-        """
+        traces: somebody wants KV events, spans."""
         self._place = place
         self.number = number
         self._rank = rank
@@ -90,8 +89,7 @@ class Reporter:
 
     def _reached(self) -> Link:
         """This worker's connection to the offload tier. A small change of bandwidth leaves the last
-        report's value.
-        """
+        report's value."""
         tier = self._session.tier if self._session is not None else None
         if tier is None:
             return self._link

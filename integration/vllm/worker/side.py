@@ -146,8 +146,7 @@ class WorkerSide:
     @property
     def needless(self) -> bool:
         """Whether this worker is refused, and the scheduler's half finds the reason by itself in
-        vLLM's configuration.
-        """
+        vLLM's configuration."""
         return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
@@ -178,8 +177,7 @@ class WorkerSide:
 
     def store(self) -> None:
         """Store or publish the chunks that the step completes. All of its model run
-        must be queued.
-        """
+        must be queued."""
         if self._worker is None:
             return
         self._stores.start(self._meta.stores)
@@ -205,8 +203,7 @@ class WorkerSide:
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory
-        away. Idempotent until `wake`.
-        """
+        away. Idempotent until `wake`."""
         worker = self._worker
         self._worker = None
         if worker is None:
@@ -224,8 +221,7 @@ class WorkerSide:
 
     def wake(self) -> None:
         """Use the KV cache's memory again, which is back at the same addresses. Does nothing
-        without a `sleep` before it.
-        """
+        without a `sleep` before it."""
         worker = self._asleep
         self._asleep = None
         if worker is None:
@@ -237,8 +233,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Leave the pool after copies have ended, within `CLOSE_SECONDS`. The chunks stay in the
-        pool.
-        """
+        pool."""
         worker = self._worker or self._asleep
         self._worker = None
         self._asleep = None

@@ -1,6 +1,5 @@
 """Launches a worker's stores. Steps that would overwrite blocks wait for the stores that still read
-them.
-"""
+them."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ log = logging.getLogger("vllm.vcache")
 
 class _Gather(NamedTuple):
     """A store under way. blocks: vLLM's numbers of the blocks that it reads. seconds: how long the
-    launch took.
-    """
+    launch took."""
 
     copy: Completion
     blocks: frozenset[int]
@@ -42,8 +40,7 @@ class Stores:
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
         """at_once: make the model's stream wait for every store. Models need it whose blocks vLLM
         clears (`groups.clears`): it clears and copies a step's blocks before it tells us of the
-        step.
-        """
+        step."""
         self._meter, self._at_once = meter, at_once
         self._worker: Attached | None = None
         self._under_way: list[_Gather] = []
@@ -56,8 +53,7 @@ class Stores:
 
     def fence(self, meta: StepMetadata) -> None:
         """Make this step's work wait, on the device, for stores that read a block with
-        a new owner.
-        """
+        a new owner."""
         if not self._under_way or self._worker is None:
             return
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
@@ -130,8 +126,7 @@ class Stores:
         tenant: bytes = b"",
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
-        for the copy. holds: see `save`. tenant: see `StoreSpec`.
-        """
+        for the copy. holds: see `save`. tenant: see `StoreSpec`."""
         session, started = worker.session, perf_counter()
         try:
             how: dict[str, Any] = {"fetched_in": fetched_in, "holds": holds, "tenant": tenant}
@@ -150,8 +145,7 @@ class Stores:
 
     def _over(self, gather: _Gather) -> bool:
         """Whether the store reads its blocks no more. A failed store has stopped, and is not
-        committed.
-        """
+        committed."""
         try:
             if not gather.copy.done():
                 return False
