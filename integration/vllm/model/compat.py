@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -16,22 +15,18 @@ from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
 from vcache_backend.errors import LayoutError
+from vcache_backend.supported import VLLM
 
 from . import groups
 from . import spec as model_spec
-
-OLDEST, NEWEST = (0, 31), (0, 33)
-"""The first and the last supported release of vLLM."""
 
 
 def unsupported(version: str) -> str | None:
     """Say why this version of vLLM is refused, in one line with what to install; None if it is
     supported."""
-    parsed = re.match(r"(\d+)\.(\d+)(\.|$)", version)
-    if parsed and OLDEST <= (int(parsed[1]), int(parsed[2])) <= NEWEST:
+    if VLLM.supports(version):
         return None
-    wanted = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-    return f"vLLM {version} is not supported: install {wanted}"
+    return f"vLLM {version} is not supported: install {VLLM.name}{VLLM.wanted}"
 
 
 def hash_root() -> bytes:
