@@ -52,8 +52,7 @@ def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
 
     return {
         "as it is": of(),
-        "tensor parallel": of(model=msgspec.structs.replace(model, tp_size=2)),
-        "pipeline parallel": of(model=msgspec.structs.replace(model, pp_size=2)),
+        "several workers": of(model=msgspec.structs.replace(model, tp_size=2, pp_size=2)),
         "uncached": of(vllm_config.cache_config, enable_prefix_caching=False),
         "sleep": of(model=msgspec.structs.replace(model, sleep_mode=True)),
         "cumem": of(vllm_config.model_config, enable_cumem_allocator=True),
@@ -80,8 +79,7 @@ def alone(here: Node) -> Instance:
 def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone: Instance) -> None:
     found: dict[str, tuple[str | None, str]] = alone.ask(refusals)
     assert found.pop("as it is") == (None, "in_place")
-    assert found.pop("tensor parallel") == (None, "in_place")
-    assert found.pop("pipeline parallel") == (None, "pool")
+    assert found.pop("several workers") == (None, "in_place")
     expected = {
         "uncached": (
             "without prefix caching vLLM's KV cache keeps nothing to share: take out "
