@@ -5,30 +5,25 @@ Imports neither LMCache nor vLLM."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
+
+from vcache_backend.supported import LMCACHE
 
 from ..vllm.model import spec as model_spec
 from .instance import Instance
 from .patches import WANTED
 
-LOWEST, HIGHEST = (0, 5, 3), (0, 6)
-"""Supported versions of LMCache: LOWEST <= version < HIGHEST."""
 CLASS_NAME = "VCacheBackend"
 
 
 def version() -> str | None:
     """Say why the plugin does not work with this version of LMCache, or None."""
-    try:
-        installed = metadata.version("lmcache")
-    except metadata.PackageNotFoundError:
-        return f"LMCache is not installed: pip install '{WANTED}'"
-    leading = re.match(r"\d+(\.\d+)*", installed)
-    if not leading or not LOWEST <= tuple(map(int, leading[0].split("."))) < HIGHEST:
-        return f"LMCache {installed} is not one that vcache works with: pip install '{WANTED}'"
-    return None
+    _, installed = LMCACHE.installed()
+    if LMCACHE.supports(installed):
+        return None
+    wrong = f"{installed} is not one that vcache works with" if installed else "is not installed"
+    return f"LMCache {wrong}: pip install '{WANTED}'"
 
 
 def refusal(lm_config: Any, instance: Instance) -> str | None:

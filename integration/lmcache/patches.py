@@ -23,6 +23,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from vcache_backend.supported import LMCACHE
+
 from .scope import Scheduler
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 CONNECTOR_CLASS = "LMCacheConnectorV1"
 PLUGIN_MODULE = "vcache_backend.integration.lmcache"
-WANTED = "lmcache>=0.5.3,<0.6"
+WANTED = LMCACHE.name + LMCACHE.wanted
 """This module relies on the internals of these versions."""
 _THEIRS = "_theirs_before_vcache"
 log = logging.getLogger(__name__)

@@ -165,9 +165,9 @@ class PoolWorker:
             places = SlotPlaces(kv, size, slots, starts)
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
-    def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
-        """Remove chunks of this rank. Returns how many. force: also leased ones."""
-        return self.session.client.remove(self._names.keys(keys), force)
+    def remove(self, keys: Sequence[CacheEngineKey]) -> int:
+        """Remove chunks of this rank. Returns how many."""
+        return self.session.client.remove(self._names.keys(keys))
 
     def clear(self) -> int:
         """Reset the namespace for all instances and ranks. Returns how many chunks were removed."""
