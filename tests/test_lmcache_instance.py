@@ -40,16 +40,9 @@ SETTINGS = Settings(config=CONFIG)
 OWN = Settings(config=CONFIG, block_size=BLOCK)
 
 
-FIELDS: dict[str, Any] = {
-    "model_name": "org/model",
-    "world_size": 2,
-    "local_world_size": 2,
-    "worker_id": 1,
-    "local_worker_id": 1,
-    "kv_dtype": torch.bfloat16,
-    "kv_shape": (3, 2, CHUNK, 2, 8),
-    "use_mla": False,
-}
+FIELDS: dict[str, Any] = {"model_name": "org/model", "world_size": 2, "local_world_size": 2}
+FIELDS |= {"worker_id": 1, "local_worker_id": 1, "kv_dtype": torch.bfloat16}
+FIELDS |= {"kv_shape": (3, 2, CHUNK, 2, 8), "use_mla": False}
 
 
 def lmcache_metadata(**changes: Any) -> Any:
