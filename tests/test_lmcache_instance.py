@@ -312,7 +312,7 @@ def lm_config(**changes: Any) -> Any:
         "store_location": "vcache",
         "extra_config": {
             "save_only_first_rank": False,
-            "storage_plugin.vcache.class_name": "VCacheBackend",
+            "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
         },
     } | changes
     try:
@@ -351,7 +351,7 @@ def test_the_example_is_supported_without_a_remark() -> None:
                 "storage_plugins": ["other", "pool"],
                 "store_location": None,
                 "extra_config": {
-                    "storage_plugin.pool.class_name": "VCacheBackend",
+                    "storage_plugin.pool.module_path": "vcache_backend.integration.lmcache",
                     "save_only_first_rank": False,
                 },
             },

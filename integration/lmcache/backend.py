@@ -90,11 +90,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def settle(self, block_size: int) -> set[int]:
         return self.worker.settle(block_size) if self.worker is not None else set()
 
-    def shape(self, num_tokens: int) -> torch.Size:
-        """The shape that LMCache gives to the KV of so many tokens."""
-        shapes: list[torch.Size] = self.metadata.get_shapes(num_tokens)
-        return shapes[0]
-
     # ---- look-ups and reads outside of requests; those of requests go through `Verbs`
 
     @answers(False)

@@ -45,7 +45,8 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        return self._there().shape(num_tokens)
+        shapes: list[torch.Size] = self._there().metadata.get_shapes(num_tokens)
+        return shapes[0]
 
     def _there(self) -> VCacheBackend:
         if self.backend is None:

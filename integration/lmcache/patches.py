@@ -75,11 +75,12 @@ def _must_have(owner: Any, names: str) -> None:
         _changed(owner, ", ".join(lacking))
 
 
-def names_our_plugin(config: Any) -> bool:
+def our_names(config: Any) -> list[str]:
+    """The names under which LMCache's `storage_plugins` have our plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
     names = getattr(config, "storage_plugins", None) or ()
-    modules = [str(extra.get(f"storage_plugin.{name}.module_path")) for name in names]
-    return any(module.startswith(PLUGIN_MODULE) for module in modules)
+    module = "storage_plugin.{}.module_path"
+    return [name for name in names if str(extra.get(module.format(name))).startswith(PLUGIN_MODULE)]
 
 
 # ---- vLLM's processes: the constructor of its connector
@@ -159,7 +160,7 @@ def _supply_connector() -> None:
         def create_gpu_connector(
             config: Any, metadata: Any, engine: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            if engine == vllm and source.torch_device_type == "cpu" and names_our_plugin(config):
+            if engine == vllm and source.torch_device_type == "cpu" and our_names(config):
                 from .. import amx
                 from .gpu_connector import VCacheGPUConnector
 
@@ -177,7 +178,7 @@ def _supply_connector() -> None:
 
 def _patch_scheduler(connector: Any) -> None:
     adapter = connector._lmcache_engine
-    if connector.role.name == "SCHEDULER" and names_our_plugin(adapter.config):
+    if connector.role.name == "SCHEDULER" and our_names(adapter.config):
         scheduler = Scheduler(adapter)
         adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
         adapter.build_connector_meta = scheduler.build_connector_meta

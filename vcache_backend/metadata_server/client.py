@@ -190,10 +190,8 @@ class Client(InstanceCalls):
         deadline = time.perf_counter() + self._config.request_seconds
         starts = range(0, max(len(keys), 1), m.MAX_KEYS)
         for start in reversed(starts) if last_first else starts:
-            seconds = (
-                deadline - time.perf_counter() if len(starts) > 1 else self._config.request_seconds
-            )
-            yield self._call(request(keys[start : start + m.MAX_KEYS]), kind, seconds)
+            part = request(keys[start : start + m.MAX_KEYS])
+            yield self._call(part, kind, deadline - time.perf_counter())
 
     def _list(self) -> None:
         try:
