@@ -174,7 +174,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler = None
                 return REFUSED
             side.plan(scheduler_output, meta)
-        except Exception as error:  # nothing of ours raises into vLLM
+        except Exception as error:  # noqa: BLE001 - the outermost line of ours
             self.note_failure("build_connector_meta", error)
             meta = meta or side.begin()
             self._stop_stores(side, meta)
@@ -204,6 +204,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         reported = self._ends.reported(connector_output.finished_recving or ())
         connector_output.finished_recving = reported
+        if not self._ends.waiting:
+            return
         here = _workers.get(self._engine)
         if here is not None and here._worker and here._thread == threading.get_ident():
             here._worker.loads.advance()

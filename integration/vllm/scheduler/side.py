@@ -298,7 +298,7 @@ class SchedulerSide:
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
-        if isinstance(report, WorkerReport):
+        if report is not None and isinstance(report, WorkerReport):
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
             if self._spans is not None:
                 self._spans.loaded(report.spans)
