@@ -10,17 +10,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-try:
-    import msgspec
-    import torch
+import msgspec
+import torch
 
-    from . import copies, engine, metadata, turns
-    from .results import Report, Row
-except ModuleNotFoundError as absent:
-    sys.exit(
-        f"the benchmarks need {absent.name}, which this Python has not: pip install "
-        "'/path/to/vcache[engine]'"
-    )
+from . import copies, engine, metadata, turns
+from .results import Report, Row
 
 SUBJECTS: dict[str, tuple[Callable[[], list[Row]], int]] = {
     "metadata": (metadata.run, 0),

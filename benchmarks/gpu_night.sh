@@ -122,7 +122,7 @@ ttft() {
   local name=$1 seconds=$2 parts=$3; shift 3
   bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${TINY:+--scale tiny --rounds 1}
 }
-pool=(--integration vllm --pool-gib 8) in_place=(--integration vllm --share in_place)
+pool=(--integration vllm --pool-gib 8) in_place=(--integration inplace)
 
 tests() {
   timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1

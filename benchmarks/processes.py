@@ -93,13 +93,11 @@ class Program:
         """Wait until `ready()` is true. ChildFailed if the process ends, or after `seconds`, when
         it is killed.
         """
-        deadline = time.monotonic() + seconds
-        while not ready():
-            if not self.alive or time.monotonic() > deadline:
-                self.kill()
-                late = f"was not ready within {seconds:g} s, or ended"
-                raise ChildFailed(f"{self.name} {late}; {self.tail()}")
-            time.sleep(0.02)
+        until(lambda: not self.alive or ready(), seconds, 0.02)
+        if not ready():
+            self.kill()
+            late = f"was not ready within {seconds:g} s, or ended"
+            raise ChildFailed(f"{self.name} {late}; {self.tail()}")
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

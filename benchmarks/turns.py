@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import socket
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from itertools import takewhile
 from pathlib import Path
 
 from vcache_backend.errors import VCacheError
@@ -93,17 +95,16 @@ def _attack(path: Path, what: str) -> None:
             ATTACKS[what](client, path, end, number)
 
 
-def _until(end: float, step: Callable[[int], object]) -> None:
-    turn = 0
-    while time.monotonic() < end:
-        step(turn)
-        turn += 1
+def _turns(end: float, most: int = sys.maxsize) -> Iterator[int]:
+    """Numbers from 0 until the time is over, at most so many."""
+    return takewhile(lambda _: time.monotonic() < end, range(most))
 
 
 def _look_up(client: Client, path: Path, end: float, number: int) -> None:
     """Look-ups with the most keys that are allowed, equal ones and different ones."""
     keys = [key(n) for n in range(m.MAX_KEYS)]
-    _until(end, lambda turn: client.lookup(keys if turn % 2 else [key(1)] * m.MAX_KEYS))
+    for turn in _turns(end):
+        client.lookup(keys if turn % 2 else [key(1)] * m.MAX_KEYS)
 
 
 def _flood(client: Client, path: Path, end: float, number: int) -> None:
@@ -142,8 +143,7 @@ def _store(client: Client, path: Path, end: float, number: int) -> None:
     """Reservations of the most slots that are allowed, each of which evicts a chunk; some are left
     open.
     """
-
-    def step(turn: int) -> None:
+    for turn in _turns(end):
         first = (1 + number) * 10**9 + turn * m.MAX_SLOTS
         reserved = client.reserve([key(n) for n in range(first, first + m.MAX_SLOTS)], CHUNK_BYTES)
         if turn % 8:
@@ -151,24 +151,19 @@ def _store(client: Client, path: Path, end: float, number: int) -> None:
         else:
             client.abort(reserved.reservation)
 
-    _until(end, step)
-
 
 def _squat(client: Client, path: Path, end: float, number: int) -> None:
     """Chunks of other sizes, among them one that needs the room of very many."""
     sizes = (CHUNKS * CHUNK_BYTES, 64 * CHUNK_BYTES, 256, CHUNK_BYTES)
-
-    def step(turn: int) -> None:
+    for turn in _turns(end):
         reserved = client.reserve([key(10**12 + turn)], sizes[turn % len(sizes)])
         client.abort(reserved.reservation)
-
-    _until(end, step)
 
 
 def _clear(client: Client, path: Path, end: float, number: int) -> None:
     """Clears all chunks; then drops half of the memory and lends it again."""
     with segment.create(Device("host:c", "host"), CHUNKS * CHUNK_BYTES) as owned:
-        while time.monotonic() < end:
+        for _ in _turns(end):
             client.add_segment(owned.info, owned.fd)
             time.sleep(2)
             client.clear()
@@ -190,9 +185,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
     with closing(Generations(instance, blocks)) as table, segment.create(host, 4096) as memory:
         client.join(instance, key(0)[: m.NAMESPACE_BYTES], blocks, 1, each, table.fd)
         client.show_cache(instance, 0, shape, [memory.fd])
-        for turn in range(200):
-            if time.monotonic() > end:
-                return
+        for turn in _turns(end, 200):
             first = turn * most * each % (blocks - most * each)
             numbers = struct.pack(f"<{most * each}I", *range(first, first + most * each))
             start = turn % 4 * most
@@ -207,9 +200,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
 def _promise(client: Client, path: Path, end: float, number: int) -> None:
     """Promises the most chunks that are allowed, of one rank and of many, and what others have
     promised; looks the same up; hangs up now and then."""
-    for turn in range(100):
-        if time.monotonic() > end:
-            return
+    for turn in _turns(end, 100):
         keys = [key(10**13 + turn // 2 * m.MAX_KEYS + n) for n in range(m.MAX_KEYS)]
         client.promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9)
         client.find(m.Find(keys, promise=turn))

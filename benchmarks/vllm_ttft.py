@@ -1,13 +1,14 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace]
                                     [--only PART,...] [--scale full|tiny]
 
-`--integration`: through LMCache and the plugin, or through our own connector. `--share in_place`:
-out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache`. The model has
-the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Parts run in the order of
-`--only`. Each writes its rows as soon as it has them, and the others go on if one fails. At the
-deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to check the script."""
+`--integration`: through LMCache and the plugin, through our own connector and a pool, or in place:
+with the same, out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache`.
+The model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Parts run in
+the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one
+fails. At the deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to check the
+script."""
 
 from __future__ import annotations
 
@@ -134,15 +135,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring. Returns 1 if a row missed its limit or a part had no rows."""
     options = _options(arguments)
     made = Measurement(options)
-    scale = SCALES[options.scale]
+    scale, way = SCALES[options.scale], options.integration
     for memory in ("kv", "pool"):
         if (gib := getattr(options, f"{memory}_gib")) and not scale.cpu:
             scale = msgspec.structs.replace(scale, **{f"{memory}_bytes": int(gib * GIB)})
-    names = [name for name in options.only or PARTS if options.way in PARTS[name].ways]
+    names = [name for name in options.only or PARTS if way in PARTS[name].ways]
     skipped = [name for name in names if scale.cpu and not PARTS[name].cpu]
     names = [name for name in names if name not in skipped]
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
-    with Fleet(scale, made.folder, options.cache, dict(options.set), options.way) as fleet:
+    with Fleet(scale, made.folder, options.cache, dict(options.set), way) as fleet:
         for index, name in enumerate(names):
             prompts = Prompts(fleet.scale, seed=list(PARTS).index(name))
             with made.part(name):
@@ -172,18 +173,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("vllm_ttft", __doc__, 520.0)
     option = made.add_argument
     option("--only", type=names_of(PARTS), help=f"of {', '.join(PARTS)}")
-    option("--integration", choices=POOL, default="lmcache", help="rows begin with it")
-    option("--share", choices=("pool", "in_place"), default="pool", help="rows: inplace_...")
+    option("--integration", choices=ALL, default="lmcache", help="rows begin with it")
     option("--scale", choices=SCALES, default="full")
     option("--pool-gib", type=float, help="of each instance, lent to the pool")
     option("--kv-gib", type=float, help="vLLM's KV cache of each instance; an owner's is twice it")
     option("--rounds", type=int, default=11, help="prompts of each length in `ttft`")
     options = made.parse_args(arguments)
-    options.way = "inplace" if options.share == "in_place" else options.integration
-    if options.way == "inplace" and options.integration == "lmcache":
-        made.error("--share in_place is of our connector alone: add --integration vllm")
-    if strange := [name for name in options.only or () if options.way not in PARTS[name].ways]:
-        made.error(f"{', '.join(strange)}: not for {options.way}")
+    way = options.integration
+    if strange := [name for name in options.only or () if way not in PARTS[name].ways]:
+        made.error(f"{', '.join(strange)}: not for {way}")
     return options
 
 

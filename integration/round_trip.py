@@ -16,7 +16,7 @@ import torch
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copies.copier import Completion, Copier
+from vcache_backend.vram_pool.copies.copier import Copier
 from vcache_backend.vram_pool.copies.planner import plan_blocks
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
@@ -106,7 +106,7 @@ def _there_and_back(
     # Last block first, so that a copy that ignores block ids is seen.
     ids = np.arange(count - 1, -1, -1)
     copy = plan_blocks(kv, chunk_size, ids)
-    if not _over(copier.gather(kv, copy, [view])):
+    if not copier.gather(kv, copy, [view]).wait(COPY_SECONDS):
         return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
     gathered = _in_slot(kv, view, chunk_size, count)
     for plane, (pattern, there) in enumerate(zip(patterns, gathered, strict=True)):
@@ -115,7 +115,7 @@ def _there_and_back(
             return f"gathered wrongly into the pool: {wrong}"
     for page, pattern in zip(pages, patterns, strict=True):
         page[:count] = ~pattern
-    if not _over(copier.scatter(kv, copy, [view])):
+    if not copier.scatter(kv, copy, [view]).wait(COPY_SECONDS):
         return f"scattering a chunk took longer than {COPY_SECONDS:g} s"
     for plane, (page, pattern, before) in enumerate(zip(pages, patterns, saved, strict=True)):
         expected = torch.cat([pattern, before[count:]])
@@ -149,10 +149,6 @@ def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Te
         + f", byte {byte}"
     )
     return f"{where} is {int(found[block, byte])} instead of {int(expected[block, byte])}"
-
-
-def _over(completion: Completion) -> bool:
-    return completion.wait(COPY_SECONDS)
 
 
 def _settled(device: torch.device) -> bool:

@@ -16,23 +16,21 @@ from benchmarks.results import read  # noqa: E402
 from benchmarks.serving.summary import case  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-ROUTED = RESULTS / "h100x2-vllm-0.33-routed-2026-11-26.json"
-LATER = RESULTS / "h200x2-vllm-0.33-routed-2026-11-26.json"
-FOUR = RESULTS / "h100x4-vllm-0.33-routed-2026-11-26.json"
+FOUR = RESULTS / "h100x4-vllm-0.33-routed-later-2026-11-26.json"
 RANKS = RESULTS / "h200x2-vllm-0.33-ranks-2026-11-26.json"
 ARMS = {
     "alone_turn": ("vLLM, in turn", "#b0b0b0"),
-    "alone_cache_aware16": ("vLLM behind vllm-router", "#6f6f6f"),
-    "mp_turn": ("LMCache's server, in turn", "#c1762b"),
+    "alone_cache_aware16": ("vLLM behind vllm-router, 16", "#6f6f6f"),
+    "alone_cache_aware64": ("vLLM behind vllm-router, 64", "#4a4a4a"),
     "inplace_turn": ("vcache, in turn", "#1f6fb4"),
-    "inplace_cache_aware16": ("vcache behind vllm-router", "#123f75"),
+    "inplace_cache_aware64": ("vcache behind vllm-router, 64", "#123f75"),
     "alone_dp_turn": ("vLLM, data parallel", "#b0b0b0"),
     "inplace_dp_turn": ("vcache, data parallel", "#1f6fb4"),
 }
 LINES = [
-    ("fork", ROUTED, "one 32k context, 48 requests"),
-    ("prefix", FOUR, "prefixes, four servers"),
-    ("chat", LATER, "160 conversations"),
+    ("fork", FOUR, "one 32k context, 48 requests"),
+    ("prefix", FOUR, "repeated prefixes"),
+    ("chat", FOUR, "320 conversations"),
     ("prefix", RANKS, "prefixes, one vllm serve"),
 ]
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
@@ -44,7 +42,7 @@ def serving(picture: Path) -> None:
     figure, grid = pyplot.subplots(
         len(LINES),
         len(PANELS),
-        figsize=(9, 7),
+        figsize=(9.5, 7.5),
         layout="constrained",
         height_ratios=[len(line) + 1 for line in arms],
     )

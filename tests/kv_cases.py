@@ -190,14 +190,8 @@ class Cache:
 def layout_of(cache: Cache, chunk_size: int = CHUNK, **changes: Any) -> Layout:
     """The layout that fits `cache`, but for `changes`."""
     sizes, dtype = cache.sizes, str(cache.arrangement.dtype).removeprefix("torch.")
-    fields: dict[str, Any] = {
-        "model": "test",
-        "dtype": dtype,
-        "layers": sizes.layers,
-        "kv_heads": sizes.heads,
-        "head_dim": sizes.dim,
-        "block_size": sizes.block_size,
-        "kv_layout": PagedKV.describe(cache.tensors, sizes.block_size).name,
-        "chunk_size": chunk_size,
-    }
+    fields: dict[str, Any] = {"model": "test", "dtype": dtype, "layers": sizes.layers}
+    fields |= {"kv_heads": sizes.heads, "head_dim": sizes.dim, "block_size": sizes.block_size}
+    fields |= {"kv_layout": PagedKV.describe(cache.tensors, sizes.block_size).name}
+    fields |= {"chunk_size": chunk_size}
     return Layout(**fields | changes)

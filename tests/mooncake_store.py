@@ -105,12 +105,8 @@ class Provider(Part):
 
     def __init__(self, folder: Path, port: int, master: Master, nbytes: int) -> None:
         self.master = master
-        flags = {
-            "host": HOST,
-            "port": port,
-            "master_server_address": master.address,
-            "metadata_server": "P2PHANDSHAKE",
-        }
+        flags = {"host": HOST, "port": port, "master_server_address": master.address}
+        flags |= {"metadata_server": "P2PHANDSHAKE"}
         flags |= {"protocol": "tcp", "global_segment_size": f"{nbytes} B", "local_buffer_size": 0}
         log = folder / f"provider-{port}.log"
         super().__init__(log, "mooncake_client", flags, MC_TCP_BIND_ADDRESS=HOST)

@@ -29,13 +29,8 @@ from vcache_backend.cli import app
 from vcache_backend.config import Config
 from vcache_backend.metadata_server.client import Client
 
-COMMANDS = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "vllm").glob("*.md")),
-]
+COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+COMMANDS += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "vllm").glob("*.md"))]
 """Pages whose commands these are."""
 STARTS = "vcache|make|python3?|pip|vllm|apt-get|systemctl|curl|examples/|benchmarks/|scripts/|tests/|.venv/bin/python"
 TEXTS = ("vcache caches nothing", "vcache stepped aside", "vcache.", "vcache: ")

@@ -71,6 +71,24 @@ def eventually(what: Callable[[], Any], seconds: float = SECONDS, every: float =
         time.sleep(every)
 
 
+def command_line(pid: int) -> str:
+    """Its words, with a space behind each; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def with_words(*words: str | Path) -> list[int]:
+    """Other processes that have all of these on their command line."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [
+        pid
+        for pid in pids
+        if pid != os.getpid() and all(str(one) in command_line(pid) for one in words)
+    ]
+
+
 class Process:
     """A process of this test, and the leader of a session: everything it starts ends with it.
     Leaving the context ends it.

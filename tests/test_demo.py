@@ -41,9 +41,11 @@ def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
 
 
 @pytest.mark.parametrize(
-    ("how", "started"), [(signal.SIGINT, 1), (signal.SIGKILL, 3)], ids=["ctrl-c", "sigkill"]
+    ("how", "started"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 3), (signal.SIGKILL, 3)],
+    ids=["ctrl-c", "sigterm", "sigkill"],
 )
-def test_a_demo_that_is_ended_leaves_no_process(
+def test_a_demo_that_is_ended_leaves_no_process_and_no_file(
     how: signal.Signals, started: int, tmp_path: Path
 ) -> None:
     """While its server starts; with the server and both workers."""
@@ -52,7 +54,7 @@ def test_a_demo_that_is_ended_leaves_no_process(
         children = children_of(child.pid)
         child.signal(how)
         status, said = child.wait(ENDED)
-    assert status == (130 if how is signal.SIGINT else -signal.SIGKILL), said
-    assert how is signal.SIGKILL or "Traceback" not in said
+    assert status == (-signal.SIGKILL if how is signal.SIGKILL else 130), said
+    assert "Traceback" not in said
     eventually(lambda: not any(path.exists() for path in children), ENDED)
-    assert how is signal.SIGKILL or not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())

@@ -58,13 +58,8 @@ class Site:
 
     def ask(self, url: str, prompt: list[int], **params: Any) -> Answer:
         """A completions request, greedy. params: its `kv_transfer_params` of ours."""
-        body = {
-            "model": str(self.folder / "model"),
-            "prompt": prompt,
-            "max_tokens": 8,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        body = {"model": str(self.folder / "model"), "prompt": prompt, "max_tokens": 8}
+        body |= {"temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, "kv_transfer_params": {"vcache": params}}
         request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
@@ -88,16 +83,8 @@ class Site:
     def another_proxy(self, *arguments: str) -> Iterator[tuple[str, Child]]:
         """A proxy before the same servers; its URL."""
         (port,) = free_ports(1)
-        command = [
-            sys.executable,
-            str(PROXY),
-            "--prefill",
-            self.prefill,
-            "--decode",
-            self.decode,
-            "--port",
-            str(port),
-        ]
+        command = [sys.executable, str(PROXY), "--prefill", self.prefill, "--decode", self.decode]
+        command += ["--port", str(port)]
         with Child([*command, *arguments]) as child:
             child.expect("serves on")
             yield f"http://127.0.0.1:{port}", child

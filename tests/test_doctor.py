@@ -19,7 +19,7 @@ from processes import IN_A_CONTAINER, Child, Stage, containers, stage
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, diagnose, offload, system
+from vcache_backend.doctor import Finding, diagnose, offload
 from vcache_backend.doctor import gpus as gpu_checks
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
 from vcache_backend.vram_pool import cuda_driver
@@ -141,7 +141,7 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
 def test_an_old_kernel_and_a_forbidden_call_are_named(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system, "_pidfd", lambda: os.open("/nonexistent", os.O_RDONLY))
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nonexistent", os.O_RDONLY))
     assert "without pidfd_open" in only(doctor.check_kernel(config)).detail
     monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
     assert only(doctor.check_kernel(config)) == Finding(

@@ -21,16 +21,9 @@ from vcache_backend.doctor import Finding, diagnose
 
 __all__ = ["config"]
 
-SHAPE = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 128,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-}
+SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SHAPE |= {"intermediate_size": 128, "vocab_size": 128, "max_position_embeddings": 4096}
+SHAPE |= {"torch_dtype": "bfloat16"}
 LLAMA = SHAPE | {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -42,17 +35,9 @@ GEMMA = SHAPE | {
     "num_hidden_layers": 6,
     "sliding_window": 64,
 }
-MAMBA = {
-    "model_type": "mamba2",
-    "architectures": ["Mamba2ForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "state_size": 16,
-    "num_heads": 8,
-    "head_dim": 16,
-    "n_groups": 1,
-    "vocab_size": 128,
-}
+MAMBA = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 2}
+MAMBA |= {"hidden_size": 64, "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1}
+MAMBA |= {"vocab_size": 128}
 TOKEN = 4 * 2 * 2 * 16 * 2
 """Bytes of a token of `LLAMA`: layers, K and V, KV heads, numbers of a head, bytes of a number."""
 

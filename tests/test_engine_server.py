@@ -5,14 +5,12 @@ time.
 from __future__ import annotations
 
 import logging
-import os
 
 import pytest
 import torch
 from engine_cases import ROOMY, Node, get, here, put, said
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
-from model import chunk_key
-from processes import QUICK, eventually, hung, info, leaving_nothing, make_memfd
+from processes import QUICK, eventually, leaving_nothing
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
@@ -135,26 +133,6 @@ def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_
     eventually(lambda: not refusals)
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
-
-
-def test_a_worker_gets_no_slot_in_memory_that_it_cannot_map_also_after_a_reconnection(
-    here: Node,
-) -> None:
-    server, loose = here.serve(), make_memfd(4096, seals=False)
-    here.undo.callback(os.close, loose)
-    lender, worker = (here.undo.enter_context(Client(here.path, QUICK)) for _ in range(2))
-    lender.add_segment(info("loose", 4096), loose)
-    here.undo.callback(Pool(worker, Device("host", "host"), 0).close)
-
-    def refused() -> bool:
-        reserved = worker.reserve([chunk_key(1)], 1024)
-        worker.abort(reserved.reservation)
-        return "can map no host segment" in reserved.reason
-
-    assert refused()
-    with hung(server, worker), pytest.raises(ServerTimeout):
-        worker.stats()
-    eventually(lambda: worker.connected and refused())
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from mooncake_cases import needs_mooncake
-from processes import ROOT, Child, eventually, ran
+from processes import ROOT, Child, command_line, eventually, ran, with_words
 from vllm_cases import beside_vllm, forking, missing
 
 from benchmarks.processes import free_ports
@@ -106,23 +106,6 @@ def example(folder: Path, *arguments: str) -> Child:
     return Child([*command, "--ports", ports, *arguments])
 
 
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
-def left_over(text: str | Path) -> list[int]:
-    """Processes that have the text on their command line."""
-    pids = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and int(entry.name) != os.getpid()
-    ]
-    return [pid for pid in pids if str(text) in command_line(pid)]
-
-
 @NEEDS_VLLM
 @pytest.mark.timeout(EXAMPLE_SECONDS + 20)
 def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(
@@ -146,9 +129,9 @@ def test_a_killed_example_ends_what_it_started(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with example(folder, "--model", str(folder)) as child:
         child.expect("instance B: starting")
-        assert len(left_over(folder)) >= 4
+        assert len(with_words(folder)) >= 4
         child.kill()
-        eventually(lambda: not left_over(folder))
+        eventually(lambda: not with_words(folder))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +166,7 @@ def has_ipv6() -> bool:
 
 def with_port(port: int) -> list[str]:
     """Programs of Mooncake's that run and have the port on their command line."""
-    lines = [command_line(pid) for pid in left_over(str(port))]
+    lines = [command_line(pid) for pid in with_words(str(port))]
     return [
         line
         for line in lines
@@ -215,7 +198,7 @@ def test_when_the_provider_dies_the_script_says_so_and_ends_the_master(tmp_path:
         beside.expect("ready:")
         child.expect("ready:")
         (provider,) = [
-            pid for pid in left_over(str(port)) if "mooncake_client" in command_line(pid)
+            pid for pid in with_words(str(port)) if "mooncake_client" in command_line(pid)
         ]
         os.kill(provider, signal.SIGKILL)
         status, said = child.wait()

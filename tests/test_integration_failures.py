@@ -333,25 +333,6 @@ def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case:
     case.unpolluted(reader)
 
 
-def test_what_is_read_after_the_lease_has_ended_is_computed(
-    here: Node, reader: Instance, case: Case
-) -> None:
-    """Its slots are somebody else's by then, and hold what they wrote."""
-
-    def overwritten() -> None:
-        time.sleep(LEASE_SECONDS + 0.2)
-        here.flip()
-
-    with stopped_at(reader, SCATTER) as place:
-        try:
-            answers = place.while_there(overwritten, case.prompt, case.beside)
-        finally:
-            here.flip()
-    case.right(answers)
-    case.unpolluted(reader)
-    case.hits_again(reader)
-
-
 # ---- promises that are not kept
 
 

@@ -7,7 +7,10 @@ can only have it from the pool; `aside` is vLLM alone; `tiny` has hardly room.""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm_cases import (
@@ -28,12 +31,8 @@ from vllm_models import write_lora
 from vcache_backend.integration.lmcache.scope import TAG, scope
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-ARGUMENTS = {
-    "a": {"max_num_batched_tokens": 256, "enable_chunked_prefill": True},
-    "tiny": TINY,
-    "adapters": LORA,
-    "adapters-too": LORA,
-}
+ARGUMENTS = {"a": {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}, "tiny": TINY}
+ARGUMENTS |= {"adapters": LORA, "adapters-too": LORA}
 """Of vLLM, by the name of the instance."""
 HITS = 3 * CHUNK
 
@@ -41,23 +40,8 @@ lmcache_here = pytest.mark.skipif(bool(missing()), reason=missing() or "LMCache 
 __all__ = ["here"]
 
 
-class Fleet:
-    """The instances of one integration on a node, each started by the first test to use it."""
-
-    def __init__(self, here: Node, integration: str) -> None:
-        self.here, self.integration = here, integration
-        self._instances: dict[str, Instance] = {}
-
-    def __call__(self, name: str) -> Instance:
-        if name not in self._instances:
-            self._instances[name] = self._start(name)
-        return self._instances[name]
-
-    def _start(self, name: str) -> Instance:
-        arguments = ARGUMENTS.get(name, {})
-        if self.integration == "vllm":
-            return self.here.connect(f"vllm-{name}", **arguments)
-        return self.here.start(f"lmcache-{name}", {}, **arguments)
+Fleet = Callable[[str], Instance]
+"""The instances of one integration on a node, each started by the first test to use it."""
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +50,20 @@ def aside(here: Node) -> Instance:
 
 
 WAYS = [pytest.param("vllm", marks=needs_vllm), pytest.param("lmcache", marks=lmcache_here)]
+only_lmcache = pytest.mark.parametrize("fleet", WAYS[1:], indirect=True)
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def fleet(request: pytest.FixtureRequest, here: Node, aside: Instance) -> Fleet:
-    made = Fleet(here, request.param)
+    start: Any = here.connect if request.param == "vllm" else here.start
+
+    @functools.cache
+    def started(name: str) -> Any:
+        return start(f"{request.param}-{name}", **ARGUMENTS.get(name, {}))
+
     for name in ("a", "reader"):
-        made(name)
-    return made
+        started(name)
+    return started
 
 
 @pytest.fixture
@@ -113,16 +103,17 @@ def test_another_instances_prefix_is_as_good_as_vllms_own(
 
 
 def test_of_a_prompt_that_is_all_there_the_last_of_it_is_computed(
-    here: Node, fleet: Fleet, a: Instance, reader: Instance
+    here: Node, a: Instance, reader: Instance
 ) -> None:
     """As much as has to be: our connector loads whole blocks, LMCache tokens."""
     tokens = new_tokens(HITS)
     computed = here.keep(a, tokens)
     own, from_pool = a.one(tokens), reader.one(tokens)
-    last = 1 if fleet.integration == "lmcache" else BLOCK
+    with_lmcache = a.name.startswith("lmcache")
+    last = 1 if with_lmcache else BLOCK
     assert (own.cached, from_pool.cached) == (HITS - last, HITS - last)
     assert from_pool.agrees(computed)
-    assert fleet.integration == "lmcache" or from_pool.said == own.said
+    assert with_lmcache or from_pool.said == own.said
 
 
 def test_a_prompt_computed_in_several_steps_is_stored_whole(
@@ -176,10 +167,12 @@ def test_wrong_bytes_in_the_pool_are_wrong_tokens(
     assert reader.again(tokens).agrees(computed)
 
 
+@only_lmcache
 def test_a_prompt_that_is_rated_is_computed(
     here: Node, a: Instance, reader: Instance, aside: Instance
 ) -> None:
-    """Its own log probabilities are wanted for every token, so none may come from the pool."""
+    """Its own log probabilities are wanted for every token, so none may come from the pool. With our
+    connector: test_vllm_connector."""
     tokens = new_tokens(HITS + 5)
     here.keep(a, tokens)
     alone, rated = aside.one(tokens, rate=True), reader.one(tokens, rate=True)
@@ -289,10 +282,8 @@ def test_preempted_requests_go_on_where_they_were(
 
 # ---- what only LMCache has
 
-with_lmcache = pytest.mark.parametrize("fleet", WAYS[1:], indirect=True)
 
-
-@with_lmcache
+@only_lmcache
 def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(
     here: Node, a: Instance, reader: Instance
 ) -> None:
@@ -314,7 +305,7 @@ def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(
     assert reader.one(tokens).agrees(answer)
 
 
-@with_lmcache
+@only_lmcache
 def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Instance) -> None:
     """Two instances would never agree on a key."""
     unseeded = here.start("unseeded", environment={"PYTHONHASHSEED": None})

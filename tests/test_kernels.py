@@ -342,14 +342,8 @@ def owners(
         ]
         pages = tuple(memory.as_strided((blocks, page_bytes), (stride, 1), shift) for memory in raw)
         planes = np.array([(page.data_ptr(), stride) for page in pages], dtype=np.int64)
-        fields = {
-            "layers": layers,
-            "parts": 1,
-            "page_bytes": page_bytes,
-            "block_size": 4,
-            "num_blocks": blocks,
-            "name": "x",
-        }
+        fields = {"layers": layers, "parts": 1, "page_bytes": page_bytes, "block_size": 4}
+        fields |= {"num_blocks": blocks, "name": "x"}
         caches.append(PagedKV(raw[0].device, "uint8", pages=pages, planes=planes, **fields))  # type: ignore[arg-type]
         tensors += raw
         bases.append(planes[:, 0])

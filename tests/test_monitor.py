@@ -49,8 +49,10 @@ def address_of(shown: Child) -> str:
 
 
 MONITOR = """
-from vcache_backend.monitor import __main__, metrics
-metrics.SILENT_SECONDS = 1.0
+import os
+from vcache_backend.monitor import __main__, metrics, samples
+metrics.SILENT_SECONDS, samples.EVERY_SECONDS = 1.0, 0.1
+os.dup2(os.pipe()[0], 0)
 raise SystemExit(__main__.main())
 """
 
@@ -59,7 +61,7 @@ def monitoring(alone: Stage) -> tuple[Child, str]:
     """A server's monitor that asks more often than that of `server.metrics`, and takes an instance
     for silent sooner; and where it listens.
     """
-    options = ["--socket", str(alone.path), "--listen", ":0", "--every", "0.1"]
+    options = ["--socket", str(alone.path), "--listen", ":0"]
     monitor = alone.undo.enter_context(Child([sys.executable, "-c", MONITOR, *options]))
     return monitor, address_of(monitor)
 

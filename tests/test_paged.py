@@ -23,53 +23,39 @@ def kv(
     return torch.zeros([shape[axis] for axis in order], dtype=dtype).permute(inverse)
 
 
-# name, tensor, parts, order of bytes
+LONG = {"p": 2, "b": BLOCKS, "t": BLOCK, "h": HEADS, "d": DIM, "k": 2 * DIM, "l": 576, "1": 1}
+"""How long an axis is: part, block, token, head, dim; K and V in one; a latent; one head."""
+# Name, axes of the tensor, the same in memory (outermost first) if that differs, parts, order of
+# bytes.
 LAYOUTS = [
-    ("parts outermost", kv(2, BLOCKS, BLOCK, HEADS, DIM), 2, "part2.token16.head8.dim64"),
-    (
-        "parts outermost, HND strides",
-        kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)),
-        2,
-        "part2.head8.token16.dim64",
-    ),
-    (
-        "parts first, blocks outermost",
-        kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)),
-        1,
-        "part2.token16.head8.dim64",
-    ),
-    (
-        "blocks first, parts outermost",
-        kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)),
-        2,
-        "part2.token16.head8.dim64",
-    ),
-    ("blocks outermost", kv(BLOCKS, 2, BLOCK, HEADS, DIM), 1, "part2.token16.head8.dim64"),
-    (
-        "heads before tokens, parts outermost",
-        kv(2, BLOCKS, HEADS, BLOCK, DIM),
-        2,
-        "part2.head8.token16.dim64",
-    ),
-    ("packed, HND", kv(BLOCKS, HEADS, BLOCK, 2 * DIM), 1, "head8.token16.dim128"),
-    ("packed, tokens first", kv(BLOCKS, BLOCK, HEADS, 2 * DIM), 1, "token16.head8.dim128"),
-    (
-        "elements of a head apart",
-        kv(BLOCKS, HEADS, BLOCK, DIM, memory=(0, 1, 3, 2)),
-        1,
-        "head8.dim64.token16",
-    ),
-    ("MLA", kv(BLOCKS, BLOCK, 576), 1, "token16.dim576"),
-    ("one head", kv(BLOCKS, 1, BLOCK, DIM), 1, "token16.dim64"),
+    ("parts outermost", "pbthd", "", 2, "part2.token16.head8.dim64"),
+    ("parts outermost, HND strides", "pbthd", "pbhtd", 2, "part2.head8.token16.dim64"),
+    ("parts first, blocks outermost", "pbthd", "bpthd", 1, "part2.token16.head8.dim64"),
+    ("blocks first, parts outermost", "bpthd", "pbthd", 2, "part2.token16.head8.dim64"),
+    ("blocks outermost", "bpthd", "", 1, "part2.token16.head8.dim64"),
+    ("heads before tokens, parts outermost", "pbhtd", "", 2, "part2.head8.token16.dim64"),
+    ("packed, HND", "bhtk", "", 1, "head8.token16.dim128"),
+    ("packed, tokens first", "bthk", "", 1, "token16.head8.dim128"),
+    ("elements of a head apart", "bhtd", "bhdt", 1, "head8.dim64.token16"),
+    ("MLA", "btl", "", 1, "token16.dim576"),
+    ("one head", "b1td", "", 1, "token16.dim64"),
 ]
 
 
+def of(axes: str, memory: str = "") -> Tensor:
+    """A tensor of these axes."""
+    return kv(*(LONG[axis] for axis in axes), memory=tuple(map(axes.index, memory or axes)))
+
+
 @pytest.mark.parametrize(
-    ("tensor", "parts", "order"), [row[1:] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS]
+    ("axes", "memory", "parts", "order"),
+    [row[1:] for row in LAYOUTS],
+    ids=[row[0] for row in LAYOUTS],
 )
 def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(
-    tensor: Tensor, parts: int, order: str
+    axes: str, memory: str, parts: int, order: str
 ) -> None:
+    tensor = of(axes, memory)
     tensor.copy_(torch.randn(tensor.shape))
     found = PagedKV.describe([tensor, torch.clone(tensor)], BLOCK)
     expected = (2, parts, BLOCKS, f"{order} bfloat16")
@@ -102,7 +88,7 @@ def test_the_name_does_not_depend_on_the_number_of_blocks_or_on_where_parts_lie(
 
 
 def test_layouts_whose_bytes_differ_have_different_names() -> None:
-    names = {PagedKV.describe([row[1]], BLOCK).name for row in LAYOUTS} | {
+    names = {PagedKV.describe([of(*row[1:3])], BLOCK).name for row in LAYOUTS} | {
         PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM, dtype=dtype)], BLOCK).name
         for dtype in DTYPES
     }

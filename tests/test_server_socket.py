@@ -39,13 +39,6 @@ def refused(path: Path) -> str:
 # ---- two servers
 
 
-def test_a_second_server_leaves_a_living_one_s_socket_alone(stage_: Stage) -> None:
-    stage_.server()
-    client = stage_.raw()
-    assert f"another server already serves {stage_.path}" in refused(stage_.path)
-    assert client.ask("list_segments") == stage_.raw().ask("list_segments") == ["segments", []]
-
-
 def test_a_server_whose_lock_is_gone_ends_once_another_one_serves_its_path(stage_: Stage) -> None:
     first = stage_.server()
     beside(stage_.path, ".lock").unlink()

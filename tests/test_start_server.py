@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
-from processes import PATIENT, Child, Stage, eventually, make_memfd, script, stage
+from processes import PATIENT, Child, Stage, eventually, make_memfd, script, stage, with_words
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
@@ -49,20 +49,7 @@ server.serve(ServerConfig(socket=sys.argv[1]))
 
 def servers(path: Path) -> list[int]:
     """The processes that serve `path`, or try to."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                arguments = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if (
-                b"-m" in arguments
-                and b"vcache_backend.metadata_server" in arguments
-                and str(path).encode() in arguments
-            ):
-                found.append(int(folder.name))
-    return found
+    return with_words("-m vcache_backend.metadata_server ", f"{path} ")
 
 
 def end_servers(path: Path) -> None:

@@ -19,7 +19,7 @@ def test_the_whole_script_runs_on_the_cpu(tmp_path: Path) -> None:
     """A byte that is flipped in the owner's KV cache is seen."""
     out = tmp_path / "result.json"
     given = ["--scale", "tiny", "--rounds", "1", "--seconds", "540", "--commit", "x"]
-    given += ["--only", "equal,flipped,ttft", "--integration", "vllm", "--share", "in_place"]
+    given += ["--only", "equal,flipped,ttft", "--integration", "inplace"]
     # A server without a core for a quarter of a second has not died.
     given += ["--set", "vcache.client.request_seconds=5", "--out", str(out)]
     given += ["--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache")]

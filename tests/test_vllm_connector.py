@@ -162,15 +162,6 @@ def test_requests_that_are_computed_whatever_is_there(
         assert b.again(tokens).cached == 3 * CHUNK
 
 
-def test_a_request_that_leaves_nothing_in_the_pool(here: Node, a: Instance, b: Instance) -> None:
-    tokens, before = new_tokens(3 * CHUNK + 5), here.chunks()
-    a.one(tokens, params=vcache(store=False))
-    later = here.keep(a, new_tokens(CHUNK))
-    assert later.cached == 0
-    assert here.chunks() == before + 1
-    assert b.one(tokens).cached == 0
-
-
 def test_wishes_we_do_not_understand_are_served_uncached(
     here: Node, a: Instance, b: Instance
 ) -> None:
@@ -219,27 +210,6 @@ def test_resetting_the_cache_empties_the_pool_too(
     eventually(
         lambda: a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK
     )
-
-
-def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    """vLLM empties nothing while a request runs, and whoever resets has new weights: what is
-    computed with KV of before is no better.
-    """
-    tokens, fresh = new_tokens(3 * CHUNK + 1), new_tokens(3 * CHUNK + 1)
-    a.add("long", tokens, max_tokens=CHUNK + 1)
-    a.step(3)
-    assert not a.ask("reset")
-    a.ask("finish", ["long"])
-    longer = tokens + new_tokens(2 * CHUNK)
-    assert a.one(longer).cached >= 3 * CHUNK, "in vLLM's own cache"
-    # Stores become visible in their order.
-    here.keep(a, fresh)
-    assert b.again(fresh).cached == 3 * CHUNK
-    assert here.chunks() == 3
-    assert b.again(longer, params=vcache(store=False)).cached == 0
-    here.unleased()
 
 
 # ---- tenants

@@ -69,7 +69,7 @@ class Worker:
         here.undo.callback(self.copier.close)
         self.stores = Stores(Meter(), at_once)
         self.kv, self.block_size = session.bind(cache.tensors), cache.sizes.block_size
-        self.stores.open(session, self.kv, self.block_size)
+        self.stores.open(Attached(session, self.kv, self.block_size))
         for number, blocks in enumerate((FIRST, SECOND)):
             self.store(blocks, number)
         assert len(self.copier.ends) == 2

@@ -19,7 +19,6 @@ from vllm_cases import (
     BLOCK,
     CHUNK,
     LEASE,
-    SCATTER,
     VIEWS,
     Answer,
     Node,
@@ -79,12 +78,8 @@ CASES = 400
 
 
 def spec(window: int = 0, block_size: int = 16) -> Any:
-    sizes = {
-        "block_size": block_size,
-        "num_kv_heads": 1,
-        "head_size": 8 * 16 // block_size,
-        "dtype": torch.float32,
-    }
+    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8 * 16 // block_size}
+    sizes |= {"dtype": torch.float32}
     return (
         SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
     )
@@ -710,7 +705,7 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(
             answer = pair.b.again(tokens)
         assert (answer.cached, answer.said == own.said) == (HIT, equal)
     # No longer, or vLLM's own step would end where it has seen two prompts part.
-    other = tokens[: 8 * CHUNK + 5] + new_tokens(280)
+    other = tokens[: 10 * CHUNK + 5] + new_tokens(280)
     found, own = pair.b.again(other, params={"vcache": {"store": False}}), pair.a.one(other)
     assert (found.cached, own.cached) == (8 * CHUNK, 8 * CHUNK), (
         "where the first of the two steps ended"
@@ -732,19 +727,6 @@ def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
     found, own = pair.b.again(turn), pair.a.one(turn)
     assert (found.cached, own.cached) == (4 * CHUNK, 4 * CHUNK)
     assert found.said == own.said
-
-
-@needs_vllm
-def test_a_request_whose_load_fails_is_computed_from_its_start(
-    here: Node, pairs: Callable[..., Pair]
-) -> None:
-    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
-    cold = pair.keep(here, tokens)
-    with meddled(pair.b, SCATTER, "raise", times=1):
-        failed = pair.b.again(tokens)
-    assert failed.cached == 0
-    assert failed.agrees(cold)
-    assert pair.b.again(tokens).cached == HIT
 
 
 @needs_vllm
@@ -785,25 +767,3 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
     assert failed.cached == 0
     assert failed.agrees(cold)
     here.unleased()
-
-
-@needs_vllm
-def test_a_chat_in_turn_over_two_servers_hits_as_much_as_vllms_own_cache_of_one_server(
-    here: Node, pairs: Callable[..., Pair]
-) -> None:
-    """A state is where a step ended at a block's end, here as there."""
-    model = pairs(STATES, 0).model
-    few: dict[str, Any] = {"model": model, "block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK}
-    alone = here.alone("chat-alone", **few)
-    servers = [here.connect(f"chat-{number}", **few) for number in range(2)]
-    choice, own, ours = random.Random(7), 0, 0
-    chats = [new_tokens(choice.randrange(100, 400)) for _ in range(2)]
-    for turn in range(3):
-        for number, said in enumerate(chats):
-            server = servers[(turn + number) % 2]
-            answer = alone.one(said, max_tokens=24)
-            own += answer.cached
-            ours += server.one(said, max_tokens=24).cached
-            assert server.ask("told")
-            chats[number] = said + answer.tokens + new_tokens(choice.randrange(20, 150))
-    assert ours >= 0.95 * own > 0, (ours, own)

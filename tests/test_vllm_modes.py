@@ -18,7 +18,6 @@ from vllm_cases import (
     Answer,
     Instance,
     Node,
-    doctor_report,
     here,
     needs_vllm,
     new_tokens,
@@ -29,11 +28,8 @@ from vllm_models import (
     write_eagle,
     write_guessed,
     write_mtp,
-    write_states,
     write_vision_model,
 )
-
-from vcache_backend.config import from_dict
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -144,12 +140,8 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     """Speculative decoding: what an answer leaves to others, here to one that guesses nothing, is as
     good as what it leaves in vLLM's own cache.
     """
-    guesses = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
+    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    guesses |= {"prompt_lookup_min": 1}
     b, reader = start(IN_PLACE, speculative_config=guesses), start(IN_PLACE)
     prompt, before = new_tokens(40) * 3 + new_tokens(5), here.chunks()
     following = prompt + b.one(prompt, max_tokens=3 * CHUNK + 17 - len(prompt)).tokens
@@ -257,18 +249,6 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
     assert b.again(tokens).cached == LENGTH
     b.ask("pause")
     assert b.one(tokens).cached == 0
-
-
-def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_knows(
-    here: Node, start: Start
-) -> None:
-    model = write_states(here.folder / "states")
-    tokens = new_tokens(LENGTH + 1)
-    b = start(IN_PLACE, model=str(model))
-    caches_nothing(here, b, "is shared through a pool only: set connector.share: pool")
-    assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"
-    refused = doctor_report(model, from_dict(IN_PLACE)).refused
-    assert "is shared through a pool only: set connector.share: pool" in refused
 
 
 def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_why_it_caches_nothing(

@@ -233,12 +233,9 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
 def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(here: Node) -> None:
     """vLLM computes it again, behind a step that has computed with it."""
     runner = APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    other = {
-        "kv_connector": "FailingConnector",
-        "kv_connector_module_path": "vllm_variants",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(here.folder / "failing")},
-    }
+    other = {"kv_connector": "FailingConnector", "kv_connector_module_path": "vllm_variants"}
+    other |= {"kv_role": "kv_both"}
+    other |= {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / "failing")}}
     failing = here.alone(
         "failing",
         runner,

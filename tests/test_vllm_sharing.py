@@ -171,9 +171,8 @@ def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
     assert b.finish("beside").keys() == {"beside"}
 
 
-@pytest.mark.parametrize("where", [PULL, VERDICT], ids=["before the copy", "before the verdict"])
 def test_blocks_that_are_used_again_while_they_are_read_are_computed(
-    here: Node, b: Instance, tiny: Instance, aside: Instance, where: str
+    here: Node, b: Instance, tiny: Instance, aside: Instance
 ) -> None:
     """The reader's process is stopped until their owner has written all of them, and for longer
     than a request to the server may take.
@@ -188,7 +187,7 @@ def test_blocks_that_are_used_again_while_they_are_read_are_computed(
 
     lost, beside = b.counter("vllm:vcache_recomputed_tokens"), Prompt(new_tokens(40), max_tokens=14)
     changed = b.counter("vllm:vcache_failures", cause="changed")
-    with stopped_at(b, where) as place:
+    with stopped_at(b, VERDICT) as place:
         answers = place.while_there(use_again, Prompt(tokens), beside)
     assert b.counter("vllm:vcache_recomputed_tokens") - lost == 5 * CHUNK
     assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
@@ -241,6 +240,12 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(
     if what == "owner stopped":
         assert answers[0].cached == 5 * CHUNK
     survived(a, b, aside, [Prompt(tokens), beside], answers)
+    if what == "server killed":
+        lost, back = (
+            rf"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*{end}"
+            for end in ("until it is back", "again")
+        )
+        eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", b.log))
 
 
 @pytest.mark.parametrize(
@@ -314,24 +319,6 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
     assert hit.said == own.said
     assert answer.cached == 0
     assert answer.said == aside.one(more).said
-
-
-def test_what_was_published_is_found_again_at_the_next_server(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    """Before its owner has anything new to say."""
-    tokens = new_tokens(3 * CHUNK + 1)
-    keep(a, tokens)
-    here.kill()
-    assert b.one(new_tokens(CHUNK)).cached == 0
-    here.serve_again(stores=False)
-    leaving_no_trace = {"vcache": {"store": False}}
-    eventually(lambda: b.again(tokens, params=leaving_no_trace).cached == 3 * CHUNK, 30)
-    lost, back = (
-        rf"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*{end}"
-        for end in ("until it is back", "again")
-    )
-    eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", b.log))
 
 
 @pytest.mark.parametrize("reset", ["forget", "reset"])

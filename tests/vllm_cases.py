@@ -135,13 +135,9 @@ class Instance(Worker):
         make: Callable[..., Any] | None = None,
         apart: Apart | None = None,
     ) -> None:
-        options: dict[str, Any] = {
-            "name": name,
-            "folder": folder,
-            "environment": changed(environment),
-            "log": folder / f"{name}.log",
-            "apart": apart,
-        }
+        options: dict[str, Any] = {"name": name, "folder": folder}
+        options |= {"environment": changed(environment), "log": folder / f"{name}.log"}
+        options |= {"apart": apart}
         super().__init__(
             home(),
             make or _serving,
@@ -418,13 +414,9 @@ class Node:
             section: dict(values) if isinstance(values, dict) else values
             for section, values in (settings or {}).items()
         }
-        own = {
-            "server": {"socket": str(self.socket)},
-            "client": self.client,
-            "pool": {"segment_bytes": "64 MiB"},
-            "engine": {"chunk_size": CHUNK},
-            "connector": {"min_hit_tokens": CHUNK},
-        }
+        own = {"server": {"socket": str(self.socket)}, "client": self.client}
+        own |= {"pool": {"segment_bytes": "64 MiB"}, "engine": {"chunk_size": CHUNK}}
+        own |= {"connector": {"min_hit_tokens": CHUNK}}
         if given.get("connector", {}).get("share") == "in_place":
             # What lends nothing unless it is told to.
             del own["pool"]

@@ -47,7 +47,6 @@ def write_model(
 def write_lora(folder: Path, seed: int) -> Path:
     """A LoRA adapter of that model which changes K and V, and so what a prefix's cache holds."""
     import torch
-    from safetensors.torch import save_file
 
     random_, rank, weights = torch.Generator().manual_seed(seed), 8, {}
     for layer, name in itertools.product(range(LAYERS), ("k_proj", "v_proj")):
@@ -57,17 +56,9 @@ def write_lora(folder: Path, seed: int) -> Path:
         ) / math.sqrt(_HIDDEN)
         weights[f"{prefix}.lora_B.weight"] = torch.randn(_KV_HEADS * _HEAD, rank, generator=random_)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: weight.to(torch.bfloat16) for name, weight in weights.items()},
-        str(folder / "adapter_model.safetensors"),
-    )
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": ["k_proj", "v_proj"],
-        "bias": "none",
-    }
+    _save(folder / "adapter_model.safetensors", weights)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    config |= {"target_modules": ["k_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -162,12 +153,8 @@ def write_experts(folder: Path) -> Path:
                     found[f"{block}.experts.{number}.{name}.weight"] = one[rows]
         return found
 
-    kind = {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": _EXPERTS,
-        "num_experts_per_tok": 2,
-    }
+    kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    kind |= {"num_local_experts": _EXPERTS, "num_experts_per_tok": 2}
     return _changed(write_model(folder), experts, **kind)
 
 
@@ -183,17 +170,19 @@ def _changed(
     folder: Path, weights: Callable[[dict[str, Any]], dict[str, Any]], **config: Any
 ) -> Path:
     """The model in `folder` with other weights, and what else its configuration says."""
-    import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
-    made = weights(load_file(folder / "model.safetensors"))
-    save_file(
-        {name: one.to(torch.bfloat16) for name, one in made.items()},
-        str(folder / "model.safetensors"),
-    )
+    _save(folder / "model.safetensors", weights(load_file(folder / "model.safetensors")))
     told = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(told))
     return folder
+
+
+def _save(file: Path, weights: dict[str, Any]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({name: one.to(torch.bfloat16) for name, one in weights.items()}, str(file))
 
 
 def write_states(folder: Path) -> Path:
@@ -201,64 +190,39 @@ def write_states(folder: Path) -> Path:
     matter as much as all others.
     """
     import torch
-    from safetensors.torch import load_file, save_file
 
-    width = _KV_HEADS * _HEAD
-    config = json.loads((write_model(folder, heads=_KV_HEADS) / "config.json").read_text())
-    random_ = torch.Generator().manual_seed(3)
-    kinds = {
-        "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
-        "conv_L_cache": 3,
-        "conv_dim": width,
-        "block_dim": width,
-    }
-    feed_forward = {
-        "block_ff_dim": _MLP,
-        "block_auto_adjust_ff_dim": False,
-        "norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
-    config |= {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", **kinds, **feed_forward}
-    (folder / "config.json").write_text(json.dumps(config))
-    named = {
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
-        "mlp": "feed_forward",
-        "self_attn.o_proj": "self_attn.out_proj",
-    }
-    named |= {
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "model.norm": "model.embedding_norm",
-    }
-    weights = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        for old, new in named.items():
-            name = name.replace(old, new)
-        if name != "lm_head.weight" and ("self_attn" not in name or int(name.split(".")[2]) % 2):
-            weights[name] = weight
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        if layer % 2:
-            weights |= {
-                f"{prefix}self_attn.{one}_layernorm.weight": torch.ones(_HEAD) for one in "qk"
-            }
-            continue
-        for name, shape in (
-            ("conv", (width, 1, 3)),
-            ("in_proj", (3 * width, width)),
-            ("out_proj", (width, width)),
-        ):
-            gain = 1.4 / math.sqrt(shape[-1])
-            weights[f"{prefix}conv.{name}.weight"] = (
-                torch.randn(shape, generator=random_) * gain
-            ).to(torch.bfloat16)
-    save_file(
-        {name: weight.to(torch.bfloat16) for name, weight in weights.items()},
-        str(folder / "model.safetensors"),
-    )
-    return folder
+    width, random_ = _KV_HEADS * _HEAD, torch.Generator().manual_seed(3)
+    named = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "mlp": "feed_forward"}
+    named |= {"self_attn.o_proj": "self_attn.out_proj", "input_layernorm": "operator_norm"}
+    named |= {"post_attention_layernorm": "ffn_norm", "model.norm": "model.embedding_norm"}
+    shapes = {"conv": (width, 1, 3), "in_proj": (3 * width, width), "out_proj": (width, width)}
+
+    def mixed(weights: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, weight in weights.items():
+            for old, new in named.items():
+                name = name.replace(old, new)
+            if name != "lm_head.weight" and (
+                "self_attn" not in name or int(name.split(".")[2]) % 2
+            ):
+                found[name] = weight
+        for layer in range(LAYERS):
+            prefix = f"model.layers.{layer}."
+            if layer % 2:
+                for one in "qk":
+                    found[f"{prefix}self_attn.{one}_layernorm.weight"] = torch.ones(_HEAD)
+                continue
+            for name, shape in shapes.items():
+                gain = 1.4 / math.sqrt(shape[-1])
+                weight = torch.randn(shape, generator=random_) * gain
+                found[f"{prefix}conv.{name}.weight"] = weight
+        return found
+
+    kind = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "norm_eps": 1e-5}
+    kind |= {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "conv_L_cache": 3}
+    kind |= {"conv_dim": width, "block_dim": width, "block_ff_dim": _MLP}
+    kind |= {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}
+    return _changed(write_model(folder, heads=_KV_HEADS), mixed, **kind)
 
 
 IMAGE = VOCABULARY - 1
@@ -271,7 +235,7 @@ def write_vision_model(folder: Path) -> Path:
     hub.
     """
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     text = json.loads((write_model(folder) / "config.json").read_text())
@@ -280,51 +244,29 @@ def write_vision_model(folder: Path) -> Path:
         for name, one in load_file(folder / "model.safetensors").items()
     }
     random_, patches = torch.Generator().manual_seed(2), (_PIXELS // _PATCH) ** 2
-    layer = {
-        f"self_attn.{name}": (_SEEN, _SEEN) for name in ("q_proj", "k_proj", "v_proj", "out_proj")
-    }
-    layer |= {
-        "mlp.fc1": (_SEEN, _SEEN),
-        "mlp.fc2": (_SEEN, _SEEN),
-        "layer_norm1": (_SEEN,),
-        "layer_norm2": (_SEEN,),
-    }
-    shapes = {f"encoder.layers.0.{name}": shape for name, shape in layer.items()} | {
-        "post_layernorm": (_SEEN,)
-    }
-    shapes |= {
-        "embeddings.patch_embedding": (_SEEN, 3, _PATCH, _PATCH),
-        "embeddings.position_embedding": (patches, _SEEN),
-    }
+    square = *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2"
+    layer: dict[str, Any] = dict.fromkeys(square, (_SEEN, _SEEN))
+    layer |= dict.fromkeys(("layer_norm1", "layer_norm2"), (_SEEN,))
+    shapes = {f"encoder.layers.0.{name}": shape for name, shape in layer.items()}
+    shapes["post_layernorm"] = (_SEEN,)
+    shapes["embeddings.patch_embedding"] = _SEEN, 3, _PATCH, _PATCH
+    shapes["embeddings.position_embedding"] = patches, _SEEN
     for name, shape in shapes.items():
         gain = 1.0 / math.sqrt(math.prod(shape[1:]))
         weight = (
             torch.randn(shape, generator=random_) * gain if len(shape) > 1 else torch.ones(shape)
         )
-        weights[f"model.vision_model.{name}.weight"] = weight.to(torch.bfloat16)
-        weights[f"model.vision_model.{name}.bias"] = torch.zeros(shape[0], dtype=torch.bfloat16)
+        weights[f"model.vision_model.{name}.weight"] = weight
+        weights[f"model.vision_model.{name}.bias"] = torch.zeros(shape[0])
     del weights["model.vision_model.embeddings.position_embedding.bias"]
     seen = torch.randn(_HIDDEN, 4 * _SEEN, generator=random_)
-    weights["model.connector.modality_projection.proj.weight"] = seen.to(torch.bfloat16)
-    save_file(weights, str(folder / "model.safetensors"))
-    vision = {
-        "hidden_size": _SEEN,
-        "intermediate_size": _SEEN,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vision |= {"image_size": _PIXELS, "patch_size": _PATCH}
-    config = {
-        "architectures": ["Idefics3ForConditionalGeneration"],
-        "model_type": "idefics3",
-        "torch_dtype": "bfloat16",
-    }
-    config |= {
-        "text_config": text,
-        "vision_config": vision,
-        "image_token_id": IMAGE,
-        "scale_factor": 2,
-    }
+    weights["model.connector.modality_projection.proj.weight"] = seen
+    _save(folder / "model.safetensors", weights)
+    vision = {"hidden_size": _SEEN, "intermediate_size": _SEEN, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": _PIXELS, "patch_size": _PATCH}
+    config = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"}
+    config |= {"torch_dtype": "bfloat16", "text_config": text, "vision_config": vision}
+    config |= {"image_token_id": IMAGE, "scale_factor": 2}
     (folder / "config.json").write_text(json.dumps(config))
     special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>"]
     words = [f"w{number}" for number in range(VOCABULARY - len(special))] + special
@@ -334,21 +276,12 @@ def write_vision_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "w0",
-        "bos_token": "w1",
-        "eos_token": "w2",
-        "pad_token": "w2",
-    }
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "bos_token": "w1"}
+    named |= {"eos_token": "w2", "pad_token": "w2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     edge = {"longest_edge": _PIXELS}
-    sight = {
-        "image_processor_type": "Idefics3ImageProcessor",
-        "do_image_splitting": False,
-        "size": edge,
-        "max_image_size": edge,
-    }
+    sight = {"image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": False}
+    sight |= {"size": edge, "max_image_size": edge}  # type: ignore[dict-item]
     (folder / "preprocessor_config.json").write_text(json.dumps(sight))
     (folder / "processor_config.json").write_text(
         json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": patches // 4})

@@ -37,14 +37,8 @@ class Two:
         """Of a connector that tries again soon, and whose deadlines no slow machine misses.
         offload: of its section.
         """
-        more = {
-            "policy": "write_through",
-            "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096),
-            "retry_seconds": 0.1,
-            "lookup_seconds": 10,
-            "get_seconds": 10,
-            **offload,
-        }
+        more = {"policy": "write_through", "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096)}
+        more |= {"retry_seconds": 0.1, "lookup_seconds": 10, "get_seconds": 10, **offload}
         mooncake = {
             "master": self.depot.master.address,
             "hostname": "127.0.0.1",

@@ -38,6 +38,8 @@ START_SECONDS = 300.0
 """The most that the start of a child may take: importing torch can take a minute."""
 SECONDS = 60.0
 """The most that an answer of a child that has started may take."""
+END_SECONDS = 5.0
+"""The most that the end of a child may take."""
 FOLDER = None if len(tempfile.gettempdir()) < 70 else "/tmp"
 """Where the socket's folder is made. A socket's path has at most 107 bytes."""
 NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md"
@@ -47,7 +49,9 @@ def run(as_json: bool = False) -> int:
     """Run the demo and print its result. Returns the exit code: 0 if every byte was right and the
     changed byte was found, else 1.
 
-    Leaves no process and no file behind, even on Ctrl-C. Raises VCacheError if it cannot run."""
+    Leaves no process and no file behind, even if it is killed. Raises VCacheError if it cannot
+    run."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")  # before the server starts
     devices = choose_devices()
@@ -89,10 +93,7 @@ def play(devices: list[str]) -> dict[str, Any]:
     Raises VCacheError if a process fails."""
     answers = []
     with ExitStack() as undo:
-        made = tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER)
-        folder = undo.enter_context(made)
-        socket = f"{folder}/vcache.sock"
-        undo.enter_context(Child("demo", socket)).answer(START_SECONDS)
+        socket = undo.enter_context(Child("demo")).answer(START_SECONDS)
         workers = [
             undo.enter_context(Child("demo_worker", socket, device, str(number)))
             for number, device in enumerate(devices)
@@ -126,7 +127,7 @@ def chunk_bytes(device: str) -> int:
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process of the demo, killed when the block ends, out of reach of Ctrl-C."""
+    """A process of the demo, ended with the block, out of reach of Ctrl-C."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self.words, pipe = " ".join([module, *arguments]), subprocess.PIPE
@@ -157,6 +158,9 @@ class Child(subprocess.Popen[bytes]):
         return json.loads(line)
 
     def __exit__(self, *_: object) -> None:
+        self.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(END_SECONDS)
         self.kill()
         super().__exit__(None, None, None)
 
@@ -166,20 +170,30 @@ class Child(subprocess.Popen[bytes]):
 
 def _end_with_the_demo() -> None:
     """Have this process end if the demo is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def say(answer: object) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def main(socket: str) -> None:
-    """Run the server's process, which says `true` once it serves."""
-    server = Server(ServerConfig(socket=socket))
-    say(True)
-    server.run()
+def main() -> None:
+    """Run the server's process until SIGTERM, in a folder of its own, which it removes. It says
+    where it serves."""
+    signal.signal(signal.SIGTERM, _end_once)
+    with tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER) as folder:
+        socket = f"{folder}/vcache.sock"
+        server = Server(ServerConfig(socket=socket))
+        say(socket)
+        server.run()
+
+
+def _end_once(*_: object) -> None:
+    """Leave all blocks. A second signal would keep the folder from being removed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
 
 
 if __name__ == "__main__":
     with suppress(BrokenPipeError):  # the demo has ended meanwhile
-        main(*sys.argv[1:])
+        main()

@@ -45,11 +45,7 @@ def raising_as(
     mapping: Mapping[type[BaseException], type[VCacheError]], what: str
 ) -> Iterator[None]:
     """Turn exceptions of the block into ours. The first type of `mapping` that fits counts; the
-    message is `what: cause`.
-
-    >>> with raising_as({TimeoutError: ServerTimeout, OSError: ServerUnavailable}, "hello to
-    /run/vcache.sock"): ...     raise ConnectionRefusedError("refused") Traceback (most recent call
-    last): vcache_backend.errors.ServerUnavailable: hello to /run/vcache.sock: refused"""
+    message is `what: cause`."""
     try:
         yield
     except tuple(mapping) as cause:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,11 +33,11 @@ class Level(NamedTuple):
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
     mishaps: dict[str, int]
-    stops: float
     loads: int
-    reuse_hits: float
     controls: Sequence[Control]
-    control_loads: int
+    stops: float = 0.0
+    reuse_hits: float = 0.0
+    control_loads: int = 1
     control_seconds: float = 120.0
     seconds: float = float("inf")
     silence: float = SECONDS
@@ -89,9 +89,7 @@ SOAK = Level(
     },
     stops=0.004,
     loads=100_000,
-    reuse_hits=0.0,
     controls=("no verdict",),
-    control_loads=1,
     # Longer than leases and reservations last.
     longest_stop=3.0,
     pause=1.0,
@@ -100,18 +98,28 @@ SOAK = Level(
 )
 
 
-def death(lends: int = 0) -> Level:
-    """Real vLLMs, on GPUs if there are any, that are paused, stopped, starved and killed around
-    their loads, as is the server. lends: see `Level`.
-    """
+def _vllms(on_cpu: int, **given: Any) -> Level:
+    """A level of real vLLMs: four on GPUs, else so many on the CPU."""
     from ..vllm.environment import prepare_host
-    from . import whole
 
     on_gpus = torch.cuda.is_available()
     prepare_host(cpu=not on_gpus)
-    return Level(
+    counts: dict[Role, int] = {"vllm": 4 if on_gpus else on_cpu}
+    seconds = 360.0 if on_gpus else 1200.0
+    # A stop may be longer than a lease.
+    return Level(counts=counts, seconds=seconds, silence=240.0, longest_stop=1.2, **given)
+
+
+def death(lends: int = 0) -> Level:
+    """Real vLLMs that are paused, stopped, starved and killed around their loads, as is the server.
+    lends: see `Level`.
+    """
+    from . import whole
+
+    return _vllms(
+        3,
         life=whole.live,
-        counts={"vllm": 4 if on_gpus else 3},
+        prepare=whole.prepare,
         mishaps={
             "vllm killed": 1,
             "vllm stopped": 20,
@@ -125,11 +133,6 @@ def death(lends: int = 0) -> Level:
         reuse_hits=0.02,
         controls=("no verdict",),
         control_loads=200,
-        seconds=360.0 if on_gpus else 1200.0,
-        silence=240.0,
-        prepare=whole.prepare,
-        # Longer than a lease.
-        longest_stop=1.2,
         pauses=0.7,
         least_pauses=500,
         lends=lends,
@@ -137,15 +140,15 @@ def death(lends: int = 0) -> Level:
 
 
 def promised() -> Level:
-    """Real vLLMs in place, as those of `death`, that ask for the same prompts at the same time. In
-    every state of a promise they are stopped, and die; they abort requests and reset the namespace.
+    """Real vLLMs in place that ask for the same prompts at the same time. In every state of a
+    promise they are stopped, and die; they abort requests and reset the namespace.
     """
     from . import promises
 
-    return death()._replace(
+    return _vllms(
+        2,
         life=promises.live,
         prepare=promises.prepare,
-        counts={"vllm": 4 if torch.cuda.is_available() else 2},
         mishaps={
             "vllm killed": 1,
             "vllm stopped": 10,
@@ -154,12 +157,7 @@ def promised() -> Level:
             "server stopped": 3,
         },
         loads=100,
-        reuse_hits=0.0,
         controls=("no bound",),
-        control_loads=1,
-        stops=0.0,
-        pauses=0.0,
-        least_pauses=0,
         pause=3.0,
         states=promises.STATES,
     )

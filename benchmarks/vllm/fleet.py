@@ -166,7 +166,7 @@ class Fleet:
         took = time.monotonic() - self._waiting[name]
         print(f"  {name}: compiled after {took:.0f} s", flush=True)
 
-    def instance(self, name: str, seconds: float = START_SECONDS) -> Child:
+    def instance(self, name: str) -> Child:
         """The instance, once it is ready. ChildFailed if it does not start; a second call for it
         raises at once.
         """
@@ -177,7 +177,7 @@ class Fleet:
         started = self._waiting.pop(name, None)
         if started is not None:
             try:
-                child.answer(max(1.0, seconds - (time.monotonic() - started)))
+                child.answer(max(1.0, START_SECONDS - (time.monotonic() - started)))
                 about = child.ask("about")
             except ChildFailed as error:
                 self._failed[name] = str(error)

@@ -94,27 +94,19 @@ def _sparse(**arguments: Any) -> Kind:
 def _experts(model: dict[str, Any], tiny: str, **more: Any) -> Kind:
     """A kind whose experts are spread over the data parallel ranks of one server, compiled and with
     CUDA graphs, as users run it.
-
-    Each rank compiles for itself. None tries which kernel is the fastest, since ranks that choose
-    others differ in the last bit."""
+    """
     arguments = {
         "enable_expert_parallel": True,
         "worker_extension_cls": f"{__package__}.extension.Extension",
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
     }
-    chosen = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
-    return Kind(model=model, tiny=SHAPES[tiny], arguments=arguments, environment=chosen, **more)
+    return Kind(model=model, tiny=SHAPES[tiny], arguments=arguments, **more)
 
 
 KINDS = {
     "": Kind(),
     "tp2": Kind(ranks=2),
-    # Each rank compiles its own layers; see `_experts`.
-    "pp2": Kind(
-        ranks=2,
-        split="pipeline_parallel_size",
-        environment={"TORCHINDUCTOR_DETERMINISTIC": "1"},
-    ),
+    "pp2": Kind(ranks=2, split="pipeline_parallel_size"),
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
     # 64 tokens a block is what the MLA kernels of Hopper take. All layers are dense: experts have
     # no part in the KV cache.

@@ -90,11 +90,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def settle(self, block_size: int) -> set[int]:
         return self.worker.settle(block_size) if self.worker is not None else set()
 
-    def shape(self, num_tokens: int) -> torch.Size:
-        """The shape that LMCache gives to the KV of so many tokens."""
-        shapes: list[torch.Size] = self.metadata.get_shapes(num_tokens)
-        return shapes[0]
-
     # ---- look-ups and reads outside of requests; those of requests go through `Verbs`
 
     @answers(False)
@@ -108,8 +103,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def pin(self, key: CacheEngineKey) -> bool:
         return False
 
-    def unpin(self, key: CacheEngineKey) -> bool:
-        return False
+    unpin = exists_in_put_tasks = pin
 
     def touch_cache(self) -> None:
         """Do nothing: the server marks chunks as used when it leases them."""
@@ -166,18 +160,16 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         if self.worker is not None:
             self.worker.put(keys, objs)
 
-    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
-        return False
-
     # ---- the rest
 
     @answers(False)
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        return bool(self.batched_remove([key], force))
+        return bool(self.batched_remove([key]))
 
     @answers(0)
     def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
-        return self.worker.remove(keys, force) if self.worker is not None else 0
+        """Remove chunks, even leased ones: LMCache never asks a plugin to spare some."""
+        return self.worker.remove(keys) if self.worker is not None else 0
 
     @answers(0)
     def clear(self) -> int:
@@ -187,11 +179,10 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def get_allocator_backend(self) -> AllocatorBackendInterface:
         return self
 
-    def initialize_allocator(self, config: Any, metadata: Any) -> MemoryAllocatorInterface:
+    def get_memory_allocator(self, *_: Any) -> MemoryAllocatorInterface:
         return NoAllocator()
 
-    def get_memory_allocator(self) -> MemoryAllocatorInterface:
-        return NoAllocator()
+    initialize_allocator = get_memory_allocator
 
     def calculate_chunk_budget(self) -> int:
         """How many chunks may be loaded at once: any number, our objects hold no memory."""

@@ -5,30 +5,23 @@ Imports neither LMCache nor vLLM."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
+
+from vcache_backend.supported import LMCACHE
 
 from ..vllm.model import spec as model_spec
 from .instance import Instance
-from .patches import WANTED
-
-LOWEST, HIGHEST = (0, 5, 3), (0, 6)
-"""Supported versions of LMCache: LOWEST <= version < HIGHEST."""
-CLASS_NAME = "VCacheBackend"
+from .patches import WANTED, our_names
 
 
 def version() -> str | None:
     """Say why the plugin does not work with this version of LMCache, or None."""
-    try:
-        installed = metadata.version("lmcache")
-    except metadata.PackageNotFoundError:
-        return f"LMCache is not installed: pip install '{WANTED}'"
-    leading = re.match(r"\d+(\.\d+)*", installed)
-    if not leading or not LOWEST <= tuple(map(int, leading[0].split("."))) < HIGHEST:
-        return f"LMCache {installed} is not one that vcache works with: pip install '{WANTED}'"
-    return None
+    _, installed = LMCACHE.installed()
+    if LMCACHE.supports(installed):
+        return None
+    wrong = f"{installed} is not one that vcache works with" if installed else "is not installed"
+    return f"LMCache {wrong}: pip install '{WANTED}'"
 
 
 def refusal(lm_config: Any, instance: Instance) -> str | None:
@@ -65,7 +58,8 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
             "the audit wraps every backend, and an allocator cannot be wrapped: remove "
             "audit_backend_enabled from extra_config"
         )
-    wanted, ours = getattr(lm_config, "retrieve_locations", None), _our_names(lm_config)
+    wanted = getattr(lm_config, "retrieve_locations", None)
+    ours = our_names(lm_config) or ["vcache"]
     if wanted and not set(wanted) & set(ours):
         yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
     location = getattr(lm_config, "store_location", None)
@@ -126,10 +120,3 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
             "fails its request: "
             'put "kv_load_failure_policy":"recompute" into --kv-transfer-config'
         )
-
-
-def _our_names(lm_config: Any) -> list[str]:
-    extra = getattr(lm_config, "extra_config", None) or {}
-    named = getattr(lm_config, "storage_plugins", None) or []
-    classes = {name: extra.get(f"storage_plugin.{name}.class_name") for name in named}
-    return [name for name in named if classes[name] == CLASS_NAME] or ["vcache"]

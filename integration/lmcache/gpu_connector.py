@@ -31,13 +31,7 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         puts the chunks with their keys."""
         self._there().note_sources(list(memory_objs), starts, kwargs)
 
-    def batched_to_gpu(
-        self,
-        memory_objs: Any = None,
-        starts: list[int] | None = None,
-        ends: list[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def batched_to_gpu(self, *_: Any, **__: Any) -> None:
         """Raise RuntimeError: `Verbs.retrieve` replaces the engine's method and needs no memory
         objects, so nobody calls this."""
         raise RuntimeError(
@@ -45,14 +39,14 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
             "version of LMCache?"
         )
 
+    to_gpu = batched_to_gpu
+
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
 
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
-
     def get_shape(self, num_tokens: int) -> torch.Size:
-        return self._there().shape(num_tokens)
+        shapes: list[torch.Size] = self._there().metadata.get_shapes(num_tokens)
+        return shapes[0]
 
     def _there(self) -> VCacheBackend:
         if self.backend is None:

@@ -54,14 +54,7 @@ class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]
     def allocate(self, *_: Any, **__: Any) -> None:
         return None
 
-    def batched_allocate(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def free(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def batched_free(self, *_: Any, **__: Any) -> None:
-        return None
+    batched_allocate = free = batched_free = allocate
 
     def memcheck(self) -> bool:
         return True

@@ -23,6 +23,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from vcache_backend.supported import LMCACHE
+
 from .scope import Scheduler
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 CONNECTOR_CLASS = "LMCacheConnectorV1"
 PLUGIN_MODULE = "vcache_backend.integration.lmcache"
-WANTED = "lmcache>=0.5.3,<0.6"
+WANTED = LMCACHE.name + LMCACHE.wanted
 """This module relies on the internals of these versions."""
 _THEIRS = "_theirs_before_vcache"
 log = logging.getLogger(__name__)
@@ -73,11 +75,12 @@ def _must_have(owner: Any, names: str) -> None:
         _changed(owner, ", ".join(lacking))
 
 
-def names_our_plugin(config: Any) -> bool:
+def our_names(config: Any) -> list[str]:
+    """The names under which LMCache's `storage_plugins` have our plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
     names = getattr(config, "storage_plugins", None) or ()
-    modules = [str(extra.get(f"storage_plugin.{name}.module_path")) for name in names]
-    return any(module.startswith(PLUGIN_MODULE) for module in modules)
+    module = "storage_plugin.{}.module_path"
+    return [name for name in names if str(extra.get(module.format(name))).startswith(PLUGIN_MODULE)]
 
 
 # ---- vLLM's processes: the constructor of its connector
@@ -157,7 +160,7 @@ def _supply_connector() -> None:
         def create_gpu_connector(
             config: Any, metadata: Any, engine: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            if engine == vllm and source.torch_device_type == "cpu" and names_our_plugin(config):
+            if engine == vllm and source.torch_device_type == "cpu" and our_names(config):
                 from .. import amx
                 from .gpu_connector import VCacheGPUConnector
 
@@ -175,7 +178,7 @@ def _supply_connector() -> None:
 
 def _patch_scheduler(connector: Any) -> None:
     adapter = connector._lmcache_engine
-    if connector.role.name == "SCHEDULER" and names_our_plugin(adapter.config):
+    if connector.role.name == "SCHEDULER" and our_names(adapter.config):
         scheduler = Scheduler(adapter)
         adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
         adapter.build_connector_meta = scheduler.build_connector_meta

@@ -84,7 +84,10 @@ class PoolWorker:
         if self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
         lease = self.session.leases.acquire(names) if names else None
-        hit = Hit(names[: self._readable(lease)], lease) if lease is not None else Hit()
+        hit = Hit()
+        if lease is not None:
+            # Those that this worker can read; maps their segments.
+            hit = Hit(names[: len(self.session.views(lease.locations))], lease)
         self._count(asked, len(hit.names))
         return hit
 
@@ -93,13 +96,6 @@ class PoolWorker:
         size = self.session.chunk_size
         if self.session.rank == 0:
             self.session.client.count(asked * size, found * size)
-
-    def _readable(self, lease: Lease) -> int:
-        """Count the lease's leading chunks that this worker can read. Maps their segments."""
-        readable, locations = self.session.segments(), lease.locations
-        if readable.keys() >= {at.segment for at in locations}:
-            return len(locations)
-        return len(self.session.views(locations))
 
     # ---- loads
 
@@ -165,9 +161,9 @@ class PoolWorker:
             places = SlotPlaces(kv, size, slots, starts)
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
-    def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
-        """Remove chunks of this rank. Returns how many. force: also leased ones."""
-        return self.session.client.remove(self._names.keys(keys), force)
+    def remove(self, keys: Sequence[CacheEngineKey]) -> int:
+        """Remove chunks of this rank. Returns how many."""
+        return self.session.client.remove(self._names.keys(keys))
 
     def clear(self) -> int:
         """Reset the namespace for all instances and ranks. Returns how many chunks were removed."""

@@ -119,8 +119,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def requires_kv_delivery(self) -> bool:
         """Whether another instance waits for this instance's chunks. If not, a chunk that is not
-        stored is only a later miss.
-        """
+        stored is only a later miss."""
         return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     @answers((0, False))
@@ -153,8 +152,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int] | None:
         """Count the tokens of a hit by place. vLLM 0.32 and later call it after
-        `update_state_after_alloc`.
-        """
+        `update_state_after_alloc`."""
         side = self._scheduler
         tokens = side.hit_sources(request, num_external_tokens) if side is not None else {}
         return compat.hit_sources(tokens, num_external_tokens)
@@ -200,8 +198,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _hasten(self, connector_output: Any) -> None:
         """Add the loads that are over by now to the report of a step, so that their requests run a
         step earlier. Take out what was added before. A worker that runs in this thread looks at its
-        loads once more.
-        """
+        loads once more."""
         reported = self._ends.reported(connector_output.finished_recving or ())
         connector_output.finished_recving = reported
         if not self._ends.waiting:
@@ -249,8 +246,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @answers(None)
     def get_mem_pool_context(self) -> Any:
         """Return the context in which vLLM allocates a KV cache that other processes can map. None:
-        allocate as usual.
-        """
+        allocate as usual."""
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None
 
@@ -271,16 +267,14 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @answers(None)
     def unregister_kv_caches(self) -> None:
         """Stop using the KV cache: vLLM goes to sleep and takes its memory away. vLLM 0.33 and
-        later call it.
-        """
+        later call it."""
         if self._worker is not None:
             self._worker.sleep()
 
     @answers(None)
     def restore_kv_caches(self) -> None:
         """Use the KV cache again: its memory is back, empty, at the same addresses. vLLM 0.33 and
-        later call it.
-        """
+        later call it."""
         if self._worker is not None:
             self._worker.wake()
 
@@ -288,8 +282,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _look_outside(self) -> None:
         """Under an enclosing connector (MultiConnector), whose settings vLLM goes by, have loads
         wait for the steps under way: vLLM may not hold blocks back. Warn if it has another
-        `kv_load_failure_policy`, which this connector cannot change.
-        """
+        `kv_load_failure_policy`, which this connector cannot change."""
         outermost, wanted = get_kv_transfer_group(), self._policy
         if outermost is self or self._worker is None:
             return
@@ -318,18 +311,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""
         return False
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, *_: Any, **__: Any) -> None:
         """Do nothing: loads begin in `bind_connector_metadata`, or in `get_transfer_results`, once
-        the step's model run is queued.
-        """
+        the step's model run is queued. No step waits for one, and all layers are stored at once."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no step waits for a load."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: all layers are copied in one launch, after the model run."""
+    wait_for_layer_load = save_kv_layer = start_load_kv
 
     @answers(None)
     def wait_for_save(self) -> None:

@@ -93,8 +93,7 @@ class EndRing:
 
     def open(self, address: tuple[str, str]) -> None:
         """Map the scheduler's memory, once. Does nothing if it is not to be had, such as from
-        another host or another pid namespace, where the path may be that of anything.
-        """
+        another host or another pid namespace, where the path may be that of anything."""
         path, link = address
         if link == self._link:
             return

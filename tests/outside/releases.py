@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vllm_sources import FILES, differences
 
-from vcache_backend.doctor.system import VLLM
+from vcache_backend.supported import VLLM
 
 
 def fetch(version: str) -> Path:

@@ -100,15 +100,9 @@ def run(folder: Path, more: list[str]) -> dict[str, Outcome]:
     command = [sys.executable, "-m", "pytest", "-p", "vllm_ours", "-p", "no:cacheprovider"]
     command += ["-n0", "-q", "--tb=short", "-c", os.devnull, "--rootdir", "."]
     command += ["--confcutdir", "tests/v1", "-W", "ignore", "--timeout", "120", *PATHS, *more]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), "."]),
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VCACHE_OUTSIDE_RESULTS": str(results),
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), "."])}
+    environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "VCACHE_OUTSIDE_RESULTS": str(results)}
     log = folder / "run.log"
     print(f"outside: vLLM's tests; their output: {log}", file=sys.stderr)
     with log.open("wb") as out:

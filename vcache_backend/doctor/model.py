@@ -30,6 +30,7 @@ _QUIET = {
     "PYTHONHASHSEED": "0",
 }
 """For the child. That `PYTHONHASHSEED` is not set is a finding of its own."""
+_START = "start vLLM with it and see its log"
 _KINDS = {
     "full": "of full attention",
     "window": "with a window of {:,} tokens",
@@ -38,7 +39,7 @@ _KINDS = {
 
 
 class UnknownModel(Exception):
-    """vLLM does not know the model or cannot be asked: why and, after `; `, what would help."""
+    """vLLM does not know the model or cannot be asked: why, and what would help."""
 
 
 class Layers(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def ask(name: str, config: Config) -> ModelReport:
     """Ask vLLM about a model (name: as `vllm serve` takes it), in some 20 s. UnknownModel."""
     if find_spec("vllm") is None:
         said = "vLLM is not installed here, and only vLLM knows its models"
-        raise UnknownModel(f"{said}; run this in vLLM's environment")
+        raise UnknownModel(said, "run this in vLLM's environment")
     try:
         asked = subprocess.run(
             [*_ASKING, name],
@@ -88,22 +89,19 @@ def ask(name: str, config: Config) -> ModelReport:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = f"vLLM did not answer within {ASK_SECONDS:g} s"
-        raise UnknownModel(f"{said}; start vLLM with it and see its log") from error
+        raise UnknownModel(f"vLLM did not answer within {ASK_SECONDS:g} s", _START) from error
     except (OSError, ValueError) as error:
-        said = f"vLLM could not be asked: {error}"
-        raise UnknownModel(f"{said}; start vLLM with it and see its log") from error
+        raise UnknownModel(f"vLLM could not be asked: {error}", _START) from error
     try:
         answer = msgspec.json.decode(asked.stdout)
         if "trouble" in answer:
             why = printable(" ".join(answer["trouble"].split()), MAX_TROUBLE_CHARS)
-            raise UnknownModel(f"vLLM cannot serve it here: {why}; start vLLM and see its log")
+            raise UnknownModel(f"vLLM cannot serve it here: {why}", _START)
         return msgspec.convert(answer, ModelReport)
     except (msgspec.DecodeError, TypeError) as error:
         lines = asked.stderr.decode(errors="replace").strip().splitlines()
         last = printable(lines[-1] if lines else "it printed nothing")
-        said = f"vLLM ended with code {asked.returncode}: {last}"
-        raise UnknownModel(f"{said}; start vLLM and see its log") from error
+        raise UnknownModel(f"vLLM ended with code {asked.returncode}: {last}", _START) from error
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
@@ -112,7 +110,7 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
     try:
         model = ask(name, config)
     except UnknownModel as error:
-        why, _, advice = str(error).rpartition("; ")
+        why, advice = error.args
         yield fail("model", f"{shown}: {why}", advice)
         return
     what = f"{shown}, vLLM {model.vllm}, {model}"

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding, fail, ok
-from vcache_backend.doctor.system import MOONCAKE, installed
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess
 from vcache_backend.offload.verbs import FULL, STORED, StoreDown, StoreLost
+from vcache_backend.supported import MOONCAKE
 
 NBYTES = 1 << 20
 SECONDS = 8.0
@@ -37,7 +37,7 @@ def check_offload(config: Config) -> Iterator[Finding]:
 
 def check_store(config: Config) -> Iterator[Finding]:
     """Put one small object into the store, read it and remove it, if the library is installed."""
-    if not installed(MOONCAKE.name, *MOONCAKE.builds)[1]:
+    if not MOONCAKE.installed()[1]:
         return  # check_packages says so
     fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
     os.ftruncate(fd, 2 * NBYTES)

@@ -75,7 +75,7 @@ class Client(InstanceCalls):
         )
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if it is not in the pool. [] from an older server."""
+        """The segment of each key's chunk; "" if it is not in the pool."""
         return [
             id_
             for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present)
@@ -112,11 +112,8 @@ class Client(InstanceCalls):
     def touch(self, keys: list[m.ChunkKey]) -> int:
         return sum(reply.count for reply in self._in_parts(keys, m.Touch, m.Count, last_first=True))
 
-    def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        return sum(
-            reply.count
-            for reply in self._in_parts(keys, lambda part: m.Remove(part, force), m.Count)
-        )
+    def remove(self, keys: list[m.ChunkKey]) -> int:
+        return sum(reply.count for reply in self._in_parts(keys, m.Remove, m.Count))
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
         """Forget a namespace's chunks. Returns how many. reset: also void its offloaded ones."""
@@ -176,7 +173,7 @@ class Client(InstanceCalls):
         """Send one line to the node's operator, cut at `MAX_REPORT_CHARS`. False if this connection
         has sent the line before.
 
-        A control call. Servers refuse an empty `text`, and old servers refuse the request."""
+        A control call. Servers refuse an empty `text`."""
         request = m.Report(level, text[: m.MAX_REPORT_CHARS])
         return bool(self._call(request, m.Count, self._config.control_seconds).count)
 
@@ -193,10 +190,8 @@ class Client(InstanceCalls):
         deadline = time.perf_counter() + self._config.request_seconds
         starts = range(0, max(len(keys), 1), m.MAX_KEYS)
         for start in reversed(starts) if last_first else starts:
-            seconds = (
-                deadline - time.perf_counter() if len(starts) > 1 else self._config.request_seconds
-            )
-            yield self._call(request(keys[start : start + m.MAX_KEYS]), kind, seconds)
+            part = request(keys[start : start + m.MAX_KEYS])
+            yield self._call(part, kind, deadline - time.perf_counter())
 
     def _list(self) -> None:
         try:

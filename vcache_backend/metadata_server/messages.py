@@ -420,11 +420,9 @@ class Touch(Request, frozen=True, tag="touch"):
 
 
 class Remove(Request, frozen=True, tag="remove"):
-    """Forget chunks → `Count` removed. The slot of a leased chunk is freed when its leases end.
-    Without `force` leased chunks stay."""
+    """Forget chunks → `Count` removed. The slot of a leased chunk is freed when its leases end."""
 
     keys: Keys
-    force: bool = True
 
 
 class Clear(Request, frozen=True, tag="clear"):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vcache_backend import config as configuration
@@ -107,21 +107,16 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
     lock ends with its process."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        while not _locks(lock):
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             if time.monotonic() > deadline:
                 raise ServerUnavailable(f"another process holds {path} and has not started one yet")
             time.sleep(_PAUSE_SECONDS)
         yield
     finally:
         os.close(lock)
-
-
-def _locks(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _spawn(config: Config, path: Path, log: Path) -> int:

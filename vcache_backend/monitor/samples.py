@@ -37,12 +37,12 @@ class Samples:
     path: the server's socket. stats: the last answer; None before the first. problem: why the last
     question failed; empty if it did not."""
 
-    def __init__(self, path: Path, every: float = EVERY_SECONDS) -> None:
-        self.path, self._every = path, every
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.stats: ServerStats | None = None
         self.problem = "the server was not asked yet"
         self.answered_at = time.monotonic()
-        self._points: deque[Point] = deque(maxlen=int(KEPT_SECONDS / every))
+        self._points: deque[Point] = deque(maxlen=int(KEPT_SECONDS / EVERY_SECONDS))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vcache-samples", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class Samples:
     @property
     def healthy(self) -> bool:
         """Whether the server has answered within the time of three questions."""
-        return self.late_seconds < 3 * (self._every + ANSWER_SECONDS)
+        return self.late_seconds < 3 * (EVERY_SECONDS + ANSWER_SECONDS)
 
     def points(self) -> list[Point]:
         """The points of the last hour, oldest first."""
@@ -63,13 +63,13 @@ class Samples:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join(self._every + 2 * ANSWER_SECONDS)
+        self._thread.join(EVERY_SECONDS + 2 * ANSWER_SECONDS)
 
     def _run(self) -> None:
         with Client(self.path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
             while True:
                 self._ask(client)
-                if self._over.wait(self._every):
+                if self._over.wait(EVERY_SECONDS):
                     return
 
     def _ask(self, client: Client) -> None:

@@ -60,14 +60,6 @@ def digest(data: Buffer | bytes) -> int:
     return value
 
 
-def copy_and_hash(target: Buffer, source: Buffer) -> int:
-    """Copy `source` into `target`, of the same length, and return the digest of the copy.
-
-    It is not split into pieces that stay in the L2 cache: each would wait 5 ms for the GIL."""
-    np.copyto(target, source)
-    return digest(target)
-
-
 @dataclass(frozen=True)
 class Format:
     """The format of one namespace's objects. payload_bytes: the size of an encoded chunk of
@@ -82,13 +74,9 @@ class Format:
     def object_bytes(self) -> int:
         return HEADER_BYTES + self.payload_bytes
 
-    def seal(
-        self, buffer: Buffer, key: ChunkKey, epoch: int, payload_digest: int | None = None
-    ) -> None:
-        """Write the header of the payload at `buffer[HEADER_BYTES:]`. payload_digest: the payload's
-        digest, if known; else the payload is read again."""
-        if payload_digest is None:
-            payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
+    def seal(self, buffer: Buffer, key: ChunkKey, epoch: int) -> None:
+        """Write the header of the payload at `buffer[HEADER_BYTES:]`. Reads the payload once."""
+        payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
         buffer[:HEADER_BYTES] = np.frombuffer(self._header(key, epoch, payload_digest), np.uint8)
 
     def check(self, buffer: Buffer, got_bytes: int, key: ChunkKey, epoch: int) -> None:

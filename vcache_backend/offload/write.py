@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from vcache_backend.errors import VCacheError
@@ -174,8 +175,8 @@ class Writer:
         for key, view, buffer in zip(keys, views, buffers, strict=False):
             try:
                 chunk = view.tensor[: bound.format.chunk_bytes]
-                digest = self._copy(chunk, buffer.memory[HEADER_BYTES:])
-                bound.format.seal(buffer.memory.numpy(), key, leased.epoch, digest)
+                self._copy(chunk, buffer.memory[HEADER_BYTES:])
+                bound.format.seal(buffer.memory.numpy(), key, leased.epoch)
                 sealed.append((objects.name(key, leased.epoch), buffer.place))
             except (CodecError, RuntimeError) as error:
                 if bound.stats.failed("offload_codec") == 1:
@@ -183,15 +184,16 @@ class Writer:
                 self._dropped("codec", 1)
         return sealed
 
-    def _copy(self, chunk: torch.Tensor, payload: torch.Tensor) -> int | None:
-        """Encode a chunk on its device, and wait until it is in host memory. Returns its digest if
-        the copy has computed it."""
+    def _copy(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:
+        """Encode a chunk on its device, and wait until it is in host memory."""
         codec = self._bound.codec
         if chunk.device.type != "cuda":
             if codec is None:
-                return objects.copy_and_hash(payload.numpy(), chunk.numpy())
-            codec.encode(chunk, payload)
-            return None
+                # In one piece: each of several would wait 5 ms for the interpreter.
+                np.copyto(payload.numpy(), chunk.numpy())
+            else:
+                codec.encode(chunk, payload)
+            return
         # Use the writer's own stream: one thread copies at a time.
         with torch.cuda.device(self._ordinal):
             self._stream = self._stream or torch.cuda.Stream()
@@ -203,7 +205,6 @@ class Writer:
                     codec.encode(chunk.to(encoded.device, non_blocking=True), encoded)
                 payload.copy_(encoded, non_blocking=True)
             self._stream.synchronize()
-        return None
 
     def _put(self, sealed: Sealed) -> None:
         stats, object_bytes, put = self._bound.stats, self._bound.format.object_bytes, list[str]()

@@ -16,7 +16,6 @@ moves numpy's accesses across a call. On other machines both classes refuse."""
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import platform
@@ -35,7 +34,7 @@ from vcache_backend.metadata_server.messages import (
     MAX_BLOCKS,
     NUMBER_BYTES,
 )
-from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
+from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking, sealed
 
 MAGIC = b"vcache-g"
 VERSION = 3
@@ -102,17 +101,11 @@ class Generations:
                 f"not {len(instance)} and {blocks:,}"
             )
         self.instance, self.blocks = instance, blocks
-        with (
-            raising_as({OSError: SegmentError}, f"generation table of {blocks:,} blocks"),
-            ExitStack() as undo,
-        ):
-            self.fd = os.memfd_create("vcache-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            undo.callback(os.close, self.fd)
-            os.ftruncate(self.fd, _size(blocks))
-            self._memory = mmap.mmap(self.fd, _size(blocks))
-            undo.callback(self._release)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            self._undo = undo.pop_all()
+        with raising_as({OSError: SegmentError}, f"generation table of {blocks:,} blocks"):
+            self.fd, self._memory = sealed("generations", _size(blocks), SEALS)
+        self._undo = ExitStack()
+        self._undo.callback(os.close, self.fd)
+        self._undo.callback(self._release)
         self.counters: UInt64s = np.frombuffer(
             self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
         )

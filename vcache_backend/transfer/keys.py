@@ -56,18 +56,6 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
         with suppress(TypeError, OverflowError):
             # Takes half of numpy's time, which looks for a type first.
             return np.frombuffer(array("I", tokens), dtype=np.uint32)
-    ids = as_integers(tokens)
-    if ids.dtype == np.uint32:
-        return cast(Tokens, ids)
-    # One pass finds any bit above the 32, and a sign, too.
-    if int(np.bitwise_or.reduce(ids)) >> 32:
-        raise ValueError(f"tokens are {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
-    return ids.astype(np.uint32)
-
-
-def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
-    """Convert `tokens` to a 1-D array of their own integer type. Values are not checked. ValueError
-    unless they are integers in one dimension."""
     source: Any = tokens
     try:
         # `Tensor.numpy` takes a third of the time of `np.asarray` of a tensor.
@@ -80,7 +68,10 @@ def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         given = f"shape {ids.shape} and type {ids.dtype}"
         raise ValueError(f"tokens have {given}; expected one dimension of integers")
-    return ids if len(ids) else np.empty(0, dtype=np.uint32)
+    # One pass finds any bit above the 32, and a sign, too.
+    if len(ids) and ids.dtype != np.uint32 and int(np.bitwise_or.reduce(ids)) >> 32:
+        raise ValueError(f"tokens are {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
+    return ids.astype(np.uint32, copy=False)
 
 
 class _Hashed(NamedTuple):

@@ -98,10 +98,6 @@ class EngineStats:
             log.warning("%s failed, which counts as a miss: %s", call, error)
         return 0
 
-    def not_stored(self) -> dict[str, int]:
-        with self._lock:
-            return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
-
     def counted(self, prefix: str) -> dict[str, int]:
         """The counters whose names begin with `prefix`, by the rest of their names."""
         with self._lock:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -102,6 +103,10 @@ class Driver:
         nvidia-smi prints it."""
         answer = self.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
+
+    def uuids(self) -> list[str]:
+        """The names of all GPUs that this process sees, by ordinal."""
+        return [self.uuid(ordinal) for ordinal in range(self.count())]
 
     def model(self, ordinal: int) -> str:
         name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
@@ -197,41 +202,44 @@ class Driver:
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 
-    def create(self, ordinal: int, nbytes: int) -> Any:
-        """A handle to `nbytes` (whole granules) of device memory that can be exported as an fd."""
-        return self.call("cuMemCreate", nbytes, self._allocation(ordinal), 0)
+    def rounded(self, ordinal: int, nbytes: int) -> int:
+        """`nbytes`, rounded up to whole granules."""
+        granule = self.granularity(ordinal)
+        return -(-nbytes // granule) * granule
+
+    def create(self, ordinal: int, nbytes: int, undo: ExitStack) -> Any:
+        """A handle to `nbytes` (whole granules) of device memory that can be exported as an fd.
+        `undo` releases it."""
+        handle = self.call("cuMemCreate", nbytes, self._allocation(ordinal), 0)
+        undo.callback(self.attempt, "cuMemRelease", handle)
+        return handle
 
     def export(self, handle: Any) -> int:
         """A new fd, closed on exec, that keeps the memory alive by itself. The caller closes it."""
-        return int(self.call("cuMemExportToShareableHandle", handle, self._posix, 0))
+        fd = int(self.call("cuMemExportToShareableHandle", handle, self._posix, 0))
+        os.set_inheritable(fd, False)
+        return fd
 
-    def import_fd(self, fd: int) -> Any:
-        """A handle to the memory behind `fd`; the fd stays the caller's."""
-        return self.call("cuMemImportFromShareableHandle", fd, self._posix)
+    def import_fd(self, fd: int, undo: ExitStack) -> Any:
+        """A handle to the memory behind `fd`, which stays the caller's. `undo` releases it."""
+        handle = self.call("cuMemImportFromShareableHandle", fd, self._posix)
+        undo.callback(self.attempt, "cuMemRelease", handle)
+        return handle
 
-    def release(self, handle: Any) -> None:
-        self.attempt("cuMemRelease", handle)
-
-    def reserve(self, nbytes: int, alignment: int) -> int:
-        """A range of addresses without memory."""
-        return int(self.call("cuMemAddressReserve", nbytes, alignment, 0, 0))
-
-    def free(self, address: int, nbytes: int) -> None:
-        self.attempt("cuMemAddressFree", address, nbytes)
-
-    def map(self, address: int, nbytes: int, handle: Any) -> None:
-        """Map the whole of `handle` at `address`. It may not be accessed before `allow`."""
+    def map(self, ordinal: int, nbytes: int, handle: Any, undo: ExitStack) -> int:
+        """Map the whole of `handle` for the GPU, which may read and write it. Returns the address;
+        `undo` unmaps it."""
+        granule = self.granularity(ordinal)
+        address = int(self.call("cuMemAddressReserve", nbytes, granule, 0, 0))
+        undo.callback(self.attempt, "cuMemAddressFree", address, nbytes)
         self.call("cuMemMap", address, nbytes, 0, handle, 0)
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        self.attempt("cuMemUnmap", address, nbytes)
-
-    def allow(self, address: int, nbytes: int, ordinal: int) -> None:
+        undo.callback(self.attempt, "cuMemUnmap", address, nbytes)
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
+        return address
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock whole pages of host memory that are mapped here, and let all GPUs of this process

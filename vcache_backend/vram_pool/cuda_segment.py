@@ -39,18 +39,13 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
             f"{device}: no virtual memory management with fds; set pool.device: host"
         )
     with driver.on(ordinal), ExitStack() as undo:
-        granule = driver.granularity(ordinal)
-        rounded = -(-nbytes // granule) * granule
+        rounded = driver.rounded(ordinal, nbytes)
         try:
-            handle = driver.create(ordinal, rounded)
+            return driver.export(driver.create(ordinal, rounded, undo)), rounded
         except DriverError as error:
             if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
-            raise _out_of_memory(driver, device, rounded, granule) from error
-        undo.callback(driver.release, handle)
-        fd = driver.export(handle)
-        os.set_inheritable(fd, False)
-        return fd, rounded
+            raise _out_of_memory(driver, device, rounded) from error
 
 
 def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
@@ -99,13 +94,8 @@ class _Whole:
             context = driver.retain(ordinal)
             undo.callback(driver.release_context, ordinal)
             with driver.current(context), ExitStack() as mapped:
-                handle = driver.import_fd(fd)
-                mapped.callback(driver.release, handle)
-                address = driver.reserve(nbytes, driver.granularity(ordinal))
-                mapped.callback(driver.free, address, nbytes)
-                driver.map(address, nbytes, handle)
-                mapped.callback(driver.unmap, address, nbytes)
-                driver.allow(address, nbytes, ordinal)
+                handle = driver.import_fd(fd, mapped)
+                address = driver.map(ordinal, nbytes, handle, mapped)
                 undo.callback(driver.end, context, mapped.pop_all(), "a GPU mapping stays")
             self.address = address
             self.nbytes = nbytes
@@ -136,9 +126,9 @@ def _ordinal(device: Device) -> int:
     return device.ordinal
 
 
-def _out_of_memory(driver: Driver, device: Device, nbytes: int, granule: int) -> SegmentError:
+def _out_of_memory(driver: Driver, device: Device, nbytes: int) -> SegmentError:
     free, total = driver.memory(_ordinal(device))
-    fits = free // granule * granule
+    fits = free - free % driver.granularity(_ordinal(device))
     lacks = f"{device}: a segment needs {nbytes:,} B but {free:,} of {total:,} B are free"
     less = f"set pool.segment_bytes <= {fits} or give vLLM less (gpu_memory_utilization)"
     return SegmentError(f"{lacks}; {less}")

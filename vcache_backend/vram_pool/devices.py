@@ -85,8 +85,7 @@ def resolve(spec: str, kv_device: str = "") -> Device:
             raise ConfigError(f"{sees}; run `vcache doctor`, or set pool.device: host")
         name = f"cuda:{current}"
     try:
-        driver = cuda_driver.load()
-        uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
+        uuids = cuda_driver.load().uuids()
     except SegmentError as error:
         raise ConfigError(f"pool.device: {spec}: {error}") from error
     for ordinal, uuid in enumerate(uuids):
@@ -102,9 +101,8 @@ def gpus() -> list[Gpu]:
     cuda-bindings or driver.
 
     It makes a CUDA context, for a moment, on each GPU where this process has none."""
-    driver = cuda_driver.load()
-    uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
-    seen = []
+    driver, seen = cuda_driver.load(), []
+    uuids = driver.uuids()
     for ordinal, uuid in enumerate(uuids):
         free, total = driver.memory(ordinal)
         others = [other for other in range(len(uuids)) if other != ordinal]
@@ -138,8 +136,8 @@ def host_available() -> int:
 def visible_ordinal(uuid: str) -> int | None:
     """The ordinal of a GPU in this process; None if this process does not see it. Raises
     SegmentError without a driver."""
-    driver = cuda_driver.load()
-    return next((i for i in range(driver.count()) if driver.uuid(i).lower() == uuid.lower()), None)
+    seen = map(str.lower, cuda_driver.load().uuids())
+    return next((ordinal for ordinal, other in enumerate(seen) if other == uuid.lower()), None)
 
 
 def current_gpu() -> int | None:

@@ -3,15 +3,13 @@ GPU, as in CI."""
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-from contextlib import ExitStack
 
 import torch
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.seals import RESIZING, lacking
+from vcache_backend.seals import lacking, sealed
 
 
 def allocate(name: str, nbytes: int) -> int:
@@ -19,13 +17,9 @@ def allocate(name: str, nbytes: int) -> int:
 
     Pages are allocated when first written, so a segment larger than the machine's memory fails in
     use, not here (`vcache doctor` compares the two)."""
-    with ExitStack() as undo:
-        fd = os.memfd_create(f"vcache-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        undo.callback(os.close, fd)
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING)
-        undo.pop_all()
-        return fd
+    fd, memory = sealed(name, nbytes)
+    memory.close()
+    return fd
 
 
 def map_fd(fd: int, nbytes: int) -> torch.Tensor:

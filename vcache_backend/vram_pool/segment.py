@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -53,12 +52,7 @@ class _WithDescriptor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -149,11 +149,6 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
     if settings.connector.share != "auto":
         return settings
     why = _SEVERAL if several(kv_cache_config) else next(_refusals(vllm_config, model), None)
-    if why is None and model.pp_size > 1:
-        why = (
-            "the instance has pipeline parallel workers, for which sharing in place has to be "
-            "asked for: their hits have not been compared across GPUs"
-        )
     if why:
         log.info("vcache: KV goes through a pool (connector.share: auto): %s", why)
     return config.sharing(settings, "pool" if why else "in_place")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -16,23 +15,18 @@ from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
 from vcache_backend.errors import LayoutError
+from vcache_backend.supported import VLLM
 
 from . import groups
 from . import spec as model_spec
 
-OLDEST, NEWEST = (0, 31), (0, 33)
-"""The first and the last supported release of vLLM."""
-
 
 def unsupported(version: str) -> str | None:
     """Say why this version of vLLM is refused, in one line with what to install; None if it is
-    supported.
-    """
-    parsed = re.match(r"(\d+)\.(\d+)(\.|$)", version)
-    if parsed and OLDEST <= (int(parsed[1]), int(parsed[2])) <= NEWEST:
+    supported."""
+    if VLLM.supports(version):
         return None
-    wanted = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-    return f"vLLM {version} is not supported: install {wanted}"
+    return f"vLLM {version} is not supported: install {VLLM.name}{VLLM.wanted}"
 
 
 def hash_root() -> bytes:
@@ -42,8 +36,7 @@ def hash_root() -> bytes:
 
 def hash_seed(vllm_config: Any) -> str | None:
     """The seed of `hash_root`; None if each process would get another seed, because the algorithm
-    fixes none and the user has set none.
-    """
+    fixes none and the user has set none."""
     function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     seed, again = (kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2))
     return str(seed) if seed == again else None
@@ -56,8 +49,7 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
     """Rename the `tokens` of a hit, by place, for vLLM 0.32 and later. The rest of the `external`
-    tokens is "unspecified".
-    """
+    tokens is "unspecified"."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     named = {CacheHitSource(name): count for name, count in tokens.items() if count}
@@ -95,8 +87,7 @@ def refusal(
     vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config
 ) -> str | None:
     """Say why this instance must not cache, in one line with what to change; None if it may. All of
-    its processes get the same answer.
-    """
+    its processes get the same answer."""
     reason = unsupported(vllm.__version__)
     if reason is not None:
         return reason
@@ -113,8 +104,7 @@ def refusal(
 
 def _sleep_refusal(model_config: Any) -> str | None:
     """Say why an instance with sleep mode must not cache, in one line with what to change; None if
-    it may.
-    """
+    it may."""
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
             "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
@@ -150,8 +140,7 @@ def transfer_results(
     recving: AbstractSet[str] = frozenset(), failed: AbstractSet[str] = frozenset()
 ) -> Any:
     """Make vLLM's object for finished loads. recving, failed: requests; failed requests need not be
-    in `recving`.
-    """
+    in `recving`."""
     return base.KVConnectorTransferResults(
         finished_recving={*recving, *failed}, failed_recving={*failed}
     )

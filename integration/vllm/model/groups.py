@@ -19,14 +19,12 @@ NULL = 0
 """vLLM's null block. It replaces blocks in a block table once a window has passed."""
 STATES = "MambaSpec"
 """vLLM's specification of layers with a state in place of tokens: Mamba, gated delta nets, short
-convolutions.
-"""
+convolutions."""
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _MIXED = "UniformTypeKVCacheSpecs"
 """vLLM's specification of a table whose layers' pages have several sizes. Workers see it;
-the scheduler sees that of its first layer instead.
-"""
+the scheduler sees that of its first layer instead."""
 _ENCODER = "an encoder's output depends on the whole input: no setting changes that"
 _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
@@ -71,8 +69,7 @@ class Groups:
 
     def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
         """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each
-        group.
-        """
+        group."""
         tokens = [group for group in groups if not group.state]
         self.groups = sorted(tokens, key=lambda group: (group.window > 0, group.number))
         self.states = [group for group in groups if group.state]
@@ -91,8 +88,7 @@ class Groups:
     @property
     def text(self) -> str:
         """The groups' kinds and block sizes. Two instances must agree on them to share. Empty if
-        `plain`.
-        """
+        `plain`."""
         if self.plain:
             return ""
         kinds = (f"window{group.window}" if group.window else "full" for group in self.groups)
@@ -111,8 +107,7 @@ class Groups:
     @property
     def blocks(self) -> int:
         """The number of a chunk's blocks, over all groups. Each takes as many bytes as a block of
-        the group with the most layers.
-        """
+        the group with the most layers."""
         return sum((share.tail or self.size) // share.block_size for share in self.shares)
 
     @property
@@ -203,8 +198,7 @@ class Groups:
 
     def _state_wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
         """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError unless vLLM
-        wants exactly these: in the last block of [local, end), and none before.
-        """
+        wants exactly these: in the last block of [local, end), and none before."""
         state = self.state(rows, end)
         before = [
             rows[group.number][local // group.block_size : end // group.block_size - 1]
@@ -216,8 +210,7 @@ class Groups:
 
     def _listed(self, columns: list[list[int]]) -> list[int]:
         """Bring the blocks of consecutive chunks into the order of chunks. columns: each group's
-        blocks of these chunks.
-        """
+        blocks of these chunks."""
         if len(columns) == 1 and not self.shares[0].tail:
             return columns[0]
         kept = [
@@ -241,14 +234,13 @@ class Groups:
 
 def several(kv_cache_config: Any) -> bool:
     """Whether the model has several block tables, or a single one of a sliding window."""
-    kinds = [_kind(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return len(kinds) > 1 or (len(kinds) == 1 and kinds[0] in _WINDOWED)
+    kinds = [kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+    return len(kinds) > 1 or kinds == ["window"]
 
 
 def clears(kv_cache_config: Any) -> bool:
     """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers
-    of several types. Its scheduler decides that, which sees the first layer of each table.
-    """
+    of several types. Its scheduler decides that, which sees the first layer of each table."""
     specs = [layer_specs(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
     numbers = {(spec.dtype, spec.kv_quant_mode) for spec in specs if hasattr(spec, "dtype")}
     return len(numbers) > 1 or any(type(spec).__name__ == STATES for spec in specs)
@@ -256,8 +248,7 @@ def clears(kv_cache_config: Any) -> bool:
 
 def hidden(kv_cache_config: Any) -> bool:
     """Whether maybe only workers can see that the model must be refused: vLLM shows the scheduler
-    one layer of a table whose pages have several sizes.
-    """
+    one layer of a table whose pages have several sizes."""
     return any(
         type(group.kv_cache_spec).__name__ == _MIXED for group in kv_cache_config.kv_cache_groups
     )
@@ -271,8 +262,7 @@ def layer_specs(spec: Any) -> list[Any]:
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     """Read an instance's groups from vLLM's `KVCacheConfig`. LayoutError, in one line, if they
-    cannot be cached.
-    """
+    cannot be cached."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
@@ -292,11 +282,6 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     return Groups(layer_groups, chunk_size)
 
 
-def _kind(spec: Any) -> str:
-    """The name of vLLM's class for the layers of this specification."""
-    return type(layer_specs(spec)[0]).__name__
-
-
 def is_full(kind: str) -> bool:
     """Whether layers of this kind attend to all tokens."""
     return kind in _FULL
@@ -304,8 +289,7 @@ def is_full(kind: str) -> bool:
 
 def kind(spec: Any) -> tuple[str, int]:
     """Name the kind of layers of this specification, and the tokens of their window: `full`,
-    `window`, `state`, or vLLM's name for other kinds.
-    """
+    `window`, `state`, or vLLM's name for other kinds."""
     spec = layer_specs(spec)[0]
     name = type(spec).__name__
     named = "full" if is_full(name) else "window" if name in _WINDOWED else name
@@ -315,8 +299,7 @@ def kind(spec: Any) -> tuple[str, int]:
 
 def unknown(kind: str) -> str | None:
     """Say why layers of this kind (a class of vLLM's `kv_cache_interface`) cannot be cached, and
-    what to change; None if they can.
-    """
+    what to change; None if they can."""
     if kind in (*_FULL, *_WINDOWED, STATES):
         return None
     lacks = "whose blocks do not hold the whole prefix: no setting changes that"

@@ -42,8 +42,7 @@ from . import compat, groups
 
 BLOCKS = 1 << 20
 """Blocks of the described KV cache, enough for any model's longest request. The number does not
-change a chunk.
-"""
+change a chunk."""
 _TRANSFER = KVTransferConfig(
     kv_connector="VCacheConnector",
     kv_connector_module_path="vcache_backend.integration.vllm_connector",

@@ -1,8 +1,7 @@
 """Reads a serving instance from vLLM's configuration and KV tensors, for both integrations, and
 makes its layout.
 
-It imports neither vLLM nor LMCache.
-"""
+It imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -165,8 +164,7 @@ def describe_groups(
     engine_config: EngineConfig,
 ) -> PagedKV:
     """Describe a worker's `kv_caches` by layer: tensors, or the pages of a state. Like `describe`,
-    for several block tables.
-    """
+    for several block tables."""
     tensors = {name: cache for name, cache in kv_caches.items() if isinstance(cache, Tensor)}
     held = [
         {name: tensors[name] for name in group.layers if name in tensors} for group in groups.groups
@@ -321,8 +319,7 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
 
 def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
     """Say why a chunk of so many tokens does not consist of whole blocks, and what to set `setting`
-    to; None if it does.
-    """
+    to; None if it does."""
     if block_size > 0 and not chunk_size % block_size:
         return None
     fitting = -(-chunk_size // max(block_size, 1)) * block_size
@@ -334,8 +331,7 @@ def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
 
 def seed(hash_seed: str | None) -> str | None:
     """Say why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`);
-    None if they can.
-    """
+    None if they can."""
     if hash_seed and hash_seed != "random":
         return None
     return (
@@ -350,8 +346,7 @@ def seed(hash_seed: str | None) -> str | None:
 
 def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_blocks: int) -> int:
     """The tokens of the tensors' blocks. The attention kernel may use smaller blocks than vLLM;
-    slots have the same numbers in both.
-    """
+    slots have the same numbers in both."""
     tensor: Any = next(iter(kv_caches.values()), None) if kv_caches else None
     # Blocks are the first axis, or the second behind a pair of K and V.
     sizes = list(tensor.shape[:2]) if num_blocks and hasattr(tensor, "shape") else []
@@ -363,8 +358,7 @@ def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_
 
 def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
     """Name the axes of vLLM's tensors (see `PagedKV.describe`) if in some layer a block has as many
-    heads as tokens, so that its shape is ambiguous; else None.
-    """
+    heads as tokens, so that its shape is ambiguous; else None."""
     for shape in (tuple(tensor.shape) for tensor in kv_caches.values()):
         if len(shape) == 4 and shape[1] == shape[2] == block_size:
             return "block head token dim"
@@ -375,8 +369,7 @@ def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
 
 def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:
     """The names of the caching layers' attention backends, which arrange K, V and heads within a
-    block. Known in workers only.
-    """
+    block. Known in workers only."""
     compilation = getattr(vllm_config, "compilation_config", None)
     names: set[str] = set()
     for name, layer in (getattr(compilation, "static_forward_context", None) or {}).items():
@@ -407,8 +400,7 @@ def _cache_dtype(name: object, model_dtype: object) -> str:
 
 def _unnamed_inputs(model: Any, cache: Any) -> bool:
     """Whether each process numbers images anew. vLLM does so if neither of its caches needs to
-    identify them.
-    """
+    identify them."""
     multimodal = getattr(model, "multimodal_config", None)
     return multimodal is not None and not (
         multimodal.mm_processor_cache_gb or cache.enable_prefix_caching
@@ -417,8 +409,7 @@ def _unnamed_inputs(model: Any, cache: Any) -> bool:
 
 def _utilization(cache: Any, device_type: str) -> float | None:
     """vLLM's `gpu_memory_utilization`; None on a CPU, or if `kv_cache_memory_bytes` decides
-    instead.
-    """
+    instead."""
     if device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
         return None
     share = getattr(cache, "gpu_memory_utilization", None)

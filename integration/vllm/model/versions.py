@@ -29,8 +29,7 @@ _watched = set[type]()
 
 def digest(name: object) -> bytes:
     """Identify the version that a user calls `name`. What is no text, or empty, names nothing: then
-    as `unknown`.
-    """
+    as `unknown`."""
     if not isinstance(name, str) or not name:
         return unknown()
     # JSON may bring half of a surrogate pair.

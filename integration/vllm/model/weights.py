@@ -21,8 +21,7 @@ from typing import Any
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
 """Keys of a Hugging Face configuration that say nothing about the model, besides those that begin
-with `_`.
-"""
+with `_`."""
 _ROPE = (
     "rope_parameters",
     "rope_scaling",
@@ -36,8 +35,7 @@ _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 
 def weights(model: Any) -> tuple[str, str]:
     """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring. OSError
-    if their folder cannot be read.
-    """
+    if their folder cannot be read."""
     # For weights in object storage vLLM copies the small files into a folder, and keeps the
     # address in `model_weights`.
     name = str(getattr(model, "model_weights", "") or model.model)
@@ -50,8 +48,7 @@ def weights(model: Any) -> tuple[str, str]:
 
 def located(name: str) -> tuple[str, str] | None:
     """(name, revision) of the weights at a path; see the module's docstring. None if nothing is
-    there, OSError if it cannot be read.
-    """
+    there, OSError if it cannot be read."""
     snapshot = _SNAPSHOT.search(name)
     if snapshot:
         return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
@@ -61,8 +58,7 @@ def located(name: str) -> tuple[str, str] | None:
 
 def _files_digest(path: Path) -> str:
     """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden
-    ones and subfolders.
-    """
+    ones and subfolders."""
     files = [path]
     if not path.is_file():
         files = sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
@@ -75,8 +71,7 @@ def _files_digest(path: Path) -> str:
 
 def extra(vllm_config: Any) -> dict[str, str]:
     """Settings that change a block's bytes, or what is computed into it, and have no field of their
-    own in `Layout`.
-    """
+    own in `Layout`."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     release = str(getattr(sys.modules.get("vllm"), "__version__", "")).split(".")[:2]
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", ()) or ()
@@ -97,8 +92,7 @@ def extra(vllm_config: Any) -> dict[str, str]:
 
 def _seen_as(multimodal: Any) -> dict[str, Any]:
     """Settings that change an instance's reading of an image. vLLM's hash of the image covers its
-    content and the request's own settings.
-    """
+    content and the request's own settings."""
     names = (
         "media_io_kwargs",
         "mm_processor_kwargs",
@@ -115,8 +109,7 @@ def _seen_as(multimodal: Any) -> dict[str, Any]:
 
 def _longest(model: Any) -> str:
     """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE) or scales queries
-    (Llama 4); else empty.
-    """
+    (Llama 4); else empty."""
     matters = "longrope" in rope(model) or str(
         getattr(model.hf_config, "model_type", "")
     ).startswith("llama4")
@@ -125,8 +118,7 @@ def _longest(model: Any) -> str:
 
 def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
     """Settings that change how an instance applies a LoRA adapter, without defaults. dtype: the
-    model's, the adapters' default.
-    """
+    model's, the adapters' default."""
     names = "target_modules", "enable_tower_connector_lora"
     settings = {name: getattr(lora, name, None) for name in names}
     settings["dtype"] = (
@@ -138,8 +130,7 @@ def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
 
 def _loaded(load: Any) -> str:
     """Name what replaces the model's own weights: `dummy`, or a digest of a tensorizer's settings;
-    else empty.
-    """
+    else empty."""
     kind = text(getattr(load, "load_format", ""))
     if kind == "tensorizer":
         return digest(_plain(getattr(load, "model_loader_extra_config", None)))
@@ -165,8 +156,7 @@ def rope(model: Any) -> str:
 
 def _model_config(model: Any) -> Any:
     """The Hugging Face configuration, without keys that differ between equal instances
-    (`_VOLATILE`, and those with `_`).
-    """
+    (`_VOLATILE`, and those with `_`)."""
     hf_config: Any = getattr(model, "hf_config", None)
     return _plain(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
 
@@ -197,8 +187,7 @@ def _canonical(values: Any) -> str:
 
 def digest(values: Any) -> str:
     """16 hexadecimal digits, equal for equal plain values in every process; empty for an empty
-    value.
-    """
+    value."""
     if not values:
         return ""
     data = _canonical(values).encode()

@@ -25,8 +25,7 @@ LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
 MOST_WAITING = 4096
 """The most chunks that wait for all ranks (some 10 KB each). Beyond it the oldest are never
-announced, and routers do not count on them.
-"""
+announced, and routers do not count on them."""
 MOST_CHECKED = 16_384
 """The most keys checked with one heartbeat; the server takes 4 ms for them."""
 
@@ -65,8 +64,7 @@ def block_stored(
 
 def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
     """Convert hashes as vLLM does: to 64-bit numbers, or to bytes if
-    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0.
-    """
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
     return [kv_cache_utils.maybe_convert_block_hash(block) for block in block_hashes]
 
 
@@ -74,8 +72,7 @@ def _extra_keys(
     request: Any, start: int, end: int, block_size: int
 ) -> list[tuple[Any, ...] | None]:
     """Make each block's extra keys as vLLM publishes them: without the tags that vLLM adds for
-    hashing.
-    """
+    hashing."""
     keys: list[tuple[Any, ...] | None] = []
     image = 0
     for at in range(start, end, block_size):
@@ -102,15 +99,13 @@ class Announcer:
         """
         self._turns = deque[ChunkKey]()
         """Published keys in the order of their next check, each once. Keys being checked, and keys
-        of gone chunks, are not in it.
-        """
+        of gone chunks, are not in it."""
         self._gone = deque[tuple[ChunkKey, BlockRemoved]]()
         self._ready: list[KVCacheEvent] = []
 
     def expect(self, key: ChunkKey, event: BlockStored) -> None:
         """Note that workers may store the chunk. `event` is published once all ranks have stored
-        it.
-        """
+        it."""
         _put(self._events, key, event)
 
     def note(self, stored: Mapping[int, Sequence[ChunkKey]]) -> None:
@@ -140,8 +135,7 @@ class Announcer:
 
     def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
         """Check `most` keys with one request for each rank. Each request has its own deadline; a
-        request that misses it ends the scheduler's connection.
-        """
+        request that misses it ends the scheduler's connection."""
         keys = [self._turns.popleft() for _ in range(most)]
         removals, present = [self._published[key] for key in keys], [True] * most
         try:
@@ -155,8 +149,7 @@ class Announcer:
 
     def renewed(self) -> Announcer:
         """Make an announcer for other keys. Its first events take back all that this announcer has
-        published.
-        """
+        published."""
         made = Announcer(self._ranks)
         made._ready = [*self.take(), *self._published.values()]
         return made

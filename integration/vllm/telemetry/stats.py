@@ -29,14 +29,12 @@ NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed",
 NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", "codec", OTHER)
 TIERS = ("own", "peer", "host", "resident", "store")
 """The places of loaded chunks: this worker's GPU, another GPU of the node, host memory, another
-instance's KV cache, the offload tier.
-"""
+instance's KV cache, the offload tier."""
 
 
 class _Counter(NamedTuple):
     """A counter with at most one label. Label values that are not in `values` count as the last
-    value, which bounds the number of series.
-    """
+    value, which bounds the number of series."""
 
     documentation: str
     label: str = ""
@@ -125,8 +123,7 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> VCacheStats:
         """Add the stats `other` of another worker or step, and return `self`. `other` is copied and
-        not changed.
-        """
+        not changed."""
         for name, series in other.data.get("counters", {}).items():
             for label, amount in series.items():
                 self.count(name, amount, label)
@@ -155,8 +152,7 @@ class Meter:
 
     def __init__(self, counts_tokens: bool = True) -> None:
         """counts_tokens: True for a single worker. All workers load and store shards of the same
-        tokens: bytes, times, failures and chunks add up over workers, tokens do not.
-        """
+        tokens: bytes, times, failures and chunks add up over workers, tokens do not."""
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
         self._stats = VCacheStats()
@@ -245,8 +241,7 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's `VCacheStats.data`. Unknown names and engines, as of a newer worker,
-        are ignored.
-        """
+        are ignored."""
         for name, series in transfer_stats_data.get("counters", {}).items():
             for label, amount in series.items():
                 if (engine_idx, name, label) in self._counters:
@@ -259,6 +254,5 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 def build_stats(data: Mapping[str, Any] | None) -> VCacheStats:
     """Copy stats from another process's `data`. vLLM passes the same `data` to several loggers, and
-    each adds to its stats.
-    """
+    each adds to its stats."""
     return VCacheStats().aggregate(VCacheStats(data=dict(data or {})))

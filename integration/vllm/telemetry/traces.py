@@ -51,13 +51,11 @@ class Spans:
         self._known: set[str] = set()
         self._loads: dict[str, tuple[Any, list[int]]] = {}
         """By request: the span, and the times at which workers finished (nanoseconds of the wall
-        clock).
-        """
+        clock)."""
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
         """Record a look-up that found so many tokens after the first `local`. Only a request's
-        first look-up makes a span.
-        """
+        first look-up makes a span."""
         name = tracked.request.request_id
         if name in self._known:
             return
@@ -79,8 +77,7 @@ class Spans:
 
     def loaded(self, spans: Iterable[LoadSpan]) -> None:
         """Add the workers' spans, and end a load's span after its last worker. The request may have
-        ended before.
-        """
+        ended before."""
         for part in spans:
             span, ended = self._loads.get(part.request_id, (None, []))
             if span is not None:
@@ -111,8 +108,7 @@ class Spans:
 
 class _Names:
     """The SDK's id generator on the system's random numbers: vLLM seeds Python's generator alike in
-    every instance.
-    """
+    every instance."""
 
     def generate_span_id(self) -> int:
         return secrets.randbelow((1 << 64) - 1) + 1

@@ -16,14 +16,22 @@ from ..metadata import LoadSpec
 
 
 class Attached(NamedTuple):
-    """The parts that all loads of a worker share. block_size: tokens of the blocks that vLLM
-    numbers.
-    """
+    """The parts that all loads and stores of a worker share. block_size: tokens of the blocks that
+    vLLM numbers; each may be several blocks of the tensors."""
 
     session: Session
     kv: PagedKV
     block_size: int
     neighbours: Neighbours | None = None
+
+    @property
+    def per_chunk(self) -> int:
+        """The number of vLLM's blocks in a chunk."""
+        return self.kv.blocks_in(self.session.chunk_size) * self.kv.block_size // self.block_size
+
+    def places(self, blocks: list[int]) -> BlockPlaces:
+        """The places of chunks by vLLM's numbers of their blocks, chunk by chunk."""
+        return BlockPlaces(self.kv, self.session.chunk_size, blocks, self.block_size)
 
 
 class Loading(transfer.Load):
@@ -34,7 +42,7 @@ class Loading(transfer.Load):
         session = worker.session
         super().__init__(
             session,
-            BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size),
+            worker.places(spec.blocks),
             session.own(spec.keys),
             mark=mark,
             offload=spec.offload,
@@ -43,17 +51,13 @@ class Loading(transfer.Load):
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()
-        self.spec = spec
-        self._per_chunk = (
-            worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // worker.block_size
-        )
+        self.spec, self._per_chunk = spec, worker.per_chunk
         self.in_place = worker.neighbours is not None
 
     @property
     def invalid(self) -> list[int]:
         """vLLM's numbers of the blocks that the finished load has not filled. Empty if it was
-        cancelled.
-        """
+        cancelled."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
         missed = self.spec.blocks[self.loaded * self._per_chunk :]

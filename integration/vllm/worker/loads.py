@@ -37,8 +37,7 @@ class Loads:
         self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter
     ) -> None:
         """several: report failed loads by request: with several block tables vLLM cannot tell which
-        request owns a block.
-        """
+        request owns a block."""
         self.at_once = False
         """Loads do not wait for the steps under way (`compat.loads_at_once`)."""
         self._ends = EndRing(report.number)
@@ -63,8 +62,7 @@ class Loads:
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
         """Note the loads that the step wants. Each load's end is reported, whatever happens,
-        because vLLM waits for it.
-        """
+        because vLLM waits for it."""
         self._lost += specs
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
@@ -112,8 +110,7 @@ class Loads:
 
     def invalid(self) -> set[int]:
         """Return the blocks that loads have failed to fill since the last call, vLLM's numbers. See
-        `failed`.
-        """
+        `failed`."""
         invalid = self._invalid
         self._invalid = set()
         return invalid
@@ -132,8 +129,7 @@ class Loads:
 
     def stop(self, deadline: float) -> None:
         """Cancel all loads, and abandon those that still run at `deadline` (time.monotonic): vLLM
-        takes the KV cache's memory away, or ends.
-        """
+        takes the KV cache's memory away, or ends."""
         for loading in self._under_way:
             loading.cancel()
         for loading in self._under_way:
@@ -163,7 +159,7 @@ class Loads:
         """Report loads that never began as failed."""
         while self._lost:
             spec = self._lost.pop()
-            self._report.failed.add(spec.request_id)
+            self._report.next.failed.add(spec.request_id)
             self._failed.add(spec.request_id)
             self._over.append(spec.request_id)
             self._say(spec, None)
@@ -172,7 +168,7 @@ class Loads:
         """Report a load that is over, and count it."""
         invalid, name = loading.invalid, loading.spec.request_id
         if invalid:
-            self._report.failed.add(name)
+            self._report.next.failed.add(name)
             if self._several:
                 self._failed.add(name)
             else:
@@ -190,17 +186,14 @@ class Loads:
 
     def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
         """Add the load's span to the report, if vLLM traces. loading: None if the load never
-        began.
-        """
+        began."""
         if not self._report.traces:
             return
         name, number, now = spec.request_id, self._report.number, time.time_ns()
-        if loading is None:
-            self._report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))
-            return
-        stats = loading.stats
-        nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
-        times = stats.metadata_seconds, stats.data_seconds
-        self._report.spans.append(
-            LoadSpan(name, number, loading.began, now, nbytes, *times, loading.failure)
-        )
+        span = LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began")
+        if loading is not None:
+            stats, failure = loading.stats, loading.failure
+            nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
+            times = stats.metadata_seconds, stats.data_seconds
+            span = LoadSpan(name, number, loading.began, now, nbytes, *times, failure)
+        self._report.next.spans.append(span)

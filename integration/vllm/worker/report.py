@@ -8,7 +8,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.devices import Where
 
-from ..metadata import Link, LoadSpan, Shard, WorkerReport
+from ..metadata import Link, Shard, WorkerReport
 from ..model.spec import ShardSpec
 
 NOTICEABLE = 0.1
@@ -19,8 +19,7 @@ MOST_STORED = 4096
 class Reporter:
     """Runs in the worker's main thread. number: this worker's among all.
 
-    failed, echoes, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: put this
-    worker's shard into the next report."""
+    next: the next report, to which the worker adds. introduce: put this worker's shard into it."""
 
     def __init__(
         self,
@@ -32,8 +31,7 @@ class Reporter:
         traces: bool = False,
     ) -> None:
         """place: pipeline and tensor rank. rank: the rank of this worker's part of a chunk. events,
-        traces: somebody wants KV events, spans.
-        """
+        traces: somebody wants KV events, spans."""
         self._place = place
         self.number = number
         self._rank = rank
@@ -41,8 +39,7 @@ class Reporter:
         self.traces = traces
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
-        self.failed, self.echoes, self.spans = set[str](), set[int](), list[LoadSpan]()
-        self.introduce, self.flushed = False, 0
+        self.next, self.introduce = WorkerReport(), False
         self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
@@ -64,30 +61,19 @@ class Reporter:
 
     def take(self) -> WorkerReport | None:
         """Return the report since the last call; None if it would be empty."""
-        segments, link, introduce = self._readable(), self._reached(), self.introduce
-        new_segments = introduce or segments != self._segments
-        new_link = link != self._link
-        told = self.failed or self.echoes or self.spans or self.flushed or self._stored
-        if not (told or new_segments or new_link):
+        report, segments, link = self.next, self._readable(), self._reached()
+        if self.introduce or segments != self._segments:
+            report.segments = {self.number: segments}
+        if link != self._link:
+            report.links = {self.number: link}
+        if self.introduce:
+            report.shards = {self._place: self._shard}
+        if self._stored:
+            report.stored = {self._rank: [self._stored.popleft() for _ in range(len(self._stored))]}
+        self._segments, self._link, self.introduce = segments, link, False
+        if report == WorkerReport():
             return None
-        stored = [self._stored.popleft() for _ in range(len(self._stored))]
-        report = WorkerReport(
-            self.failed,
-            self.flushed,
-            {self.number: segments} if new_segments else {},
-            {self.number: link} if new_link else {},
-            {self._place: self._shard} if introduce else {},
-            {self._rank: stored} if stored else {},
-            self.echoes,
-            self.spans,
-        )
-        self.failed = set()
-        self.echoes = set()
-        self.spans = []
-        self._segments = segments
-        self._link = link
-        self.flushed = 0
-        self.introduce = False
+        self.next = WorkerReport()
         return report
 
     # ---- inside
@@ -103,8 +89,7 @@ class Reporter:
 
     def _reached(self) -> Link:
         """This worker's connection to the offload tier. A small change of bandwidth leaves the last
-        report's value.
-        """
+        report's value."""
         tier = self._session.tier if self._session is not None else None
         if tier is None:
             return self._link

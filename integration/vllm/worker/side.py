@@ -112,7 +112,7 @@ class WorkerSide:
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
-        self._stores.open(session, kv, block_size)
+        self._stores.open(self._worker)
         self.report.open(session, Shard(shard, session.tier is not None))
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
@@ -146,8 +146,7 @@ class WorkerSide:
     @property
     def needless(self) -> bool:
         """Whether this worker is refused, and the scheduler's half finds the reason by itself in
-        vLLM's configuration.
-        """
+        vLLM's configuration."""
         return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
@@ -167,7 +166,7 @@ class WorkerSide:
         self._meta = meta
         self.loads.expect(meta.loads)
         self.report.introduce |= meta.introduce
-        self.report.echoes |= {meta.echo} if meta.echo else set()
+        self.report.next.echoes |= {meta.echo} if meta.echo else set()
         worker = self._worker
         if worker is None:
             return
@@ -178,8 +177,7 @@ class WorkerSide:
 
     def store(self) -> None:
         """Store or publish the chunks that the step completes. All of its model run
-        must be queued.
-        """
+        must be queued."""
         if self._worker is None:
             return
         self._stores.start(self._meta.stores)
@@ -187,7 +185,7 @@ class WorkerSide:
             self.in_place.publish(self._meta.publications)
         # All stores so far have reservations, which a reset voids: the scheduler need not wait
         # for the copies.
-        self.report.flushed = self._meta.flush or self.report.flushed
+        self.report.next.flushed = self._meta.flush or self.report.next.flushed
 
     def finished(self) -> set[str]:
         """Advance all loads. Returns the requests whose load is over, successful or not."""
@@ -205,8 +203,7 @@ class WorkerSide:
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory
-        away. Idempotent until `wake`.
-        """
+        away. Idempotent until `wake`."""
         worker = self._worker
         self._worker = None
         if worker is None:
@@ -224,8 +221,7 @@ class WorkerSide:
 
     def wake(self) -> None:
         """Use the KV cache's memory again, which is back at the same addresses. Does nothing
-        without a `sleep` before it.
-        """
+        without a `sleep` before it."""
         worker = self._asleep
         self._asleep = None
         if worker is None:
@@ -237,8 +233,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Leave the pool after copies have ended, within `CLOSE_SECONDS`. The chunks stay in the
-        pool.
-        """
+        pool."""
         worker = self._worker or self._asleep
         self._worker = None
         self._asleep = None

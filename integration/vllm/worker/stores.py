@@ -1,6 +1,5 @@
 """Launches a worker's stores. Steps that would overwrite blocks wait for the stores that still read
-them.
-"""
+them."""
 
 from __future__ import annotations
 
@@ -13,22 +12,20 @@ from typing import Any, NamedTuple
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load import Load
-from vcache_backend.transfer.places import BlockPlaces, Places
-from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion
-from vcache_backend.vram_pool.paged import PagedKV
 
 from ..metadata import LoadSpec, StepMetadata, StoreSpec
 from ..telemetry.stats import Meter
+from .loading import Attached
 
 log = logging.getLogger("vllm.vcache")
 
 
 class _Gather(NamedTuple):
     """A store under way. blocks: vLLM's numbers of the blocks that it reads. seconds: how long the
-    launch took.
-    """
+    launch took."""
 
     copy: Completion
     blocks: frozenset[int]
@@ -43,58 +40,46 @@ class Stores:
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
         """at_once: make the model's stream wait for every store. Models need it whose blocks vLLM
         clears (`groups.clears`): it clears and copies a step's blocks before it tells us of the
-        step.
-        """
+        step."""
         self._meter, self._at_once = meter, at_once
-        self._session: Session | None = None
-        self._kv: PagedKV | None = None
-        self._block_size = 0
+        self._worker: Attached | None = None
         self._under_way: list[_Gather] = []
         self._counted: dict[tuple[str, str], int] = {}
         self._updates = 0
 
-    def open(self, session: Session, kv: PagedKV, block_size: int) -> None:
-        """Use this KV cache. block_size: tokens of vLLM's blocks; one may be several blocks of the
-        tensors.
-        """
-        self._session = session
-        self._kv = kv
-        self._block_size = block_size
+    def open(self, worker: Attached) -> None:
+        """Use this KV cache."""
+        self._worker = worker
 
     def fence(self, meta: StepMetadata) -> None:
         """Make this step's work wait, on the device, for stores that read a block with
-        a new owner.
-        """
-        if not self._under_way or self._session is None:
+        a new owner."""
+        if not self._under_way or self._worker is None:
             return
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
         for gather in self._under_way:
             if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
-                self._session.copier.fence(gather.copy)
+                self._worker.session.copier.fence(gather.copy)
 
     def start(self, stores: Sequence[StoreSpec]) -> None:
         """Store the chunks that the step completes. All of its model run must be queued."""
-        session, kv = self._session, self._kv
-        if session is None or kv is None:
+        if (worker := self._worker) is None:
             return
         for spec in stores:
-            keys, prefix = session.own(spec.keys), session.own(spec.prefix)
-            places = BlockPlaces(kv, session.chunk_size, spec.blocks, self._block_size)
-            chunks = range(len(keys))
-            self._store(session, places, keys, chunks, prefix, spec.blocks, tenant=spec.tenant)
+            keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
+            places, chunks = worker.places(spec.blocks), range(len(keys))
+            self._store(worker, places, keys, chunks, prefix, spec.blocks, tenant=spec.tenant)
 
     def promote(self, load: Load, spec: LoadSpec) -> None:
         """Store chunks in the pool again that a load has brought from the offload tier."""
-        chunks, session = load.to_promote(), self._session
-        if not chunks or session is None:
+        chunks, worker = load.to_promote(), self._worker
+        if not chunks or worker is None:
             return
-        kv, places, tenant = load.places.kv, load.places, spec.tenant
-        each = kv.blocks_in(session.chunk_size) * kv.block_size // self._block_size
-        blocks = list[int]()
+        each, blocks = worker.per_chunk, list[int]()
         for chunk in chunks:
             blocks += spec.blocks[chunk * each : (chunk + 1) * each]
-        prefix, keys = session.own(spec.prefix), load.keys
-        self._store(session, places, keys, chunks, prefix, blocks, load.epoch, tenant=tenant)
+        given = load.places, load.keys, chunks, worker.session.own(spec.prefix), blocks
+        self._store(worker, *given, load.epoch, tenant=spec.tenant)
 
     def save(
         self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
@@ -103,20 +88,21 @@ class Stores:
 
         blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
         drops the chunks because a block was handed out meanwhile."""
-        session, kv = self._session, self._kv
-        if session is not None and kv is not None:
-            places = BlockPlaces(kv, session.chunk_size, blocks, self._block_size)
-            self._store(session, places, keys, range(len(keys)), [], blocks, epoch, holds)
+        if (worker := self._worker) is not None:
+            given = worker.places(blocks), keys, range(len(keys)), list[ChunkKey](), blocks
+            self._store(worker, *given, epoch, holds)
 
     def measure(self) -> None:
         """Count chunks dropped and offloaded since the last call."""
-        if self._session is None or self._session.stats.updates == self._updates:
+        stats = self._worker.session.stats if self._worker is not None else None
+        if stats is None or stats.updates == self._updates:
             return
-        stats = self._session.stats
         self._updates = stats.updates
-        counts = {("not_stored_chunks", cause): many for cause, many in stats.not_stored().items()}
-        for cause, many in stats.counted("offload_dropped_").items():
-            counts["offload_dropped_chunks", cause] = many
+        counts = {
+            (f"{name}_chunks", cause): many
+            for name in ("not_stored", "offload_dropped")
+            for cause, many in stats.counted(f"{name}_").items()
+        }
         written = stats.counted("offload_").get("written", 0)
         counts["offload_written_chunks", ""] = written
         counts["offload_written_bytes", ""] = stats.counted("bytes_").get("offload_written", 0)
@@ -129,7 +115,7 @@ class Stores:
 
     def _store(
         self,
-        session: Session,
+        worker: Attached,
         places: Places,
         keys: list[ChunkKey],
         chunks: Sequence[int],
@@ -140,9 +126,8 @@ class Stores:
         tenant: bytes = b"",
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
-        for the copy. holds: see `save`. tenant: see `StoreSpec`.
-        """
-        started = perf_counter()
+        for the copy. holds: see `save`. tenant: see `StoreSpec`."""
+        session, started = worker.session, perf_counter()
         try:
             how: dict[str, Any] = {"fetched_in": fetched_in, "holds": holds, "tenant": tenant}
             pending = store(session, places, keys, chunks, prefix, beside=True, **how)
@@ -160,8 +145,7 @@ class Stores:
 
     def _over(self, gather: _Gather) -> bool:
         """Whether the store reads its blocks no more. A failed store has stopped, and is not
-        committed.
-        """
+        committed."""
         try:
             if not gather.copy.done():
                 return False

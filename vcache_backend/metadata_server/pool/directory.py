@@ -189,23 +189,14 @@ class Directory(SegmentDirectory):
             return 0
         return self._give_back(reservation)
 
-    def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        """Forget chunks. Returns how many. A leased chunk's slot is freed when its last lease ends.
-
-        Without `force`, leased and resting chunks stay."""
-        entries = self.contents.live_entries(keys)
-        if force:
-            self.contents.forget(
-                [
-                    entry
-                    for key in dict.fromkeys(keys)
-                    if (entry := self.contents.resting.get(key)) is not None
-                ]
-            )
-        else:
-            self.leases.expire(self._now())
-            entries = [entry for entry in entries if not entry.leases]
-        self.contents.forget(entries)
+    def remove(self, keys: list[m.ChunkKey]) -> int:
+        """Forget chunks. Returns how many. A leased chunk's slot is freed when its last lease
+        ends."""
+        entries, resting = (
+            self.contents.live_entries(keys),
+            map(self.contents.resting.get, set(keys)),
+        )
+        self.contents.forget(entries + [entry for entry in resting if entry is not None])
         self.counters["removed"] += len(entries)
         return len(entries)
 

@@ -99,8 +99,8 @@ class Service:
                 return m.Present(directory.contains(keys), directory.epochs.of(keys), segments)
             case m.Touch(keys):
                 return m.Count(directory.touch(keys))
-            case m.Remove(keys, force):
-                return m.Count(directory.remove(keys, force))
+            case m.Remove(keys):
+                return m.Count(directory.remove(keys))
             case m.Clear(namespace, reset):
                 return self._clear(namespace, reset)
             case _:

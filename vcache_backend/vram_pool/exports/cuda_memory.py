@@ -129,16 +129,8 @@ def _torch_allocator(allocate: int | None, free: int | None) -> Any:
 def _make(driver: Driver, ordinal: int, nbytes: int) -> _MappedRegion:
     """Allocate and map `nbytes`, rounded up, on the GPU whose context is current. Raises
     DriverError, and leaves nothing behind then."""
-    granule = driver.granularity(ordinal)
-    rounded = -(-nbytes // granule) * granule
+    rounded = driver.rounded(ordinal, nbytes)
     with ExitStack() as undo:
-        handle = driver.create(ordinal, rounded)
-        undo.callback(driver.release, handle)
-        address = driver.reserve(rounded, granule)
-        undo.callback(driver.free, address, rounded)
-        driver.map(address, rounded, handle)
-        undo.callback(driver.unmap, address, rounded)
-        driver.allow(address, rounded, ordinal)
-        fd = driver.export(handle)
-        os.set_inheritable(fd, False)
-        return _MappedRegion(Region(fd, rounded, address), undo.pop_all())
+        handle = driver.create(ordinal, rounded, undo)
+        address = driver.map(ordinal, rounded, handle, undo)
+        return _MappedRegion(Region(driver.export(handle), rounded, address), undo.pop_all())

@@ -10,7 +10,6 @@ to other objects, too, and `free` may hand them on."""
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import weakref
@@ -22,7 +21,7 @@ import torch
 from torch import overrides
 from torch.overrides import TorchFunctionMode
 
-from vcache_backend.seals import FUTURE_WRITE, RESIZING
+from vcache_backend.seals import FUTURE_WRITE, RESIZING, sealed
 from vcache_backend.vram_pool.exports.memory import Region
 
 _MADV_POPULATE_WRITE = 23
@@ -105,15 +104,12 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
     be written. Raises OSError."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with ExitStack() as undo:
-        fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd, memory = sealed("kv", size, RESIZING | FUTURE_WRITE)
         undo.callback(os.close, fd)
-        os.ftruncate(fd, size)
-        memory = mmap.mmap(fd, size)
         undo.callback(memory.close)
         # Of malloc's memory a forked child has a copy. Here it would write into this process's
         # memory.
         memory.madvise(mmap.MADV_DONTFORK)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
         _take(memory)
         undo.pop_all()
         return fd, memory
