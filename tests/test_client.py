@@ -174,26 +174,6 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.touch(many) == client.remove(many) == len(many)
 
 
-def test_many_threads_share_one_client(stage_: Stage) -> None:
-    stage_.server()
-    client = stage_.client()
-    wrong: list[object] = []
-
-    def ask(count: int) -> None:
-        for _ in range(200):
-            answer = client.contains([A] * count)
-            if len(answer) != count:
-                wrong.append(answer)
-
-    threads = [threading.Thread(target=ask, args=(count,)) for count in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert wrong == []
-
-
 # ---- servers that do wrong
 
 

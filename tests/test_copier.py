@@ -165,25 +165,6 @@ def test_a_pull_to_no_block_or_from_no_origin_is_refused(
     assert all(torch.equal(page, was) for page, was in zip(kv.pages, before, strict=True))
 
 
-@COPIERS
-def test_a_pull_moves_blocks_of_another_cache_and_of_its_own(
-    device: str, make: Callable[[], Copier]
-) -> None:
-    mine, theirs = (PagedKV.describe(tensors(device, 3, blocks), BLOCK) for blocks in (12, 20))
-    expected = [page.clone() for page in mine.pages]
-    for page, other in zip(expected, theirs.pages, strict=True):
-        page[2], page[11], page[7] = other[19], other[0], page[4].clone()
-    rows = np.array([(0, 19 * theirs.planes[0, 1], 2), (0, 0, 11), (1, 4 * mine.planes[0, 1], 7)])
-    held = Held()
-    alive = weakref.ref(held)
-    pulled = make().pull(mine, rows, np.stack([theirs.planes[:, 0], mine.planes[:, 0]]), None, held)
-    del held
-    assert pulled.wait(10)
-    gc.collect()
-    assert alive() is None
-    assert all(torch.equal(page, right) for page, right in zip(mine.pages, expected, strict=True))
-
-
 # ---- completions
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -267,20 +266,6 @@ def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: R
 
 
 # ---- the process
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly_and_removes_the_socket(
-    alone: Stage, number: signal.Signals
-) -> None:
-    server = alone.server()
-    alone.raw()
-    server.signal(number)
-    status, said = server.wait()
-    assert status == 0
-    assert "stopped" in said
-    assert "Traceback" not in said
-    assert not alone.path.exists()
 
 
 def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: Stage) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +27,13 @@ from processes import (
     PATIENT,
     SECONDS,
     Apart,
-    Child,
     Nursery,
     Worker,
     asked,
     eventually,
     ledger_of,
     nursery,
+    start_server,
 )
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
@@ -356,7 +355,7 @@ QUIET: dict[str, str | None] = {
 
 
 class Node:
-    """A folder, `vcache serve`, and the instances started on it."""
+    """A folder, a metadata server, and the instances started on it."""
 
     def __init__(
         self, folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False
@@ -371,15 +370,10 @@ class Node:
         self.server: Any = None
 
     def serve(self) -> None:
-        """Start `vcache serve`, or start it again."""
-        config = self.folder / "vcache.yaml"
-        server = {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS, "quotas": QUOTAS}
-        config.write_text(json.dumps({"server": server}))
-        command = [str(Path(sys.executable).with_name("vcache")), "serve", "--config", str(config)]
-        if self.isolated:
-            command = [*IN_A_CONTAINER, *command]
-        self.server = self.undo.enter_context(Child(command))
-        self.server.expect("serving")
+        """Start the metadata server, or start it again."""
+        config = {"lease_seconds": LEASE_SECONDS, "quotas": QUOTAS}
+        within = IN_A_CONTAINER if self.isolated else ()
+        self.server = self.undo.enter_context(start_server(self.socket, config, within))
 
     def start(
         self,

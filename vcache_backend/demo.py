@@ -20,15 +20,14 @@ from importlib.util import find_spec
 from itertools import combinations
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from vcache_backend.config import ByteSize, ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.server import Server
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 
 PROMPTS, CHUNKS, CHUNK_SIZE, BLOCK_SIZE = 8, 8, 256, 16
+DAMAGED = PROMPTS
+"""The number of one more prompt, of which a byte is changed on purpose."""
 TOKENS = CHUNKS * CHUNK_SIZE + BLOCK_SIZE // 2
 """Of a prompt: whole chunks and half a block, which is not stored."""
 BLOCKS = -(-TOKENS // BLOCK_SIZE)
@@ -62,14 +61,16 @@ def run(as_json: bool = False) -> int:
         print(json.dumps(result, indent=2))
         return 0 if ok else 1
     speed = f"{result['chunks_retrieved']} chunks, {checked.about}, {result['gb_per_s']:.2f} GB/s"
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("workers", " and ".join(devices))
-    table.add_row("stored", f"{result['chunks_stored']} chunks of {ByteSize(nbytes).about}")
-    table.add_row("retrieved by the other worker", speed)
-    table.add_row("wrong bytes", f"{result['wrong_bytes']:,} of {checked:,}")
-    table.add_row("one byte changed on purpose", "found" if result["control"] else "NOT FOUND")
-    verdict = "[green]Every byte is right, and a wrong one is found." if ok else "[red]FAILED"
-    Console().print(table, f"{verdict}[/]\n{NEXT}")
+    rows = {
+        "workers": " and ".join(devices),
+        "stored": f"{result['chunks_stored']} chunks of {ByteSize(nbytes).about}",
+        "retrieved by the other worker": speed,
+        "wrong bytes": f"{result['wrong_bytes']:,} of {checked:,}",
+        "one byte changed on purpose": "found" if result["control"] else "NOT FOUND",
+    }
+    for name, value in rows.items():
+        print(f"{name:29}  {value}")
+    print("Every byte is right, and a wrong one is found." if ok else "FAILED", NEXT, sep="\n")
     return 0 if ok else 1
 
 
@@ -87,8 +88,8 @@ def choose_devices() -> list[str]:
 
 
 def play(devices: list[str]) -> dict[str, Any]:
-    """Have each worker store half of the prompts, and the other worker retrieve them. Then change
-    one byte in the pool: the check must find it. Returns the fields of `--json`.
+    """Have each worker store half of the prompts, and the other worker retrieve them. In another
+    prompt one byte is changed: the check must find it. Returns the fields of `--json`.
 
     Raises VCacheError if a process fails."""
     answers = []
@@ -103,8 +104,8 @@ def play(devices: list[str]) -> dict[str, Any]:
         for prompt in range(PROMPTS):
             workers[prompt % 2].ask("store", prompt)
             answers.append(workers[1 - prompt % 2].ask("retrieve", prompt))
-        workers[0].ask("damage", 0)
-        control = workers[1].ask("retrieve", 0)["wrong"]
+        workers[0].ask("store", DAMAGED)
+        control = workers[1].ask("retrieve", DAMAGED)["wrong"]
     chunks, wrong, seconds = (
         sum(answer[name] for answer in answers) for name in ("chunks", "wrong", "seconds")
     )

@@ -7,7 +7,6 @@ only this worker uses, so the check also finds bytes that went to a wrong place.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from vcache_backend.demo import (
     BLOCKS,
     CHUNK_SIZE,
     CHUNKS,
+    DAMAGED,
     PROMPTS,
     SECONDS,
     SHAPES,
@@ -30,10 +30,7 @@ from vcache_backend.demo import (
     say,
 )
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.devices import resolve
-from vcache_backend.vram_pool.segment import map_segment
 
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 
@@ -52,9 +49,8 @@ class Worker:
         self.rows = [layer.view(torch.uint8).flatten(2) for layer in self.kv]
         layout = Layout.of(self.kv, BLOCK_SIZE, model="vcache-demo", chunk_size=CHUNK_SIZE)
         nbytes = ByteSize(PROMPTS * CHUNKS * chunk_bytes(device))
-        pool = PoolConfig(device=device, segment_bytes=nbytes)
-        self.config = Config(server=ServerConfig(socket=socket), client=CLIENT, pool=pool)
-        self.engine = VCacheEngine(self.config, layout)
+        pool, server = PoolConfig(device=device, segment_bytes=nbytes), ServerConfig(socket=socket)
+        self.engine = VCacheEngine(Config(server=server, client=CLIENT, pool=pool), layout)
 
     def prompt(self, number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """A prompt's tokens, its blocks in this worker's cache, and its slot mapping."""
@@ -72,10 +68,12 @@ class Worker:
         return rows
 
     def store(self, prompt: int) -> bool:
-        """Write the prompt's KV, as a model would, and store it."""
+        """Write the prompt's KV, as a model would, and store it. Change one byte of `DAMAGED`."""
         tokens, blocks, slots = self.prompt(prompt)
         for layer, rows in enumerate(self.rows):
             rows.copy_(self.content(prompt, layer, blocks))
+        if prompt == DAMAGED:
+            self.rows[0][0, blocks[0], 0] ^= 1
         self.engine.store(tokens, None, self.kv, slots)
         return self.engine.flush(SECONDS / 2)
 
@@ -94,17 +92,6 @@ class Worker:
             for layer, rows in enumerate(self.rows)
         )
         return {"chunks": retrieved // CHUNK_SIZE, "wrong": wrong, "seconds": seconds}
-
-    def damage(self, prompt: int) -> bool:
-        """Invert one byte in the pool, in the middle of the prompt's first chunk."""
-        key = self.engine.keys(self.prompt(prompt)[0])[0]
-        path, reader = self.config.server.path, resolve(self.config.pool.device)
-        with Client(path, CLIENT, reader.name, reader.medium, reconnect=False) as client:
-            place = client.acquire([key]).locations[0]
-            info, fd = client.open_segment(place.segment)
-            with os.fdopen(fd), map_segment(info, fd, reader) as segment:
-                segment.tensor(place.offset + place.length // 2, 1).bitwise_not_()
-        return True
 
 
 def main(socket: str, device: str, number: str) -> None:
