@@ -4,6 +4,7 @@ scheduler: when an answer counts, and what a reset changes."""
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
-from vcache_backend.integration.vllm.metadata import LoadSpec, WorkerReport
+from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
 from vcache_backend.metadata_server.messages import Find
 
@@ -92,6 +93,14 @@ def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_
         engine.add(tokens, name="r")
         meta = engine.step(finished_recving={"r"})
         assert (len(meta.loads), meta.cancelled) == (1, set())
+
+
+def test_a_step_in_which_requests_only_run_on_sends_one_constant(engine: Engine) -> None:
+    """It costs next to nothing to plan, and to send to workers in other processes."""
+    engine.add(new_tokens(CHUNK + 3), 2 * CHUNK)
+    metas = [engine.step() for _ in range(4)]
+    assert [meta is QUIET for meta in metas] == [False, False, True, True]
+    assert pickle.loads(pickle.dumps(QUIET)) is QUIET
 
 
 # ---- the end of a load, before the report of the step that saw it

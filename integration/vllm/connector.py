@@ -29,7 +29,7 @@ from .. import logs
 from ..guard import answers
 from . import settings
 from .ends import LoadEnds
-from .metadata import REFUSED, StepMetadata
+from .metadata import QUIET, REFUSED, StepMetadata
 from .model import compat, versions
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
@@ -161,20 +161,22 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler
         if side is None:
             return REFUSED
-        meta = side.begin()
-        if meta.loads:
-            self._expect(meta)
-        if side.instance.refused and not meta.loads:
-            self._scheduler = None
-            return REFUSED
-        if not self._plan(side, scheduler_output, meta):
+        meta = None
+        try:
+            if side.quiet(scheduler_output):
+                return QUIET
+            meta = side.begin()
+            if meta.loads:
+                self._expect(meta)
+            elif side.instance.refused:
+                self._scheduler = None
+                return REFUSED
+            side.plan(scheduler_output, meta)
+        except Exception as error:  # noqa: BLE001 - the outermost line of ours
+            self.note_failure("build_connector_meta", error)
+            meta = meta or side.begin()
             self._stop_stores(side, meta)
         return meta
-
-    @answers(False)
-    def _plan(self, scheduler: SchedulerSide, output: Any, meta: StepMetadata) -> bool:
-        scheduler.plan(output, meta)
-        return True
 
     @answers(None)
     def _stop_stores(self, scheduler: SchedulerSide, meta: StepMetadata) -> None:
@@ -187,7 +189,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def update_connector_output(self, connector_output: Any) -> None:
-        self._hasten(connector_output)
+        if self._ends.waiting or connector_output.finished_recving:
+            self._hasten(connector_output)
         if self._scheduler is not None:
             self._scheduler.update(connector_output)
 
@@ -196,10 +199,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Add the loads that are over by now to the report of a step, so that their requests run a
         step earlier. Take out what was added before. A worker that runs in this thread looks at its
         loads once more."""
-        if not (self._ends.waiting or connector_output.finished_recving):
-            return
         reported = self._ends.reported(connector_output.finished_recving or ())
         connector_output.finished_recving = reported
+        if not self._ends.waiting:
+            return
         here = _workers.get(self._engine)
         if here is not None and here._worker and here._thread == threading.get_ident():
             here._worker.loads.advance()

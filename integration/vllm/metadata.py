@@ -117,14 +117,19 @@ class StepMetadata(msgspec.Struct):
     ends: tuple[str, str] = "", ""
 
 
-class _Uncached(StepMetadata):
-    """The metadata of a refused instance. `REFUSED` is the only object, also after unpickling."""
+class _Constant(StepMetadata):
+    """Metadata that is one object, also after unpickling. name: its name in this module."""
+
+    name: str = ""
 
     def __reduce__(self) -> str:
-        return "REFUSED"
+        return self.name
 
 
-REFUSED = _Uncached()
+REFUSED = _Constant(name="REFUSED")
+"""The metadata of a refused instance."""
+QUIET = _Constant(name="QUIET")
+"""The metadata of a step in which requests run and nothing is to be done, as in most."""
 
 
 class Shard(msgspec.Struct, frozen=True):

@@ -19,6 +19,8 @@ from vcache_backend.metadata_server.messages import (
 )
 
 _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4)
+_TRUNCATED = int(socket.MSG_TRUNC)
+"""A plain number: `&` with the enumeration's runs three functions of Python for each message."""
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(AnyRequest)
@@ -59,13 +61,13 @@ class Receiver:
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
-        if not ancillary and not flags & socket.MSG_TRUNC:
+        if not ancillary and not flags & _TRUNCATED:
             return self._view[:size], []
         fds = array("i")
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        if flags & socket.MSG_TRUNC:
+        if flags & _TRUNCATED:
             close_fds(list(fds))
             raise ProtocolError(f"a message is longer than the limit of {MAX_MESSAGE_BYTES:,} B")
         return self._view[:size], list(fds)

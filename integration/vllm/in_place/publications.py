@@ -7,15 +7,14 @@ from __future__ import annotations
 import secrets
 import struct
 from array import array
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Callable
+from itertools import groupby, repeat
 
 import numpy as np
 
 from vcache_backend.metadata_server.messages import (
     GENERATION_BYTES,
     INSTANCE_BYTES,
-    MAX_PUBLISHED,
     NUMBER_BYTES,
     ChunkKey,
     Found,
@@ -195,13 +194,13 @@ class Publications:
         if len(self._told) * each > 4 * self.blocks:
             # Most of these chunks are gone. The others are published again at their next hit.
             self._told.clear()
-        fresh: Sequence[int] = range(first, stop)
-        if not self._told.keys().isdisjoint(tracked.lookup.keys[first:stop]):
-            fresh = [number for number in fresh if not self._is_told(tracked, number)]
-        return [
-            self._tell(tracked, fresh[at : at + MAX_PUBLISHED], loaded)
-            for at in range(0, len(fresh), MAX_PUBLISHED)
-        ]
+        if self._told.keys().isdisjoint(tracked.lookup.keys[first:stop]):
+            return [self._tell(tracked, first, stop, loaded)]
+        fresh = (number for number in range(first, stop) if not self._is_told(tracked, number))
+        # Chunks that follow each other are all as far from their places among the fresh ones.
+        runs = groupby(enumerate(fresh), lambda placed: placed[1] - placed[0])
+        ends = [[number for _, number in run] for _, run in runs]
+        return [self._tell(tracked, run[0], run[-1] + 1, loaded) for run in ends]
 
     def forget(self, tracked: Tracked, first: int) -> None:
         """Forget the request's publications, so that all chunks are published again: vLLM
@@ -267,11 +266,11 @@ class Publications:
         """Whether the request's chunk is published at this place, and at no other since."""
         blocks, generations, at = self._told.get(tracked.lookup.keys[chunk], (b"", b"", 0))
         number, counter = self.each * NUMBER_BYTES, self.each * GENERATION_BYTES
-        return (
-            self._packed(tracked.store.rows[0], [chunk]) == blocks[at * number : (at + 1) * number]
-            and self._packed(tracked.resident.generations, [chunk])
-            == generations[at * counter : (at + 1) * counter]
+        told = (
+            blocks[at * number : (at + 1) * number],
+            generations[at * counter : (at + 1) * counter],
         )
+        return self._packed(tracked, chunk, chunk + 1) == told
 
     def _ends(self, key: ChunkKey) -> Ends | None:
         """Where a chunk was published last; None if it was not."""
@@ -283,32 +282,24 @@ class Publications:
         (generation,) = _GENERATION.unpack_from(generations, last * GENERATION_BYTES)
         return end, generation, _NUMBER.unpack_from(blocks, first * NUMBER_BYTES)[0]
 
-    def _tell(self, tracked: Tracked, chunks: Sequence[int], loaded: bool) -> PublicationSpec:
-        """Make a publication of the request's chunks, and note where they lie."""
-        keys = tracked.lookup.keys
-        keys = keys[chunks[0] : chunks[-1] + 1] if _follow(chunks) else [keys[at] for at in chunks]
-        blocks = self._packed(tracked.store.rows[0], chunks)
-        generations = self._packed(tracked.resident.generations, chunks)
+    def _tell(self, tracked: Tracked, first: int, stop: int, loaded: bool) -> PublicationSpec:
+        """Make a publication of the request's chunks [first, stop), and note where they lie."""
+        keys = tracked.lookup.keys[first:stop]
+        blocks, generations = self._packed(tracked, first, stop)
         places = zip(repeat(blocks), repeat(generations), range(len(keys)), strict=False)
         self._told.update(zip(keys, places, strict=True))
         self.sequence += 1
         name, sequence = tracked.request.request_id, self.sequence - 1
         return PublicationSpec(name, keys, blocks, generations, sequence, self.epoch, loaded)
 
-    def _packed(self, numbers: array[int], chunks: Sequence[int]) -> bytes:
-        """Bytes of these chunks' numbers, one for each block of the request."""
-        each = self.each
-        if _follow(chunks):
-            return numbers[chunks[0] * each : (chunks[-1] + 1) * each].tobytes()
-        return b"".join(numbers[at * each : (at + 1) * each].tobytes() for at in chunks)
+    def _packed(self, tracked: Tracked, first: int, stop: int) -> tuple[bytes, bytes]:
+        """The blocks of the request's chunks [first, stop), and their generations."""
+        begin, end = first * self.each, stop * self.each
+        row, generations = tracked.store.rows[0], tracked.resident.generations
+        return row[begin:end].tobytes(), generations[begin:end].tobytes()
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()
 
     def _reset(self) -> None:
         self.retract(self.sequence)
-
-
-def _follow(chunks: Sequence[int]) -> bool:
-    """Whether the chunks, at least one, follow each other."""
-    return chunks[-1] - chunks[0] == len(chunks) - 1

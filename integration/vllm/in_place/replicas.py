@@ -23,15 +23,15 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
         while later and later[0].first <= chunk:
             having.append(later.popleft())
         having = [run for run in having if run.stop > chunk]
-        made = (_right(run, chunk, tables, each) for run in having)
-        run = next(filter(None, made), None)
-        if run is not None:
-            runs.append(run.numbered(first + chunk))
-            chunk += run.chunks
-        elif found.pooled[chunk]:
-            chunk += 1
+        for run in having:
+            if (right := _right(run, chunk, tables, each)) is not None:
+                runs.append(right.numbered(first + chunk))
+                chunk += right.chunks
+                break
         else:
-            break
+            if not found.pooled[chunk]:
+                break
+            chunk += 1
     return chunk, runs
 
 

@@ -55,6 +55,20 @@ class Completions:
         """For the step being planned: the states in vLLM's prefix cache, by request, as (group,
         block, tokens).
         """
+        self._names: list[str] = []
+        self._spare = 0.0
+        """The requests that ran on in the last step that was planned, and how many tokens none of
+        them reaches its `Tracked.due` with."""
+
+    def quiet(self, cached: Any, most: int) -> bool:
+        """Whether the requests that run on get no blocks in a step, and none reaches its
+        `Tracked.due`. If not, call `plan`. most: tokens that a request of the step computes; 0: it
+        runs no model.
+        """
+        if not most or cached.req_ids != self._names or any(cached.new_block_ids):
+            return False
+        self._spare -= most
+        return self._spare > 0 and not cached.resumed_req_ids
 
     def plan(
         self,
@@ -103,7 +117,7 @@ class Completions:
     def stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or on their way."""
         tracked.store.stored = chunks
-        tracked.due = 0
+        tracked.due = self._spare = 0
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         if stores and self._prompts_only:
             stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
@@ -131,6 +145,7 @@ class Completions:
         """Plan the step of the requests that ran before. Once a step for each: keep it short."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         names, resumed = cached.req_ids, cached.resumed_req_ids
+        self._names, self._spare, spare = names, 0.0, inf
         all_tracked, tokens = map(requests.get, names), map(scheduled.__getitem__, names)
         steps = zip(
             all_tracked, cached.num_computed_tokens, tokens, cached.new_block_ids, strict=True
@@ -138,10 +153,12 @@ class Completions:
         for tracked, computed, count, added in steps:
             if added is not None:
                 meta.fresh += added
-            # Most steps of a running request complete neither a block nor a chunk.
-            elif tracked is not None and computed + count < tracked.due and not resumed:
-                continue
             if tracked is None:
+                continue
+            reached = computed + count
+            # Most steps of a running request complete neither a block nor a chunk.
+            if added is None and reached < tracked.due and not resumed:
+                spare = min(spare, tracked.due - reached)
                 continue
             if tracked.request.request_id in resumed:
                 rows = added if added is not None else [[] for _ in tracked.store.rows]
@@ -150,7 +167,9 @@ class Completions:
             elif added is not None:
                 self.own(tracked, added, anew=False)
                 self._leftovers.more(tracked, added)
-            self._computes(tracked, computed, computed + count, meta)
+            self._computes(tracked, computed, reached, meta)
+            spare = min(spare, tracked.due - reached)
+        self._spare = spare
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:

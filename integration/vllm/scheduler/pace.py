@@ -4,7 +4,6 @@ short hit is loaded or computed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from time import monotonic
 
 from .tracked import Tracked
@@ -45,6 +44,8 @@ class Pace:
         self._live, self._load_steps = live, LOAD_STEPS + late
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
+        self._most = 0
+        """The tokens of each request of the last step, and the most of one of them."""
 
     def begun(self, tracked: Tracked, chunks: int) -> None:
         """Note that a request's first step computes the first of `chunks` chunks. One request at a
@@ -52,17 +53,17 @@ class Pace:
         if self._measured is None and chunks >= LEAST_MEASURED:
             self._measured, self._chunks, self._since = tracked, chunks, monotonic()
 
-    def planned(self, scheduled: Mapping[str, int], goes_on: bool) -> None:
-        """Note that a step is planned. scheduled: the tokens of its requests. goes_on: some of them
-        ran before."""
+    def planned(self, scheduled: Mapping[str, int], most: int, goes_on: bool) -> None:
+        """Note that a step is planned. scheduled: the tokens of its requests. most: the most of
+        these numbers; 0 without requests. goes_on: some of the requests ran before."""
         if self._measured is not None:
             self.look()
         now = monotonic()
-        if goes_on and max(self._scheduled.values(), default=inf) <= MOST_DECODED:
+        if goes_on and 0 < self._most <= MOST_DECODED:
             new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
             old = self._step_seconds or new
             self._step_seconds = old + STEP_WEIGHT * (new - old)
-        self._planned_at, self._scheduled = now, scheduled
+        self._planned_at, self._scheduled, self._most = now, scheduled, most
 
     def look(self) -> None:
         """Finish the measurement of a chunk if its request has its first token."""

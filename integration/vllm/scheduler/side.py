@@ -224,11 +224,30 @@ class SchedulerSide:
         self._loads = []
         return meta
 
+    def quiet(self, output: Any) -> bool:
+        """Note that the step that `output` describes is planned. Returns whether it does nothing
+        for the workers, as most steps: then neither `begin` nor `plan` is called for it.
+        """
+        # There are many steps: keep it short.
+        scheduled, publications = output.num_scheduled_tokens, self.publications
+        most = max(scheduled.values(), default=0)
+        self._pace.planned(scheduled, most, bool(output.scheduled_cached_reqs.req_ids))
+        return not (
+            output.scheduled_new_reqs
+            or self._loads
+            or self._cancelled
+            or output.preempted_req_ids
+            or self.instance.keys is None
+            or self.instance.refused
+            or self._resets.clearing
+            or self.victims is not None
+            or (publications is not None and publications.news)
+        ) and self._completions.quiet(output.scheduled_cached_reqs, most)
+
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
         owner.
         """
-        # Most steps have nothing of this, and there are many: keep it short.
         requests, cached = self._requests, output.scheduled_cached_reqs
         publications = self.publications
         begun: list[Beginning] = []
@@ -257,7 +276,6 @@ class SchedulerSide:
             if request_id in requests:
                 self._waits.over(requests[request_id])
                 self._promises.begun(requests[request_id], computed)
-        self._pace.planned(output.num_scheduled_tokens, bool(cached.req_ids))
         if publications is not None:
             publications.show()
         if self.victims is not None:
@@ -280,7 +298,7 @@ class SchedulerSide:
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
-        if isinstance(report, WorkerReport):
+        if report is not None and isinstance(report, WorkerReport):
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
             if self._spans is not None:
                 self._spans.loaded(report.spans)

@@ -218,7 +218,7 @@ class Channel:
         while not last.over:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
-            if not isinstance(reply, sent.kind | m.Error):
+            if not isinstance(reply, (sent.kind, m.Error)):
                 raise ProtocolError(
                     f"{type(sent.request).__name__} was answered with {type(reply).__name__}"
                 )
