@@ -48,6 +48,10 @@ GATHER, FENCE = (
     f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("gather", "fence")
 )
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
+CALL = "vcache_backend.offload.store:Store.get"
+"""In a thread of the reader's. A provider that hangs for long is taken for dead by its master, and
+its objects are gone: a busy machine made that of some steps.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -302,17 +306,14 @@ def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(
 
 
 def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: Instance) -> None:
-    """The provider hangs for as long as the other request takes."""
+    """The store does not answer for as long as the other request takes."""
     (tokens, own), (beside, undisturbed) = two.kept(a), alone(a)
-    provider = two.depot.providers[-1]
     b.add("beside", beside, max_tokens=8)
     b.step(1)
-    provider.stop()
-    try:
+    with stopped_at(b, CALL) as call:
         b.add("waits", tokens)
         done = b.finish("beside")
-    finally:
-        provider.cont()
+        eventually(lambda: call.reached)
     assert set(done) == {"beside"}
     assert done["beside"].agrees(undisturbed)
     late = b.finish("waits")["waits"]
@@ -360,18 +361,18 @@ def test_a_pool_whose_server_dies_under_a_load_from_below(
 
 
 def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Instance) -> None:
+    """It is aborted while the store is asked for its chunks: each time one buffer at least is with
+    the store, and all of them have been once.
+    """
     tokens, own = two.kept(a)
     failures = b.counter("vllm:vcache_failures")
-    provider = two.depot.providers[-1]
-    for _ in range(BUFFERS // 4 + 1):
-        provider.stop()
-        try:
+    for _ in range(BUFFERS):
+        with stopped_at(b, CALL) as call:
             b.add("waits", tokens)
-            assert b.step(3) == {}
+            eventually(lambda: b.step(1) or call.reached)
+            assert call.reached, "it did not wait for the store"
             b.ask("abort", "waits")
             b.step(3)
-        finally:
-            provider.cont()
     assert b.counter("vllm:vcache_failures") == failures
     assert two.chunks() == 0
     answer = b.one(tokens)
