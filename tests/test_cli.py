@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -75,6 +76,21 @@ def test_without_a_server_there_is_one_line_and_exit_code_1(tmp_path: Path) -> N
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
     assert result.stderr.startswith("vcache: ")
     assert str(path) in result.stderr
+
+
+def test_completion_is_set_up_in_the_shell_that_asks_and_without_one_a_line_says_so(
+    tmp_path: Path,
+) -> None:
+    asks, home = [*VCACHE, "--install-completion"], os.environ | {"HOME": str(tmp_path)}
+    # Processes that start one another, more than are looked at for a shell.
+    lonely = ran(*["timeout", str(SECONDS)] * 11, *asks, env=home)
+    assert (lonely.returncode, lonely.stdout, lonely.stderr.count("\n")) == (1, "", 1)
+    assert lonely.stderr.startswith("vcache: completion needs bash, ")
+    assert not list(tmp_path.iterdir())
+    done = ran("bash", "-c", f"{shlex.join(asks)}; exit $?", env=home)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert str(tmp_path) in done.stdout
+    assert (tmp_path / ".bashrc").exists()
 
 
 @pytest.mark.parametrize(
