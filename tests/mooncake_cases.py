@@ -2,7 +2,7 @@
 everything of ours.
 
 Import the fixtures you use: `depot` (shared by the whole session: leave it as it is), `raw` and
-`model` for it, `own_depot` (to be broken)."""
+`model` for it, `own_depot` (to be broken), `hung_depot` (whose provider may hang)."""
 
 from __future__ import annotations
 
@@ -109,6 +109,15 @@ def depot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
 def raw(depot: Depot) -> Iterator[Raw]:
     """Of `depot`; shared by the module: leave it open."""
     with Raw(depot.config(), 16 * MIB) as made:
+        yield made
+
+
+@pytest.fixture
+def hung_depot(tmp_path: Path) -> Iterator[Depot]:
+    """A test's own, one provider of 64 MiB, which may hang for as long as a test takes on a busy
+    machine: after 3 s `own_depot`'s master would take it for dead, and forget its objects.
+    """
+    with Depot(tmp_path / "mooncake", (64 * MIB,), client_ttl=600) as made:
         yield made
 
 

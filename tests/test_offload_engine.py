@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from engine_cases import Node, get, put
 from kv_cases import CHUNK, Cache, layout_of, prompt
-from mooncake_cases import Raw, depot, model, needs_mooncake, own_depot, raw
+from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_depot, raw
 from mooncake_store import Depot
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through
 from processes import SECONDS, eventually, leaving_nothing
@@ -22,7 +22,7 @@ from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
 from vcache_backend.offload import objects, write
 
-__all__ = ["depot", "model", "nodes", "own_depot", "raw"]
+__all__ = ["depot", "hung_depot", "model", "nodes", "own_depot", "raw"]
 pytestmark = needs_mooncake
 
 
@@ -105,15 +105,15 @@ def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, 
 
 
 def test_a_hung_provider_costs_one_deadline(
-    nodes: list[Node], own_depot: Depot, model: str
+    nodes: list[Node], hung_depot: Depot, model: str
 ) -> None:
     """The library's call goes on for half a minute: its buffers are not used again, and nobody
     waits for it but its thread.
     """
-    one, two = (engine(at, own_depot, model, failures=1, get_seconds=0.5) for at in nodes)
+    one, two = (engine(at, hung_depot, model, failures=1, get_seconds=0.5) for at in nodes)
     cache, tokens = Cache(), prompt(LENGTH)
     through(one, cache, tokens)
-    (provider,) = own_depot.providers
+    (provider,) = hung_depot.providers
     provider.stop()
     assert get(two, cache, tokens) == 0
     assert two.get_stats()["offload"]["usable"] is False
@@ -160,25 +160,25 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
 
 
 def test_what_was_offloaded_before_a_reset_is_not_found_after_it(
-    nodes: list[Node], own_depot: Depot, model: str
+    nodes: list[Node], hung_depot: Depot, model: str
 ) -> None:
     """By nobody on the node, though its put ends after the reset, and whatever the server forgets.
     A node that was not reset has it.
     """
     cache, tokens = Cache(), prompt(LENGTH)
-    one, two = (engine(nodes[0], own_depot, model) for _ in range(2))
-    other = engine(nodes[1], own_depot, model)
+    one, two = (engine(nodes[0], hung_depot, model) for _ in range(2))
+    other = engine(nodes[1], hung_depot, model)
     keys = one.keys(tokens)
     writes = one._session.tier
     assert writes is not None
-    own_depot.providers[0].stop()
+    hung_depot.providers[0].stop()
     put(one, cache, tokens)
     eventually(
         lambda: (at := writes._writer) is not None and at._busy and not (at._copying or at._waiting)
     )
     with nodes[0].client() as client:
         assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
-    own_depot.providers[0].cont()
+    hung_depot.providers[0].cont()
     assert one.flush(SECONDS, through=True)
     # A slow machine reads some of it only, by the deadline, and the rest the next time.
     eventually(lambda: get(other, cache, tokens) == LENGTH)

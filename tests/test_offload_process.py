@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot, raw
+from mooncake_cases import MIB, Raw, depot, hung_depot, needs_mooncake, new_names, own_depot, raw
 from mooncake_store import Depot
 from processes import SECONDS, Child, eventually
 
@@ -24,7 +24,7 @@ from vcache_backend.offload.store import Store
 from vcache_backend.offload.verbs import FAILED, FULL, STORED, Place, StoreDown
 from vcache_backend.transfer.stats import EngineStats
 
-__all__ = ["depot", "own_depot", "raw"]
+__all__ = ["depot", "hung_depot", "own_depot", "raw"]
 pytestmark = needs_mooncake
 
 SIZE = 1 << 16
@@ -201,34 +201,34 @@ def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
         assert raw.put(new_names(1), [data]) == [FULL]
 
 
-def test_a_call_that_hangs_ends_with_its_process(own_depot: Depot) -> None:
+def test_a_call_that_hangs_ends_with_its_process(hung_depot: Depot) -> None:
     """A provider hangs in the middle: the library would read on for half a minute. Once the call
     has failed nobody writes the buffer, and those under way beside it have failed, too."""
-    store, (buffer, other, *_) = opened(own_depot.offload(call_seconds=1.5, **QUICK))
+    store, (buffer, other, *_) = opened(hung_depot.offload(call_seconds=1.5, **QUICK))
     names, beside = new_names(1), list[list[int]]()
     assert store.put(names, places(buffer)) == [STORED]
     process = pid(store)
-    own_depot.providers[0].stop()
+    hung_depot.providers[0].stop()
     reading = threading.Thread(target=lambda: beside.append(store.get(names, places(other))))
     reading.start()
     assert store.get(names, places(buffer)) == [-1]
     assert gone(process)
     reading.join(SECONDS)
     assert beside == [[-1]]
-    own_depot.providers[0].cont()
+    hung_depot.providers[0].cont()
     eventually(lambda: store.usable)
     assert store.get(names, places(buffer)) == [SIZE]
     store.close()
 
 
-def test_look_ups_and_removals_do_not_wait_for_transfers(own_depot: Depot) -> None:
+def test_look_ups_and_removals_do_not_wait_for_transfers(hung_depot: Depot) -> None:
     """Also more transfers than there are threads for them in the tier. The library gives them up
     after eleven seconds.
     """
-    (store, buffers) = opened(own_depot.offload(mooncake={"rpc_seconds": 10}, **QUICK))
+    (store, buffers) = opened(hung_depot.offload(mooncake={"rpc_seconds": 10}, **QUICK))
     names = new_names(2)
     assert store.put(names, places(*buffers[:2])) == [STORED] * 2
-    own_depot.providers[0].stop()
+    hung_depot.providers[0].stop()
     reading = [
         threading.Thread(target=store.get, args=(names[:1], places(buffer))) for buffer in buffers
     ]
@@ -238,7 +238,7 @@ def test_look_ups_and_removals_do_not_wait_for_transfers(own_depot: Depot) -> No
     store.forget(names[1])
     eventually(lambda: store.lookup(names) == 1)
     assert all(thread.is_alive() for thread in reading)
-    own_depot.providers[0].cont()
+    hung_depot.providers[0].cont()
     for thread in reading:
         thread.join(SECONDS)
     store.close()
