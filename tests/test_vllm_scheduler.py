@@ -298,6 +298,43 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
+def test_a_faster_owner_is_waited_for_when_it_says_so(here: Node, engine: Engine) -> None:
+    """Also for chunks that this instance would compute in a moment."""
+    engine.half._pace.chunk_seconds = 0.005
+    with here.client() as owner:
+        owner.promise(1, asked(engine)[1], chunk_seconds=0.001, step_seconds=60)
+        tokens, keys = asked(engine)
+        owner.find(Find(keys, promise=2))
+        request = engine.add(tokens)
+        engine.step()
+        assert request.num_computed_tokens == 0
+        eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+
+
+def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
+    here: Node, engine: Engine
+) -> None:
+    """Also if each wait is shorter than one of its steps."""
+    waited = 0
+    with here.client() as owner:
+        owner.promise(1, asked(engine)[1], chunk_seconds=0.05, step_seconds=0.4)
+        for number in range(2, 8):
+            engine.half._pace.chunk_seconds = 0.05
+            tokens, keys = asked(engine)
+            owner.find(Find(keys, promise=number))
+            request = engine.add(tokens)
+            engine.step()
+            waited += request.num_computed_tokens == 0
+            eventually(lambda: engine.step() and request.num_computed_tokens > 0)  # noqa: B023
+    assert 1 <= waited <= 4
+
+
+def asked(engine: Engine) -> tuple[list[int], list[Any]]:
+    """A new prompt, and the keys of its chunks."""
+    tokens = new_tokens(PROMPT)
+    return tokens, engine.keys(engine.request(tokens))
+
+
 def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
     here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
