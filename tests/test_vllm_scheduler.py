@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Find
 
 __all__ = ["make"]
@@ -302,7 +303,7 @@ def test_a_faster_owner_is_waited_for_when_it_says_so(here: Node, engine: Engine
     """Also for chunks that this instance would compute in a moment."""
     engine.half._pace.chunk_seconds = 0.005
     with here.client() as owner:
-        owner.promise(1, asked(engine)[1], chunk_seconds=0.001, step_seconds=60)
+        says(owner, engine, 0.001, 60)
         tokens, keys = asked(engine)
         owner.find(Find(keys, promise=2))
         request = engine.add(tokens)
@@ -317,7 +318,7 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
     """Also if each wait is shorter than one of its steps."""
     waited = 0
     with here.client() as owner:
-        owner.promise(1, asked(engine)[1], chunk_seconds=0.05, step_seconds=0.4)
+        says(owner, engine, 0.05, 0.4)
         for number in range(2, 8):
             engine.half._pace.chunk_seconds = 0.05
             tokens, keys = asked(engine)
@@ -327,6 +328,13 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
             waited += request.num_computed_tokens == 0
             eventually(lambda: engine.step() and request.num_computed_tokens > 0)  # noqa: B023
     assert 1 <= waited <= 4
+
+
+def says(owner: Client, engine: Engine, chunk_seconds: float, step_seconds: float) -> None:
+    """How long a chunk and a step take there."""
+    _, keys = asked(engine)
+    epoch = owner.find(Find(keys)).epoch
+    owner.promise(1, keys, 1, b"", epoch, chunk_seconds, step_seconds)
 
 
 def asked(engine: Engine) -> tuple[list[int], list[Any]]:
