@@ -10,11 +10,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-import torch
+try:
+    import msgspec
+    import torch
 
-from . import copies, engine, metadata, turns
-from .results import Report, Row
+    from . import copies, engine, metadata, turns
+    from .results import Report, Row
+except ModuleNotFoundError as absent:
+    sys.exit(f"{absent.name} is not installed: pip install '/path/to/vcache[engine]'")
 
 SUBJECTS: dict[str, tuple[Callable[[], list[Row]], int]] = {
     "metadata": (metadata.run, 0),

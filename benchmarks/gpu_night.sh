@@ -25,7 +25,7 @@
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   workers  instances of two workers, tensor and pipeline parallel, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3; nothing beside it   9 minutes;
 #            PARTS=pp2,pp2_ttft WAYS=in_place: these alone
-#   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   3 minutes
+#   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   6 minutes
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
 #   ep       two expert and data parallel ranks of one server: hits of the other rank equal to the own ones, and their TTFT, of a
 #            DeepSeek V3 shape in place and of gpt-oss-20b's through a pool (needs moe.tar.xz); SHAPES=v3 or oss20b: one of them   7 minutes; nothing beside it
@@ -34,6 +34,9 @@
 #
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
 # then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
+#
+# Until a server answers take 150 s for the first system and 100 s for the next (four data parallel ranks: 145 s and 125 s); instances of one
+# GPU take 60 s each time, and as long again to compile. Four GPUs: `routed` alone 540 s with three arms and five workloads, in place 345 s with two.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
@@ -151,7 +154,7 @@ workers() {
   [[ $ways != *pool* ]] || ttft workers_pool 280 "$parts" --integration vllm --scale beside --rounds 3
 }
 three() {
-  ttft three_in_place 150 three "${in_place[@]}" --kv-gib 6
+  ttft three_in_place 200 three "${in_place[@]}" --kv-gib 6
   ttft three_pool 150 three "${pool[@]}" --kv-gib 6
 }
 sparse() {

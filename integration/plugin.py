@@ -76,19 +76,13 @@ def _refused(extra: Mapping[str, Any]) -> str:
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Where each connector of ours stands, within MultiConnectors too, and its
     `kv_connector_extra_config`."""
-    read = (
-        transfer.get if isinstance(transfer, Mapping) else functools.partial(_attribute, transfer)
-    )
+    read = (transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})).get
     extra = read("kv_connector_extra_config") or {}
     if read("kv_connector_module_path") == CONNECTOR:
         yield where, extra
     elif read("kv_connector") == "MultiConnector":
         for number, one in enumerate(extra.get("connectors", ())):
             yield from _connectors(one, f"{where}connectors[{number}]: ")
-
-
-def _attribute(of: Any, name: str) -> Any:
-    return getattr(of, name, None)
 
 
 def _is_a_command() -> bool:

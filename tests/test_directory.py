@@ -404,7 +404,7 @@ def test_of_several_who_start_at_once_one_makes_the_memory(
     assert directory.lend(beside, 10 * KIB) == 0, "somebody is about to make it"
     assert directory.lend(READER, 10 * KIB) == 10 * KIB, "another device"
     assert directory.lend(beside, 12 * KIB) == 2 * KIB, "who wants more makes the rest"
-    directory.end_claim(WRITER)
+    directory.claims.end(WRITER.id)
     assert directory.lend(beside, 10 * KIB) == 6 * KIB, "nobody makes it any more"
 
 

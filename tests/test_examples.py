@@ -147,7 +147,7 @@ def test_a_python_without_any_package_is_told_what_to_install(program: list[str]
         done.returncode,
         done.stderr.count("\n"),
         "pip install '/path/to/vcache[" in done.stderr,
-    ) == (1, 1, True), ran.stderr
+    ) == (1, 1, True), done.stderr
 
 
 # ---- a Mooncake store

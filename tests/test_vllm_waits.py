@@ -182,7 +182,7 @@ def test_a_wait_is_over_when_computing_would_have_taken_less(
     a.add("more", more)
     computes(here, a, 1)
     b.add("second", tokens)
-    b.ask("paced", 0.05, 60)
+    b.ask("paced", 0.05, 0.3)
     with counted(b, "late", 0):
         second = b.finish("second")["second"]
         again = b.one(more)
@@ -208,6 +208,50 @@ def test_chunks_that_take_longer_to_come_than_to_compute_are_computed(
     assert b.counter("vllm:vcache_waits") == before
     alike(second, 2 * CHUNK, tokens, aside)
     a.finish("first")
+
+
+@once
+def test_an_owner_whose_chunks_seem_to_take_a_little_longer_is_waited_for(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """Equal instances measure that, since a prompt takes one step or two."""
+    tokens = new_tokens(LONG)
+    a.ask("measures", 40.0)
+    a.add("first", tokens)
+    computes(here, a, 1)
+    b.ask("measures", 30.0)
+    b.add("second", tokens)
+    with counted(b, "kept", 8 * CHUNK):
+        assert b.step(3) == {}
+        a.finish("first")
+        second = b.finish("second")["second"]
+    for each in (a, b):
+        each.ask("measures", 0.0)
+    alike(second, 10 * CHUNK, tokens, aside)
+
+
+@once
+def test_an_owner_is_waited_for_again_after_a_wait_shorter_than_its_step(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    few, tokens = new_tokens(3 * CHUNK + 5), new_tokens(LONG)
+    a.add("first", few)
+    computes(here, a, 1)
+    b.add("second", few)
+    b.ask("paced", 0.2, 60)
+    with counted(b, "late", 0):
+        second = b.finish("second")["second"]
+    alike(second, 2 * CHUNK, few, aside)
+    a.finish("first")
+    b.ask("paced", 60, 60)
+    a.add("third", tokens)
+    computes(here, a, 1)
+    b.add("fourth", tokens)
+    with counted(b, "kept", 8 * CHUNK):
+        assert b.step(3) == {}
+        a.finish("third")
+        fourth = b.finish("fourth")["fourth"]
+    alike(fourth, 10 * CHUNK, tokens, aside)
 
 
 @once

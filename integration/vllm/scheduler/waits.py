@@ -25,6 +25,10 @@ LAST_SECONDS = 0.02
 """How long past a wait's bound the server's last answer may take."""
 LONGER = 1.1
 """A request waits at most so many times as long as it would take to compute the chunks here."""
+ALIKE = 1.5
+"""An owner is as fast as this instance unless it says that a chunk takes so many times as long
+there. Measured paces of two equal instances differ by that much: a prompt is done at the end of one
+step or, if it begins behind another one, of two."""
 WAY_SECONDS = 0.01
 """The time from the end of a step to the end of a wait for its chunks: they are published, and the
 reader looks them up."""
@@ -39,7 +43,8 @@ STATE_SECONDS = 0.03
 """How long the state of a model's layers may come after the last chunk. There may be none at this
 chunk: states are stored where steps end."""
 DISTRUST_SECONDS = 10.0
-"""How long nobody waits for an owner that was silent, or of which nothing came in a whole wait."""
+"""How long nobody waits for an owner that was silent, or of which nothing came in a wait that was
+longer than one of its steps."""
 
 
 class Waits:
@@ -105,8 +110,10 @@ class Waits:
         if not why:
             wait.promised |= answer.coming is not None
             return True
-        if why == "late" and answer.coming is not None and answer.hits <= wait.began:
-            self._distrust(answer.coming, now)
+        coming, lacking = answer.coming, answer.hits <= wait.began
+        # Chunks come at the ends of the owner's steps.
+        if why == "late" and coming and lacking and now > wait.since + _step(coming):
+            self._distrust(coming, now)
         self.over(tracked, why, answer.hits)
         return False
 
@@ -158,7 +165,8 @@ class Waits:
             wait.target = min(chunks, answer.comes_to)
             missing = wait.target - answer.hits
             own = self._pace.chunk_seconds or coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS
-            theirs = (coming.chunk_seconds or own) * coming.chunks
+            alike = coming.chunk_seconds < ALIKE * own
+            theirs = (own if alike else coming.chunk_seconds) * coming.chunks
             seconds = LONGER * own * missing
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
@@ -202,7 +210,7 @@ class Waits:
             return False
         if self._silent.get(coming.owner, 0.0) > now:
             return True
-        step = min(coming.step_seconds or UNKNOWN_STEP_SECONDS, LONGEST_STEP_SECONDS)
+        step = _step(coming)
         if not coming.begun:
             # The request waits in the owner's queue.
             return coming.quiet > step + SLACK_SECONDS
@@ -225,3 +233,8 @@ class Waits:
         if self._leaders.get(wait.leads) is tracked:
             del self._leaders[wait.leads]
         wait.leads, wait.loads = NOTHING_LED, False
+
+
+def _step(coming: Coming) -> float:
+    """How long the owner's steps take, within bounds."""
+    return min(coming.step_seconds or UNKNOWN_STEP_SECONDS, LONGEST_STEP_SECONDS)

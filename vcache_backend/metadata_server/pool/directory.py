@@ -229,7 +229,7 @@ class Directory(SegmentDirectory):
         """Handle a closed connection: its leases end after `GRACE_SECONDS`, its reservations become
         void and their slots quarantined."""
         self.backlog.later(self.leases.drop_client(client.id, self._now))
-        self._claims.end(client.id)
+        self.claims.end(client.id)
         self.promises.drop_client(client)
         self.reservations.void(self.reservations.of_client(client.id))
 

@@ -35,7 +35,7 @@ class SegmentDirectory:
         self.counters = self.contents.counters
         self.reservations = Reservations(limits.reservation_seconds)
         self.backlog = Backlog()
-        self._claims = Claims()
+        self.claims = Claims()
         self._reserves_from = 0.0
 
     def lend(self, client: Peer, nbytes: int) -> int:
@@ -43,10 +43,7 @@ class SegmentDirectory:
         pooled = sum(
             segment.nbytes for segment in self.segments.values() if segment.device == client.device
         )
-        return self._claims.grant(client.id, client.device, nbytes - pooled, self._now())
-
-    def end_claim(self, client: Peer) -> None:
-        self._claims.end(client.id)
+        return self.claims.grant(client.id, client.device, nbytes - pooled, self._now())
 
     def add_segment(self, info: m.SegmentInfo) -> int:
         """Make a segment usable. Returns how many chunks from before a restart it can bring back.

@@ -215,7 +215,7 @@ class Service:
                 "instances, more would leave no descriptors for clients"
             )
         self.fds[id_] = Descriptor(fds.pop())
-        self.directory.end_claim(client)
+        self.directory.claims.end(client.id)
         return m.Count(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:

@@ -98,7 +98,9 @@ def plan_blocks(
     LayoutError for ids outside of the KV cache."""
     if not 0 <= first <= len(ids):
         raise LayoutError(f"blocks from {first} on are wanted of {len(ids)}")
-    rows, ids = _consecutive(kv, chunk_size, len(ids))[first:], ids[first:]
+    each, stride = kv.blocks_in(chunk_size), kv.parts * kv.page_bytes
+    many = max(1024, 1 << len(ids).bit_length())
+    rows, ids = _rows(each, stride, many)[first : len(ids)], ids[first:]
     if (kv.shares or holes) and (missing := ids < 0).any():
         rows, ids = rows[~missing], ids[~missing]
     # As unsigned numbers negative ids are large: one pass finds all wrong ids.
@@ -106,23 +108,17 @@ def plan_blocks(
         raise _outside(kv, int(ids.min()), int(ids.max()))
     blocks = rows.copy()
     blocks[:, 2] = ids
-    count, stride = len(ids), kv.parts * kv.page_bytes
+    count = len(ids)
     if kv.shares:
         count = int((blocks[:, 1] < kv.shares[0].of(chunk_size) * stride).sum())
-    nbytes, each = kv.block_bytes * len(ids), kv.blocks_in(chunk_size)
+    nbytes = kv.block_bytes * len(ids)
     return CopyPlan(chunk_size, kv.block_size, blocks, nbytes, count * kv.block_size, each)
 
 
-def _consecutive(kv: PagedKV, chunk_size: int, count: int) -> Int64s:
+@lru_cache(maxsize=16)
+def _rows(each: int, stride: int, count: int) -> Int64s:
     """The rows of a plan for the first `count` blocks of consecutive chunks, without the ids.
     Cached and read-only."""
-    return _common(
-        kv.blocks_in(chunk_size), kv.parts * kv.page_bytes, max(1024, 1 << count.bit_length())
-    )[:count]
-
-
-@lru_cache(maxsize=16)
-def _common(each: int, stride: int, count: int) -> Int64s:
     number = np.arange(count, dtype=np.int64)
     slot, virtual = np.divmod(number, each)
     rows: Int64s = np.stack([slot, virtual * stride, number], axis=1)
