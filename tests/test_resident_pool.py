@@ -69,6 +69,7 @@ class Watched:
             EACH,
             lambda instance: theirs if instance == OWNER else None,
             self.places.get,
+            lambda: True,
         )
         self.watch = ResidentPool(
             self.pool, self.generations, self._reset, self.duplicates.give_way

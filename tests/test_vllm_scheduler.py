@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Find
 
 __all__ = ["make"]
@@ -296,6 +297,50 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
         assert [loaded(engine) for _ in range(3)] == [0, 0, 0]
         assert request.num_computed_tokens == 0
     eventually(lambda: loaded(engine) == CHUNKS)
+
+
+def test_a_faster_owner_is_waited_for_when_it_says_so(here: Node, engine: Engine) -> None:
+    """Also for chunks that this instance would compute in a moment."""
+    engine.half._pace.chunk_seconds = 0.005
+    with here.client() as owner:
+        says(owner, engine, 0.001, 60)
+        tokens, keys = asked(engine)
+        owner.find(Find(keys, promise=2))
+        request = engine.add(tokens)
+        engine.step()
+        assert request.num_computed_tokens == 0
+        eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+
+
+def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
+    here: Node, engine: Engine
+) -> None:
+    """Also if each wait is shorter than one of its steps."""
+    waited = 0
+    with here.client() as owner:
+        says(owner, engine, 0.05, 0.4)
+        for number in range(2, 8):
+            engine.half._pace.chunk_seconds = 0.05
+            tokens, keys = asked(engine)
+            owner.find(Find(keys, promise=number))
+            request = engine.add(tokens)
+            engine.step()
+            waited += request.num_computed_tokens == 0
+            eventually(lambda: engine.step() and request.num_computed_tokens > 0)  # noqa: B023
+    assert 1 <= waited <= 4
+
+
+def says(owner: Client, engine: Engine, chunk_seconds: float, step_seconds: float) -> None:
+    """How long a chunk and a step take there."""
+    _, keys = asked(engine)
+    epoch = owner.find(Find(keys)).epoch
+    owner.promise(1, keys, 1, b"", epoch, chunk_seconds, step_seconds)
+
+
+def asked(engine: Engine) -> tuple[list[int], list[Any]]:
+    """A new prompt, and the keys of its chunks."""
+    tokens = new_tokens(PROMPT)
+    return tokens, engine.keys(engine.request(tokens))
 
 
 def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(

@@ -117,7 +117,7 @@ class ResidentPool:
         pool: Any,
         generations: Generations,
         on_reset: Callable[[], None],
-        give_way: Callable[[int], None] = lambda count: None,
+        give_way: Callable[[int], None] | None = None,
     ) -> None:
         """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the
         prefix cache is to be reset, even if vLLM then declines. give_way: called before so many
@@ -142,7 +142,8 @@ class ResidentPool:
 
     def _get_new_blocks(self, num_blocks: int) -> Any:
         """Change the blocks' generations before vLLM can launch work that writes them."""
-        self._give_way(num_blocks)
+        if self._give_way is not None:
+            self._give_way(num_blocks)
         blocks = self._get(num_blocks)
         self._surely(self._take, blocks)
         return blocks

@@ -58,12 +58,14 @@ class Duplicates:
         each: int,
         view: Callable[[bytes], GenerationView | None],
         ends: Callable[[ChunkKey], Ends | None],
+        reachable: Callable[[], bool],
     ) -> None:
         """pool: vLLM's. each: blocks of a chunk. view: another instance's generations; None if it
         is gone. ends: where this instance has published a chunk last; None if it has not.
+        reachable: whether the server can be asked where chunks are.
         """
         self._pool, self._generations, self._each = pool, generations, each
-        self._view, self._ends = view, ends
+        self._view, self._ends, self._reachable = view, ends, reachable
         self._waiting = deque[list[Copy]](maxlen=MOST_WAITING)
         self._copies = OrderedDict[ChunkKey, tuple[Copy, float]]()
         """Those that may be given up, the first one first, and when each came to its place in this
@@ -117,7 +119,9 @@ class Duplicates:
         instance's table for the first time. Never raises.
         """
         try:
-            if self._ahead < count and (self._copies or self._waiting):
+            short = self._ahead < count and (self._copies or self._waiting)
+            # Without a server nothing could be loaded again.
+            if short and self._reachable():
                 vacant, instead = self._pool.vacant(count)
                 self._ahead = max(self._ahead, vacant)
                 if self._ahead < count:

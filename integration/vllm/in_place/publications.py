@@ -89,9 +89,15 @@ class Publications:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
         if self._loads:
             self.duplicates = Duplicates(
-                pool, self.generations, self.each, lambda instance: self.view(instance), self._ends
+                pool,
+                self.generations,
+                self.each,
+                lambda instance: self.view(instance),
+                self._ends,
+                lambda: self.reachable(),
             )
-        self._pool = ResidentPool(pool.pool, self.generations, self._reset, self._give_way)
+        give_way = self.duplicates.give_way if self.duplicates is not None else None
+        self._pool = ResidentPool(pool.pool, self.generations, self._reset, give_way)
 
     def reset(self) -> None:
         """Void all that was published, and all that the steps under way compute."""
@@ -217,11 +223,6 @@ class Publications:
         self.generations.close()
 
     # ---- inside
-
-    def _give_way(self, count: int) -> None:
-        """See `Duplicates.give_way`. Without a server nothing could be loaded again."""
-        if self.duplicates is not None and self.reachable():
-            self.duplicates.give_way(count)
 
     def _leading(self, blocks: array[int]) -> array[int]:
         """The generations of these blocks, up to the first void block."""

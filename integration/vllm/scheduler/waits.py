@@ -26,7 +26,7 @@ LAST_SECONDS = 0.02
 LONGER = 1.1
 """A request waits at most so many times as long as it would take to compute the chunks here."""
 ALIKE = 1.5
-"""An owner is as fast as this instance unless it says that a chunk takes so many times as long
+"""An owner is no slower than this instance unless it says that a chunk takes so many times as long
 there. Measured paces of two equal instances differ by that much: a prompt is done at the end of one
 step or, if it begins behind another one, of two."""
 WAY_SECONDS = 0.01
@@ -43,7 +43,7 @@ STATE_SECONDS = 0.03
 """How long the state of a model's layers may come after the last chunk. There may be none at this
 chunk: states are stored where steps end."""
 DISTRUST_SECONDS = 10.0
-"""How long nobody waits for an owner that was silent, or of which nothing came in a wait that was
+"""How long nobody waits for an owner that was silent, or that brought nothing to any wait for
 longer than one of its steps."""
 
 
@@ -68,6 +68,8 @@ class Waits:
         """By the first chunk that a request of this instance loads or waits for, that request."""
         self._silent: dict[int, float] = {}
         """Owners that are not waited for, and until when (time.monotonic)."""
+        self._lacking: dict[int, float] = {}
+        """Owners of which nothing came, and since when a request has waited for them."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings chunks from the request's chunk `first`
@@ -110,10 +112,10 @@ class Waits:
         if not why:
             wait.promised |= answer.coming is not None
             return True
-        coming, lacking = answer.coming, answer.hits <= wait.began
-        # Chunks come at the ends of the owner's steps.
-        if why == "late" and coming and lacking and now > wait.since + _step(coming):
-            self._distrust(coming, now)
+        if answer.hits > wait.began:
+            self._lacking.pop(wait.owner, None)
+        elif why == "late" and answer.coming is not None:
+            self._lacks(answer.coming, wait.since, now)
         self.over(tracked, why, answer.hits)
         return False
 
@@ -165,8 +167,8 @@ class Waits:
             wait.target = min(chunks, answer.comes_to)
             missing = wait.target - answer.hits
             own = self._pace.chunk_seconds or coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS
-            alike = coming.chunk_seconds < ALIKE * own
-            theirs = (own if alike else coming.chunk_seconds) * coming.chunks
+            pace = coming.chunk_seconds or own
+            theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             seconds = LONGER * own * missing
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
@@ -176,6 +178,7 @@ class Waits:
             return False
         wait.since = wait.asked = now
         wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
+        wait.owner = coming.owner if coming is not None else 0
         self._lead(tracked)
         return True
 
@@ -218,6 +221,14 @@ class Waits:
         if silent:
             self._distrust(coming, now)
         return silent
+
+    def _lacks(self, coming: Coming, since: float, now: float) -> None:
+        """Note that in a whole wait, begun at `since`, nothing came. One wait may be shorter than
+        the owner's step, at whose end chunks come: then the first of several counts."""
+        recent = {owner: at for owner, at in self._lacking.items() if at > now - DISTRUST_SECONDS}
+        self._lacking = recent
+        if now > recent.setdefault(coming.owner, since) + _step(coming):
+            self._distrust(coming, now)
 
     def _distrust(self, coming: Coming, now: float) -> None:
         self._silent = {owner: until for owner, until in self._silent.items() if until > now}
