@@ -192,9 +192,10 @@ def _answered(to: Balancer, servers: Servers, load: Load, clock: Clock) -> Figur
         if phase.restart:
             servers.restart(min(START_SECONDS, clock.left))
         before = servers.counters()
-        seconds = min(phase.seconds or LOAD_SECONDS, clock.left)
+        whole = phase.seconds or LOAD_SECONDS
+        seconds = min(whole, clock.left)
         answers = asyncio.run(send(jobs, to, phase.concurrency, seconds))
-        if seconds < LOAD_SECONDS and not phase.seconds and any(a.error == LATE for a in answers):
+        if seconds < whole and any(answer.error == LATE for answer in answers):
             # The run's own end cut it: without its last answers a phase looks faster than it was.
             clock.check(seconds)
         for error in sorted({answer.error for answer in answers if answer.error})[:3]:

@@ -28,10 +28,8 @@ SHARED = ("prefix", "trace", "hot", "chat")
 """Workloads whose hit rate has to be that of one shared cache, or nearly."""
 STATES = 0.95
 """The least hit rate in `states_*` rows."""
-RANKS = {"throughput": 1.3, "ttft_p50": 2.0}
-"""The least ratios of `dp_*` rows."""
-FOUR_RANKS = {"throughput": 1.5, "ttft_p50": 2.0}
-"""The same for four ranks."""
+RANKS = {"throughput": (1.3, 1.5), "ttft_p50": (2.0, 2.0)}
+"""The least ratios of `dp_*` rows of two ranks, and of four."""
 FATES = {
     "own": "in vLLM's own prefix cache",
     "resident": "read in another instance's KV cache",
@@ -226,9 +224,9 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
         name, rates = joined("states", name, "hit_rate", shape), (mine.value, single.value)
         made.append(row(name, mine.unit, *rates, what=what, at_least=STATES))
     if {"alone_dp_turn", "inplace_dp_turn"} <= set(arms.names):
-        for figure, least in (FOUR_RANKS if four else RANKS).items():
+        for figure, least in RANKS.items():
             ranks = ["inplace_dp_turn"], ["alone_dp_turn"]
-            made.append(arms.ratio(f"dp_{workload}", figure, *ranks, least))
+            made.append(arms.ratio(f"dp_{workload}", figure, *ranks, least[four]))
     names = [each.case.removeprefix("routed_") for each in made]
     pairs = zip(made, names, strict=True)
     return [msgspec.structs.replace(each, case=f"x4_{n}") for each, n in pairs] if four else made
