@@ -249,7 +249,7 @@ def test_a_lease_of_a_server_before_does_not_count(
 def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, case: Case) -> None:
     with hasty(reader, 0.2), here.server.stopped():
         case.right(reader.run(case.prompt, case.beside, together=True))
-        with meddled(reader, LATE, "count"):
+        with meddled(reader, LATE, "count here"):
             other = reader.one(new_tokens(HITS + 17))
             assert reader.ask("calls")[LATE] == 0
         assert other.cached == 0
