@@ -326,11 +326,11 @@ def stopped_at(instance: Instance, place: str) -> Iterator[Place]:
 def meddled(
     instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER
 ) -> Iterator[None]:
-    """Every call of `place`, at most `times`: `raise`, `count`, `slow` (what it returns is done
-    `value` seconds later, or at the end), or `late` (of a copier's copies and its `fence`: bytes
-    move once they are waited for).
+    """Every call of `place`, at most `times`: `raise`, `count`, `count here` (in the main thread),
+    `slow` (what it returns is done `value` seconds later, or at the end), or `late` (of a copier's
+    copies and its `fence`: bytes move once they are waited for).
 
-    Fails if no call came by, except of `count`. After a test that fails the instance is not
+    Fails if no call came by, except of `count` and `count here`. After a test that fails the instance is not
     `untouched`."""
     instance.ask("meddle", place, action, value, times)
     yield
