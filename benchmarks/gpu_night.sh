@@ -35,7 +35,7 @@
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
 # then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
 #
-# Until a server answers take 150 s for the first system and 100 s for the next (four data parallel ranks: 145 s and 125 s); instances of one
+# Until a server answers take 150 s for the first system and 100 s for the next (four data parallel ranks: 145 s, and more than 121 s); instances of one
 # GPU take 60 s each time, and as long again to compile. Four GPUs: `routed` alone 540 s with three arms and five workloads, in place 345 s with two.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.

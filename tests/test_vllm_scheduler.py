@@ -299,17 +299,21 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
-def test_a_faster_owner_is_waited_for_when_it_says_so(here: Node, engine: Engine) -> None:
-    """Also for chunks that this instance would compute in a moment."""
-    engine.half._pace.chunk_seconds = 0.005
+@pytest.mark.parametrize(("theirs", "own"), [(0.001, 0.005), (40, 30)], ids=["faster", "alike"])
+def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
+    here: Node, engine: Engine, theirs: float, own: float
+) -> None:
+    """faster: it is waited for also where this instance would compute the chunks in a moment.
+    alike: equal instances measure this, since a prompt takes one step or two."""
+    engine.half._pace.chunk_seconds = own
     with here.client() as owner:
-        says(owner, engine, 0.001, 60)
+        says(owner, engine, theirs, 60)
         tokens, keys = asked(engine)
         owner.find(Find(keys, promise=2))
         request = engine.add(tokens)
         engine.step()
         assert request.num_computed_tokens == 0
-        eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+    eventually(lambda: engine.step() and request.num_computed_tokens > 0)
 
 
 def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(

@@ -91,6 +91,16 @@ def computes(here: Node, owner: Instance, steps: int) -> None:
     assert owner.ask("told") if owner.in_place else here.chunks() >= 0
 
 
+def waited(owner: Instance, reader: Instance, tokens: list[int], chunks: int) -> Answer:
+    """The reader's answer, which waits until the owner has computed its request `first`; so many
+    chunks come meanwhile."""
+    reader.add("second", tokens)
+    with counted(reader, "kept", chunks * CHUNK):
+        assert reader.step(3) == {}
+        owner.finish("first")
+        return reader.finish("second")["second"]
+
+
 def alike(answer: Answer, cached: int, tokens: list[int], aside: Instance) -> None:
     assert answer.cached == cached
     assert answer.agrees(aside.one(tokens))
@@ -121,12 +131,7 @@ def test_of_two_that_begin_together_one_waits_before_either_has_computed_anythin
 ) -> None:
     tokens = new_tokens(LONG)
     asks_first(here, a, tokens)
-    b.add("second", tokens)
-    with counted(b, "kept", 10 * CHUNK):
-        assert b.step(3) == {}
-        a.finish("first")
-        second = b.finish("second")["second"]
-    alike(second, 10 * CHUNK, tokens, aside)
+    alike(waited(a, b, tokens, 10), 10 * CHUNK, tokens, aside)
 
 
 def test_requests_with_one_prefix_read_it_once(
@@ -182,7 +187,7 @@ def test_a_wait_is_over_when_computing_would_have_taken_less(
     a.add("more", more)
     computes(here, a, 1)
     b.add("second", tokens)
-    b.ask("paced", 0.05, 0.3)
+    b.ask("paced", 0.2, 1.5)
     with counted(b, "late", 0):
         second = b.finish("second")["second"]
         again = b.one(more)
@@ -211,26 +216,6 @@ def test_chunks_that_take_longer_to_come_than_to_compute_are_computed(
 
 
 @once
-def test_an_owner_whose_chunks_seem_to_take_a_little_longer_is_waited_for(
-    here: Node, a: Instance, b: Instance, aside: Instance
-) -> None:
-    """Equal instances measure that, since a prompt takes one step or two."""
-    tokens = new_tokens(LONG)
-    a.ask("measures", 40.0)
-    a.add("first", tokens)
-    computes(here, a, 1)
-    b.ask("measures", 30.0)
-    b.add("second", tokens)
-    with counted(b, "kept", 8 * CHUNK):
-        assert b.step(3) == {}
-        a.finish("first")
-        second = b.finish("second")["second"]
-    for each in (a, b):
-        each.ask("measures", 0.0)
-    alike(second, 10 * CHUNK, tokens, aside)
-
-
-@once
 def test_an_owner_is_waited_for_again_after_a_wait_shorter_than_its_step(
     here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
@@ -244,14 +229,9 @@ def test_an_owner_is_waited_for_again_after_a_wait_shorter_than_its_step(
     alike(second, 2 * CHUNK, few, aside)
     a.finish("first")
     b.ask("paced", 60, 60)
-    a.add("third", tokens)
+    a.add("first", tokens)
     computes(here, a, 1)
-    b.add("fourth", tokens)
-    with counted(b, "kept", 8 * CHUNK):
-        assert b.step(3) == {}
-        a.finish("third")
-        fourth = b.finish("fourth")["fourth"]
-    alike(fourth, 10 * CHUNK, tokens, aside)
+    alike(waited(a, b, tokens, 8), 10 * CHUNK, tokens, aside)
 
 
 @once

@@ -292,11 +292,6 @@ class Serving:
         waits.UNKNOWN_CHUNK_SECONDS, waits.UNKNOWN_STEP_SECONDS = chunk_seconds, step_seconds
         waits.LONGEST_STEP_SECONDS, waits.STATE_SECONDS = PATIENCE_SECONDS, 2.0
 
-    def measures(self, chunk_seconds: float) -> None:
-        """From now on it has measured that a chunk takes so long; 0.0: nothing."""
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        scheduler.connector._scheduler._pace.chunk_seconds = chunk_seconds
-
     def trusts(self) -> None:
         """From now on its requests wait for everybody again."""
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler

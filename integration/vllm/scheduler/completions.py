@@ -61,9 +61,9 @@ class Completions:
         them reaches its `Tracked.due` with."""
 
     def quiet(self, cached: Any, most: int) -> bool:
-        """Whether the requests that run on get no blocks in a step, and none reaches its
-        `Tracked.due`. If not, call `plan`. most: tokens that a request of the step computes; 0: it
-        runs no model.
+        """Note a step in which these requests run on. Whether they get no blocks in it, and none
+        reaches its `Tracked.due`; if not, call `plan`. most: the most tokens that one of them
+        computes; 0: the step runs no model.
         """
         if not most or cached.req_ids != self._names or any(cached.new_block_ids):
             return False

@@ -27,8 +27,8 @@ LONGER = 1.1
 """A request waits at most so many times as long as it would take to compute the chunks here."""
 ALIKE = 1.5
 """An owner is no slower than this instance unless it says that a chunk takes so many times as long
-there. Measured paces of two equal instances differ by that much: a prompt is done at the end of one
-step or, if it begins behind another one, of two."""
+there. The paces that equal instances measure differ by that much, in a simulation with vLLM's
+scheduler: a prompt is done at the end of one step or, if it begins behind another one, of two."""
 WAY_SECONDS = 0.01
 """The time from the end of a step to the end of a wait for its chunks: they are published, and the
 reader looks them up."""
