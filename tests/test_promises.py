@@ -162,6 +162,35 @@ def made(clock: FakeClock) -> Directory:
     return Directory(ServerConfig(), clock)
 
 
+def test_what_a_queued_request_has_promised_passes_to_one_that_begins() -> None:
+    """Not at once, for the first may begin as well; and not what a step has begun to compute."""
+    clock = FakeClock()
+    told = made(clock).promises
+
+    def intends(client: Peer, chunks: int, begins: bool) -> bool:
+        """Whether this client's request computes the chunks, by the answer to its look-up."""
+        coming = told.coming(client, keys(chunks), begins)
+        if coming is None:
+            told.intend(client, 1, dict.fromkeys(keys(chunks), 0), 1, begins)
+        return coming is None
+
+    assert intends(ALICE, 4, begins=False)
+    clock.advance(promises.QUEUED_SECONDS)
+    assert not intends(BOB, 4, begins=True)
+    assert intends(ALICE, 4, begins=True), "asked again: it begins"
+    clock.advance(promises.QUEUED_SECONDS)
+    assert not intends(BOB, 4, begins=True)
+    clock.advance(0.01)
+    assert not intends(BOB, 4, begins=False), "it waits in a queue as well"
+    assert intends(BOB, 3, begins=True)
+    assert not intends(ALICE, 4, begins=True)
+    told.begin(BOB, m.Promise(1, keys(3)), dict.fromkeys(keys(3), 0))
+    clock.advance(promises.QUEUED_SECONDS * 2)
+    assert not intends(ALICE, 4, begins=True)
+    assert intends(BOB, 4, begins=True), "the last one that Alice had promised, too"
+    assert not intends(ALICE, 4, begins=False)
+
+
 def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock = FakeClock()
     directory = made(clock)

@@ -307,13 +307,56 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
     alike: equal instances measure this, since a prompt takes one step or two."""
     engine.half._pace.chunk_seconds = own
     with here.client() as owner:
-        says(owner, engine, theirs, 60)
-        tokens, keys = asked(engine)
-        owner.find(Find(keys, promise=2))
+        tokens = begun(owner, engine, 2, theirs, 60)
         request = engine.add(tokens)
         engine.step()
         assert request.num_computed_tokens == 0
     eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+
+
+def test_what_waits_in_the_queue_of_another_instance_is_computed_here(
+    here: Node, engine: Engine
+) -> None:
+    """By a request that vLLM could schedule now; the owner's request waits for it in turn."""
+    engine.half._pace.chunk_seconds = 60
+    with here.client() as owner:
+        tokens, keys = asked(engine)
+        owner.find(Find(keys, promise=1))
+        request = engine.add(tokens)
+        engine.step()
+        assert request.num_computed_tokens == 0, "the owner may just begin"
+        eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+        coming = owner.find(Find(keys, promise=1, begins=True)).coming
+        assert coming is not None
+        assert coming.chunks == CHUNKS
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_under_way_is_no_part_of_the_time_for_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """A step that is planned ahead begins behind it, when the next one is planned. Few chunks say
+    little."""
+    clock, live = FakeClock(), SimpleNamespace(request=SimpleNamespace(num_output_tokens=0))
+    monkeypatch.setattr(pace, "monotonic", clock)
+    measures, prompt = pace.Pace({}, CHUNK, ahead, loads_wait=False), {"x": 32 * CHUNK}
+
+    def measured(chunks: int, seconds: float) -> float:
+        live.request.num_output_tokens = 0
+        measures.planned(prompt, 32 * CHUNK, goes_on=False)
+        measures.begun(live, chunks)
+        if ahead:
+            clock.advance(100)
+            measures.planned({"x": 1}, 1, goes_on=True)
+        clock.advance(seconds)
+        live.request.num_output_tokens = 1
+        measures.planned(prompt, 32 * CHUNK, goes_on=False)
+        return measures.chunk_seconds
+
+    assert measured(32, 64) == 2
+    assert measures.under_way() == (64 if ahead else 0)
+    assert measured(4, 40) < 2 + 8 * pace.CHUNK_WEIGHT / 4
+    assert measured(32, 320) > 2 + 8 * pace.CHUNK_WEIGHT / 2
 
 
 def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
@@ -322,23 +365,21 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
     """Also if each wait is shorter than one of its steps."""
     waited = 0
     with here.client() as owner:
-        says(owner, engine, 0.05, 0.4)
-        for number in range(2, 8):
+        for number in range(6):
             engine.half._pace.chunk_seconds = 0.05
-            tokens, keys = asked(engine)
-            owner.find(Find(keys, promise=number))
-            request = engine.add(tokens)
+            request = engine.add(begun(owner, engine, number, 0.05, 0.1))
             engine.step()
             waited += request.num_computed_tokens == 0
             eventually(lambda: engine.step() and request.num_computed_tokens > 0)  # noqa: B023
     assert 1 <= waited <= 4
 
 
-def says(owner: Client, engine: Engine, chunk_seconds: float, step_seconds: float) -> None:
-    """How long a chunk and a step take there."""
-    _, keys = asked(engine)
+def begun(owner: Client, engine: Engine, number: int, chunk: float, step: float) -> list[int]:
+    """A new prompt that the owner has begun to compute; how long a chunk and a step take there."""
+    tokens, keys = asked(engine)
     epoch = owner.find(Find(keys)).epoch
-    owner.promise(1, keys, 1, b"", epoch, chunk_seconds, step_seconds)
+    owner.promise(number + 1, keys, 1, b"", epoch, chunk, step)
+    return tokens
 
 
 def asked(engine: Engine) -> tuple[list[int], list[Any]]:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -531,13 +531,15 @@ class Find(Request, frozen=True, tag="find"):
     `instance`: the asker's own, which the answer leaves out; b"" if it has none. `pool_only`: leave
     out all instances. `promise`: if no other instance has promised the first missing chunk, note
     all missing chunks as promised by this connection under this number (see `Promise`); 0: note
-    nothing."""
+    nothing. `begins`: vLLM is scheduling the request, so what a request that is still queued has
+    promised passes to this one."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
     pool_only: bool = False
     promise: PromiseNumber = 0
+    begins: bool = False
 
 
 class Promise(Request, frozen=True, tag="promise"):

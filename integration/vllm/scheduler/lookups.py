@@ -88,14 +88,14 @@ class Lookups:
             )
         return True
 
-    def send(self, tracked: Tracked, first: int, stop: int) -> None:
+    def send(self, tracked: Tracked, first: int, stop: int, begins: bool) -> None:
         """Ask the server for the chunks [first, stop) and return. `name` must have made the keys;
-        `find` reads the answer.
+        `find` reads the answer. begins: vLLM is scheduling the request.
         """
         client = self._instance.client
         if client is not None and tracked.lookup.question is None:
             try:
-                self._send(client, tracked, first, stop)
+                self._send(client, tracked, first, stop, begins)
             except VCacheError as error:
                 log.debug("look-up: %s", error)
 
@@ -155,7 +155,7 @@ class Lookups:
                     return lookup.answer
                 lookup.answer = None
                 try:
-                    question = self._send(client, tracked, first, whole)
+                    question = self._send(client, tracked, first, whole, True)
                 except ServerTimeout:
                     if over:
                         raise
@@ -178,6 +178,11 @@ class Lookups:
                 return self._ask(client, tracked, first, whole)
             asked = question.first, question.stop, reply, question.at, started
             answer = self._answered(client, tracked, *asked)
+            coming = answer.coming
+            if coming is not None and not (coming.begun or question.begins):
+                # Perhaps the other request is still queued: this one begins.
+                lookup.answer = None
+                continue
             if answer.counts(first):
                 return answer
             if answer.covers(first):
@@ -185,14 +190,16 @@ class Lookups:
                 # back late again.
                 return self._ask(client, tracked, first, whole)
 
-    def _send(self, client: Client, tracked: Tracked, first: int, stop: int) -> Question | None:
+    def _send(
+        self, client: Client, tracked: Tracked, first: int, stop: int, begins: bool
+    ) -> Question | None:
         """Send a question. None if it does not fit into one message. VCacheError."""
         at = monotonic()
-        sent = client.send_find(self._request(tracked, first, stop), _patience(client))
+        sent = client.send_find(self._request(tracked, first, stop, begins), _patience(client))
         if sent is None:
             return None
         tracked.promise.made |= tracked.promise.early
-        question = Question(sent, first, stop, at, monotonic() - at)
+        question = Question(sent, first, stop, at, monotonic() - at, begins)
         tracked.lookup.question = question
         tracked.lookup.since = 0.0
         return question
@@ -200,7 +207,7 @@ class Lookups:
     def _ask(self, client: Client, tracked: Tracked, first: int, whole: int) -> Answer:
         """Ask, and wait for the answers. VCacheError."""
         at = monotonic()
-        reply = client.find(self._request(tracked, first, whole))
+        reply = client.find(self._request(tracked, first, whole, True))
         return self._answered(client, tracked, first, whole, reply, at, at)
 
     def _failed(self, error: VCacheError) -> Answer:
@@ -208,11 +215,11 @@ class Lookups:
         self._meter.count("failures", 1, "server")
         return NO_ANSWER
 
-    def _request(self, tracked: Tracked, first: int, stop: int) -> Find:
+    def _request(self, tracked: Tracked, first: int, stop: int, begins: bool) -> Find:
         own, keys = self._instance.publications, tracked.lookup.keys[first:stop]
         promise = tracked.promise.number if tracked.promise.early else 0
         name = own.instance if own is not None else InstanceId(b"")
-        return Find(keys, self._instance.ranks, name, own is None, promise)
+        return Find(keys, self._instance.ranks, name, own is None, promise, begins)
 
     def _answered(
         self,

@@ -4,6 +4,7 @@ short hit is loaded or computed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from time import monotonic
 
 from .tracked import Tracked
@@ -14,6 +15,9 @@ LONGEST_SECONDS = 60.0
 """The longest time for a chunk or a step. It takes longer only if the process was stopped."""
 CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 """The weight of the newest measurement."""
+WEIGHTY = 32
+"""The fewest chunks of a measurement that has its whole weight. Of few chunks it says mostly how
+long the steps of other requests are."""
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
@@ -26,8 +30,8 @@ and those that a draft guesses."""
 
 
 class Pace:
-    """How long this instance takes for a chunk, from a request's first step to its first token, and
-    for a step while requests decode. Runs in the scheduler's thread.
+    """How long this instance takes for a chunk, from the beginning of a request's first step to its
+    first token, and for a step while requests decode. Runs in the scheduler's thread.
 
     For a chunk, other requests of the same steps are included: they would slow the next prefill
     down, too. Steps that compute prompts are not: they are long when an instance has much to
@@ -35,13 +39,17 @@ class Pace:
 
     chunk_seconds: 0.0 before the first measurement."""
 
-    def __init__(self, live: Mapping[str, Tracked], late: bool) -> None:
-        """live: the requests that have not ended. late: vLLM plans a step before the last step is
-        over, and so before it can know of a load that has waited for that."""
+    def __init__(
+        self, live: Mapping[str, Tracked], size: int, ahead: bool, loads_wait: bool
+    ) -> None:
+        """live: the requests that have not ended. size: tokens of a chunk. ahead: vLLM plans a step
+        when the last one begins, not when it is over. loads_wait: for the steps under way, so that
+        such a plan does not know of them yet."""
         self.chunk_seconds = 0.0
+        self._size, self._ahead = size, ahead
         self._measured: Tracked | None = None
         self._chunks, self._since = 0, 0.0
-        self._live, self._load_steps = live, LOAD_STEPS + late
+        self._live, self._load_steps = live, LOAD_STEPS + (ahead and loads_wait)
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
         self._most = 0
@@ -51,14 +59,17 @@ class Pace:
         """Note that a request's first step computes the first of `chunks` chunks. One request at a
         time is measured."""
         if self._measured is None and chunks >= LEAST_MEASURED:
-            self._measured, self._chunks, self._since = tracked, chunks, monotonic()
+            self._measured, self._chunks = tracked, chunks
+            # A step that is planned ahead begins when the next one is planned.
+            self._since = inf if self._ahead else monotonic()
 
     def planned(self, scheduled: Mapping[str, int], most: int, goes_on: bool) -> None:
         """Note that a step is planned. scheduled: the tokens of its requests. most: the most of
         these numbers; 0 without requests. goes_on: some of the requests ran before."""
+        now = monotonic()
         if self._measured is not None:
             self.look()
-        now = monotonic()
+            self._since = min(self._since, now)
         if goes_on and 0 < self._most <= MOST_DECODED:
             new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
             old = self._step_seconds or new
@@ -68,10 +79,17 @@ class Pace:
     def look(self) -> None:
         """Finish the measurement of a chunk if its request has its first token."""
         measured = self._measured
-        if measured is not None and measured.request.num_output_tokens > 0:
+        if measured is not None and self._since < inf and measured.request.num_output_tokens > 0:
             new = min((monotonic() - self._since) / self._chunks, LONGEST_SECONDS)
             old = self.chunk_seconds or new
-            self.chunk_seconds, self._measured = old + CHUNK_WEIGHT * (new - old), None
+            weight = CHUNK_WEIGHT * min(1.0, self._chunks / WEIGHTY)
+            self.chunk_seconds, self._measured = old + weight * (new - old), None
+
+    def under_way(self) -> float:
+        """How long the step takes behind which the step being planned begins; 0.0 if that is
+        over."""
+        tokens = sum(self._scheduled.values()) if self._ahead else 0
+        return tokens / self._size * self.chunk_seconds
 
     def ended(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""

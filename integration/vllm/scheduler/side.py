@@ -109,8 +109,9 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        waits = not compat.loads_at_once(vllm_config, config)
-        self._pace = Pace(self._requests, waits and bool(scheduling.async_scheduling))
+        loads_wait = not compat.loads_at_once(vllm_config, config)
+        ahead = bool(scheduling.async_scheduling)
+        self._pace = Pace(self._requests, self._size, ahead, loads_wait)
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -159,7 +160,7 @@ class SchedulerSide:
                 return
             first = bisect(ends, False, lo=1, key=lambda token: not self._has(request, token))
         if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
-            self.lookups.send(tracked, first, chunks)
+            self.lookups.send(tracked, first, chunks, begins=False)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether

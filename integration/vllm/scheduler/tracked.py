@@ -69,13 +69,14 @@ class Question(msgspec.Struct):
     """A look-up of the chunks [first, stop), sent at the time `at` (time.monotonic) and not read
     yet.
 
-    seconds: how long sending took."""
+    seconds: how long sending took. begins: vLLM was scheduling the request (see `Find`)."""
 
     sent: Sent[Found]
     first: int
     stop: int
     at: float
     seconds: float
+    begins: bool
 
 
 class LookupState(msgspec.Struct):

@@ -43,8 +43,8 @@ STATE_SECONDS = 0.03
 """How long the state of a model's layers may come after the last chunk. There may be none at this
 chunk: states are stored where steps end."""
 DISTRUST_SECONDS = 10.0
-"""How long nobody waits for an owner that was silent, or that brought nothing to any wait for
-longer than one of its steps."""
+"""How long nobody waits for an owner that was silent, or that brought nothing to any wait for as
+long."""
 
 
 class Waits:
@@ -93,7 +93,7 @@ class Waits:
         if now >= wait.asked + AGAIN_SECONDS:
             wait.asked = now
             self._lookups.forget(tracked)
-            self._lookups.send(tracked, first, chunks)
+            self._lookups.send(tracked, first, chunks, begins=True)
             # Without a server there is no question, and `holds` ends the wait.
             return tracked.lookup.question is not None
         return True
@@ -169,7 +169,7 @@ class Waits:
             own = self._pace.chunk_seconds or coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
-            seconds = LONGER * own * missing
+            seconds = LONGER * own * missing + self._pace.under_way()
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
             if expected > seconds:
@@ -213,21 +213,20 @@ class Waits:
             return False
         if self._silent.get(coming.owner, 0.0) > now:
             return True
-        step = _step(coming)
         if not coming.begun:
             # The request waits in the owner's queue.
-            return coming.quiet > step + SLACK_SECONDS
-        silent = coming.quiet > MOST_STEPS * step + SLACK_SECONDS
+            return coming.quiet > _step(coming) + SLACK_SECONDS
+        silent = coming.quiet > _silence(coming)
         if silent:
             self._distrust(coming, now)
         return silent
 
     def _lacks(self, coming: Coming, since: float, now: float) -> None:
         """Note that in a whole wait, begun at `since`, nothing came. One wait may be shorter than
-        the owner's step, at whose end chunks come: then the first of several counts."""
+        the owner's steps, at whose end chunks come: then the first of several counts."""
         recent = {owner: at for owner, at in self._lacking.items() if at > now - DISTRUST_SECONDS}
         self._lacking = recent
-        if now > recent.setdefault(coming.owner, since) + _step(coming):
+        if now > recent.setdefault(coming.owner, since) + _silence(coming):
             self._distrust(coming, now)
 
     def _distrust(self, coming: Coming, now: float) -> None:
@@ -249,3 +248,8 @@ class Waits:
 def _step(coming: Coming) -> float:
     """How long the owner's steps take, within bounds."""
     return min(coming.step_seconds or UNKNOWN_STEP_SECONDS, LONGEST_STEP_SECONDS)
+
+
+def _silence(coming: Coming) -> float:
+    """How long nothing may come from the owner."""
+    return MOST_STEPS * _step(coming) + SLACK_SECONDS

@@ -23,6 +23,9 @@ QUIET_SECONDS = 120.0
 """A promise is dropped after this time without a chunk: longer than any step takes."""
 MAX_OVERDUE = 64
 """The most promises that one call of `tick` drops."""
+QUEUED_SECONDS = 0.1
+"""A promise that no step has confirmed for this time is of a request that waits in its vLLM's
+queue. A request that begins has asked at most 50 ms before, and confirms within 20 ms more."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
@@ -61,10 +64,12 @@ class Promises:
 
     # ---- asked
 
-    def coming(self, client: Peer, keys: Sequence[m.ChunkKey]) -> m.Coming | None:
+    def coming(
+        self, client: Peer, keys: Sequence[m.ChunkKey], begins: bool = False
+    ) -> m.Coming | None:
         """The leading chunks of `keys` that another client has promised; None if the first is not
-        promised, or by this client."""
-        promised = self._holder(keys[0]) if keys else None
+        promised, or by this client. begins: nor what a queued request has promised."""
+        promised = self._holder(keys[0], begins) if keys else None
         if promised is None or promised.client.id == client.id:
             return None
         others = (at for at, key in enumerate(keys) if self._by_key.get(key) is not promised)
@@ -79,11 +84,16 @@ class Promises:
     # ---- made
 
     def intend(
-        self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
+        self,
+        client: Peer,
+        number: int,
+        lacking: Mapping[m.ChunkKey, int],
+        ranks: int,
+        begins: bool = False,
     ) -> None:
         """Note that a request of the client will compute those chunks of `lacking` that nobody has
-        promised. lacking: see `Directory.lacking`."""
-        free = {key: bits for key, bits in lacking.items() if self._holder(key) is None}
+        promised. lacking: see `Directory.lacking`. begins: see `coming`."""
+        free = {key: bits for key, bits in lacking.items() if self._holder(key, begins) is None}
         self._promise(client, number, free, ranks)
 
     def begin(self, client: Peer, request: m.Promise, lacking: Mapping[m.ChunkKey, int]) -> int:
@@ -151,9 +161,12 @@ class Promises:
 
     # ---- inside
 
-    def _holder(self, key: m.ChunkKey) -> OpenPromise | None:
+    def _holder(self, key: m.ChunkKey, begins: bool) -> OpenPromise | None:
         promised = self._by_key.get(key)
-        return None if promised is None or promised.over else promised
+        if promised is None or promised.over:
+            return None
+        queued = not promised.begun and promised.at + QUEUED_SECONDS < self._now()
+        return None if begins and queued else promised
 
     def _promise(
         self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int

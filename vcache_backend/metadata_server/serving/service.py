@@ -231,13 +231,15 @@ class Service:
         keys, directory = request.keys, self.directory
         answer, epoch = directory.find(request), directory.epochs.of(keys)
         missing = [] if answer.cut else keys[len(answer.pooled) :]
-        coming = directory.promises.coming(client, missing)
+        # Who promises nothing takes nothing over.
+        begins = request.begins and bool(request.promise)
+        coming = directory.promises.coming(client, missing, begins)
         if request.promise and coming is not None:
             # Who waits computes nothing yet.
             directory.promises.begin(client, m.Promise(request.promise), {})
         elif request.promise and missing:
             lacking = directory.lacking(request, missing)
-            directory.promises.intend(client, request.promise, lacking, request.ranks)
+            directory.promises.intend(client, request.promise, lacking, request.ranks, begins)
         copies = list[m.Copy]()
         if request.instance and self.instances.owns(client, request.instance, m.SCHEDULER):
             copies = directory.residents.copies(request.instance)
