@@ -16,29 +16,36 @@ from benchmarks.results import read  # noqa: E402
 from benchmarks.serving.summary import case  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-FOUR = RESULTS / "h100x4-vllm-0.33-routed-later-2026-11-26.json"
-RANKS = RESULTS / "h200x2-vllm-0.33-ranks-2026-11-26.json"
+ONCE = RESULTS / "h100x4-vllm-0.33-routed-later-2026-11-26.json"
+THREE_RUNS = RESULTS / "h100x4-vllm-0.33-routed-2026-11-27.json"
+RANKS = RESULTS / "h100x4-vllm-0.33-ranks-2026-11-27.json"
 ARMS = {
     "alone_turn": ("vLLM, in turn", "#b0b0b0"),
     "alone_cache_aware16": ("vLLM behind vllm-router, 16", "#6f6f6f"),
     "alone_cache_aware64": ("vLLM behind vllm-router, 64", "#4a4a4a"),
     "inplace_turn": ("vcache, in turn", "#1f6fb4"),
+    "inplace_least": ("vcache, fewest in flight", "#18578f"),
     "inplace_cache_aware64": ("vcache behind vllm-router, 64", "#123f75"),
     "alone_dp_turn": ("vLLM, data parallel", "#b0b0b0"),
     "inplace_dp_turn": ("vcache, data parallel", "#1f6fb4"),
 }
 LINES = [
-    ("fork", FOUR, "one 32k context, 48 requests"),
-    ("prefix", FOUR, "repeated prefixes"),
-    ("chat", FOUR, "320 conversations"),
-    ("prefix", RANKS, "prefixes, one vllm serve"),
+    ("fork", (ONCE,), "one 32k context, 48 requests"),
+    ("prefix", (ONCE, THREE_RUNS), "repeated prefixes"),
+    ("chat", (ONCE,), "320 conversations"),
+    ("prefix", (RANKS,), "prefixes, one vllm serve"),
 ]
+"""Workload, result files, and what a panel is called. A later file goes before an earlier one."""
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
 
 
 def serving(picture: Path) -> None:
     """Throughput and time to first token of each arm: a line a workload."""
-    arms = [[arm for arm in ARMS if _has(*line[:2], arm)] for line in LINES]
+    every = [{row.case: row.value for file in line[1] for row in read(file)} for line in LINES]
+    arms = [
+        [arm for arm in ARMS if case(arm, line[0], "requests_per_second") in values]
+        for line, values in zip(LINES, every, strict=True)
+    ]
     figure, grid = pyplot.subplots(
         len(LINES),
         len(PANELS),
@@ -46,8 +53,7 @@ def serving(picture: Path) -> None:
         layout="constrained",
         height_ratios=[len(line) + 1 for line in arms],
     )
-    for line, (workload, result, name), shown in zip(grid, LINES, arms, strict=True):
-        values = {row.case: row.value for row in read(result)}
+    for line, (workload, _, name), values, shown in zip(grid, LINES, every, arms, strict=True):
         for axes, (which, title) in zip(line, PANELS.items(), strict=True):
             bars = axes.barh(
                 [ARMS[arm][0] for arm in shown],
@@ -63,11 +69,6 @@ def serving(picture: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, metadata={"Date": None})
     pyplot.close(figure)
-
-
-def _has(workload: str, result: Path, arm: str) -> bool:
-    rows = {row.case for row in read(result)}
-    return case(arm, workload, "requests_per_second") in rows
 
 
 def main() -> None:

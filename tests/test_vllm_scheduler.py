@@ -602,6 +602,19 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
     assert coming(private) is None
 
 
+def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(here: Node, engine: Engine) -> None:
+    """Its chunks come at the end of a step that other requests may fill."""
+    engine.half._pace.chunk_seconds, asking = 0.5, here.client()
+    request = engine.add(new_tokens(2 * CHUNK))
+    engine.step()
+
+    def step_seconds() -> float:
+        coming = asking.find(Find(engine.keys(request))).coming
+        return 0.0 if coming is None else coming.step_seconds
+
+    eventually(lambda: step_seconds() == 0.5 * 640 / CHUNK)
+
+
 def test_beside_running_requests_a_short_hit_is_computed(
     here: Node, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,8 @@ class OwnPromises:
         keys = list(promise.keys[promise.first : promise.stop])
         name = own.instance if own is not None else b""
         chunk = self._pace.chunk_seconds
-        step = min(chunk * min(self._step_chunks, len(keys)), LONGEST_SECONDS)
+        # Other requests of the same step may fill it.
+        step = min(chunk * self._step_chunks, LONGEST_SECONDS)
         terms = promise.epoch, chunk, step
         answer = client.promise(promise.number, keys, self._instance.ranks, name, *terms)
         if keys:
