@@ -46,13 +46,8 @@ OPT_125M |= {"torch_dtype": "float16"}
 
 _said: dict[str, list[Any]] = {}
 _server: list[subprocess.Popen[bytes]] = []
-_made = 0
-
-
-def took_part() -> None:
-    """Called where vcache stands in for a part of the suite's own: this test is about ours."""
-    global _made
-    _made += 1
+_made: list[Any] = []
+"""The connectors of the present test."""
 
 
 def _die_with_parent() -> None:
@@ -86,12 +81,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    before = _made
     _said[item.nodeid] = ["passed", False, ""]
     try:
         return (yield)
     finally:
-        _said[item.nodeid][1] = _made > before
+        _said[item.nodeid][1] = bool(_made)
+        # Otherwise the next test, with the same prompts, waits for what this one would compute.
+        while _made:
+            if hasattr(made := _made.pop(), "_half"):
+                made.shutdown()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -118,7 +116,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     class Ours(VCacheConnector):  # type: ignore[misc]
         def __init__(self, *arguments: Any) -> None:
-            took_part()
+            _made.append(self)
             super().__init__(*arguments)
             if self._scheduler is not None:
                 # There is no worker in these tests to say what it holds; without one nothing would
