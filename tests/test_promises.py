@@ -175,17 +175,17 @@ def test_what_a_queued_request_has_promised_passes_to_one_that_begins() -> None:
         return coming is None
 
     assert intends(ALICE, 4, begins=False)
-    clock.advance(promises.QUEUED_SECONDS)
+    clock.advance(m.QUEUED_SECONDS)
     assert not intends(BOB, 4, begins=True)
     assert intends(ALICE, 4, begins=True), "asked again: it begins"
-    clock.advance(promises.QUEUED_SECONDS)
+    clock.advance(m.QUEUED_SECONDS)
     assert not intends(BOB, 4, begins=True)
     clock.advance(0.01)
     assert not intends(BOB, 4, begins=False), "it waits in a queue as well"
     assert intends(BOB, 3, begins=True)
     assert not intends(ALICE, 4, begins=True)
     told.begin(BOB, m.Promise(1, keys(3)), dict.fromkeys(keys(3), 0))
-    clock.advance(promises.QUEUED_SECONDS * 2)
+    clock.advance(m.QUEUED_SECONDS * 2)
     assert not intends(ALICE, 4, begins=True)
     assert intends(BOB, 4, begins=True), "the last one that Alice had promised, too"
     assert not intends(ALICE, 4, begins=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +28,7 @@ from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Find
+from vcache_backend.metadata_server.messages import QUEUED_SECONDS, Find
 
 __all__ = ["make"]
 pytestmark = needs_vllm
@@ -317,9 +318,10 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(
     here: Node, engine: Engine
 ) -> None:
-    """By a request that vLLM could schedule now; the owner's request waits for it in turn."""
+    """By a request that vLLM could schedule now, and stores what it computes. The owner's request
+    waits for it in turn."""
     engine.half._pace.chunk_seconds = 60
-    with here.client() as owner:
+    with here.client() as owner, here.client() as asking:
         tokens, keys = asked(engine)
         owner.find(Find(keys, promise=1))
         request = engine.add(tokens)
@@ -329,6 +331,72 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(
         coming = owner.find(Find(keys, promise=1, begins=True)).coming
         assert coming is not None
         assert coming.chunks == CHUNKS
+        tokens, keys = asked(engine)
+        owner.find(Find(keys, promise=2))
+        time.sleep(2 * QUEUED_SECONDS)
+        request = engine.add(tokens)
+        assert engine.half._requests[request.request_id].lookup.question.sent.arrives(SECONDS)
+        for stores_nothing in (Find(keys), Find(keys, begins=True)):
+            coming = asking.find(stores_nothing).coming
+            assert coming is not None
+            assert coming.quiet > QUEUED_SECONDS, "what has only arrived takes nothing over"
+        engine.step()
+        assert request.num_computed_tokens > 0
+
+
+def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_promised(
+    here: Node, make: Callable[..., Engine]
+) -> None:
+    """Another one may have begun it meanwhile."""
+    short, other = make(share="pool", blocks=14), make(share="pool")
+    for each in (short, other):
+        each.half._pace.chunk_seconds = 60
+    running = short.add(new_tokens(7 * BLOCK - 4), max_tokens=200)
+    short.step()
+    tokens, keys = asked(short)
+    lacking = short.add(tokens)
+    short.step()
+    assert lacking.num_computed_tokens == 0
+    time.sleep(2 * QUEUED_SECONDS)
+    first = other.add(tokens)
+    other.step()
+    assert first.num_computed_tokens > 0
+    with here.client() as asking:
+        eventually(lambda: asking.find(Find(keys, pool_only=True)).coming.begun)
+    short.scheduler.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
+    short.step()
+    assert lacking.num_computed_tokens == 0
+
+
+def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
+    here: Node, make: Callable[..., Engine]
+) -> None:
+    engine, asking = make(share="pool"), here.client()
+    tokens = pooled(here, engine, 2)
+    request = engine.add(tokens)
+    assert engine.step().loads
+
+    def coming() -> tuple[int, bool]:
+        found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
+        return (0, False) if found is None else (found.chunks, found.begun)
+
+    eventually(lambda: coming() == (CHUNKS - 2, True))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
+    here: Node, make: Callable[..., Engine], asynchronous: bool
+) -> None:
+    """But no more than twice as long as computing."""
+    engine = make(asynchronous=asynchronous)
+    engine.half._pace.chunk_seconds, engine.half._pace.look = 60, lambda: None
+    engine.add(new_tokens(10 * CHUNK - 1))
+    engine.step()
+    with here.client() as owner:
+        request = engine.add(begun(owner, engine, 1, 60, 600))
+        engine.step()
+        wait = engine.half._requests[request.request_id].wait
+        assert wait.until - wait.since == pytest.approx(66 * CHUNKS * (1 + asynchronous))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -357,21 +425,26 @@ def test_a_step_that_is_under_way_is_no_part_of_the_time_for_a_chunk(
     assert measures.under_way() == (64 if ahead else 0)
     assert measured(4, 40) < 2 + 8 * pace.CHUNK_WEIGHT / 4
     assert measured(32, 320) > 2 + 8 * pace.CHUNK_WEIGHT / 2
+    # A first request that compiles is soon forgotten.
+    measures = pace.Pace({}, CHUNK, ahead, loads_wait=False)
+    assert measured(4, 200) == 50
+    assert min(measured(4, 4) for _ in range(20)) < 2
 
 
 def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
     here: Node, engine: Engine
 ) -> None:
-    """Also if each wait is shorter than one of its steps."""
+    """Also if each wait is shorter than one of its steps. Not after the first wait already."""
     waited = 0
     with here.client() as owner:
-        for number in range(6):
+        for number in range(10):
             engine.half._pace.chunk_seconds = 0.05
-            request = engine.add(begun(owner, engine, number, 0.05, 0.1))
+            request = engine.add(begun(owner, engine, number, 0.05, 0.6))
             engine.step()
-            waited += request.num_computed_tokens == 0
+            waited += engine.half._requests[request.request_id].wait.since > 0
             eventually(lambda: engine.step() and request.num_computed_tokens > 0)  # noqa: B023
-    assert 1 <= waited <= 4
+            engine.finish(request)
+    assert 2 <= waited <= 8
 
 
 def begun(owner: Client, engine: Engine, number: int, chunk: float, step: float) -> list[int]:
@@ -399,7 +472,7 @@ def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
     question = engine.half._requests[request.request_id].lookup.question
     assert question.sent.arrives(SECONDS)
     put(here, engine, tokens)
-    monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(tracked, "PROMISED_SECONDS", 0.0)
     assert loaded(engine) == CHUNKS
 
 

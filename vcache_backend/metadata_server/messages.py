@@ -524,6 +524,11 @@ class ShowReads(Request, frozen=True, tag="show_reads"):
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
 
 
+QUEUED_SECONDS = 0.1
+"""A promise that no step has confirmed for this time is of a request that waits in its vLLM's
+queue. A request that begins has asked at most 50 ms before, and confirms within 20 ms more."""
+
+
 class Find(Request, frozen=True, tag="find"):
     """Which leading chunks are in the pool for all `ranks` ranks, or resident in an instance (keys
     of rank 0), and which of the following ones is another instance computing? → `Found`.
@@ -532,7 +537,7 @@ class Find(Request, frozen=True, tag="find"):
     out all instances. `promise`: if no other instance has promised the first missing chunk, note
     all missing chunks as promised by this connection under this number (see `Promise`); 0: note
     nothing. `begins`: vLLM is scheduling the request, so what a request that is still queued has
-    promised passes to this one."""
+    promised (`QUEUED_SECONDS`) passes to this one."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1

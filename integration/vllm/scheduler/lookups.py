@@ -13,6 +13,7 @@ from typing import Any
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import (
+    QUEUED_SECONDS,
     ChunkKey,
     Find,
     Found,
@@ -88,14 +89,14 @@ class Lookups:
             )
         return True
 
-    def send(self, tracked: Tracked, first: int, stop: int, begins: bool) -> None:
+    def send(self, tracked: Tracked, first: int, stop: int) -> None:
         """Ask the server for the chunks [first, stop) and return. `name` must have made the keys;
-        `find` reads the answer. begins: vLLM is scheduling the request.
+        `find` reads the answer.
         """
         client = self._instance.client
         if client is not None and tracked.lookup.question is None:
             try:
-                self._send(client, tracked, first, stop, begins)
+                self._send(client, tracked, first, stop, begins=False)
             except VCacheError as error:
                 log.debug("look-up: %s", error)
 
@@ -155,7 +156,7 @@ class Lookups:
                     return lookup.answer
                 lookup.answer = None
                 try:
-                    question = self._send(client, tracked, first, whole, True)
+                    question = self._send(client, tracked, first, whole, begins=True)
                 except ServerTimeout:
                     if over:
                         raise
@@ -177,12 +178,13 @@ class Lookups:
             if reply.cut:
                 return self._ask(client, tracked, first, whole)
             asked = question.first, question.stop, reply, question.at, started
-            answer = self._answered(client, tracked, *asked)
-            coming = answer.coming
+            coming = reply.coming
             if coming is not None and not (coming.begun or question.begins):
-                # Perhaps the other request is still queued: this one begins.
-                lookup.answer = None
-                continue
+                quiet = coming.quiet + monotonic() - question.at
+                if tracked.promise.early and quiet > QUEUED_SECONDS:
+                    # The other request is still queued, and this one begins.
+                    continue
+            answer = self._answered(client, tracked, *asked)
             if answer.counts(first):
                 return answer
             if answer.covers(first):
@@ -207,7 +209,7 @@ class Lookups:
     def _ask(self, client: Client, tracked: Tracked, first: int, whole: int) -> Answer:
         """Ask, and wait for the answers. VCacheError."""
         at = monotonic()
-        reply = client.find(self._request(tracked, first, whole, True))
+        reply = client.find(self._request(tracked, first, whole, begins=True))
         return self._answered(client, tracked, first, whole, reply, at, at)
 
     def _failed(self, error: VCacheError) -> Answer:
@@ -254,6 +256,7 @@ class Lookups:
         seconds = monotonic() - started
         answer = Answer(first, first + hits, first + chunks, at, seconds, residents)
         answer.coming, answer.comes_to = coming, comes_to
+        answer.promised = tracked.promise.early and tracked.promise.made
         tracked.lookup.answer = answer
         return answer
 

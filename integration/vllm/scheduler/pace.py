@@ -16,8 +16,8 @@ LONGEST_SECONDS = 60.0
 CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 """The weight of the newest measurement."""
 WEIGHTY = 32
-"""The fewest chunks of a measurement that has its whole weight. Of few chunks it says mostly how
-long the steps of other requests are."""
+"""The fewest chunks of a measurement that has its whole weight if a chunk took longer than usual.
+Of few chunks it says mostly how long the steps of other requests are."""
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
@@ -48,7 +48,7 @@ class Pace:
         self.chunk_seconds = 0.0
         self._size, self._ahead = size, ahead
         self._measured: Tracked | None = None
-        self._chunks, self._since = 0, 0.0
+        self._chunks, self._tokens, self._since = 0, 0, 0.0
         self._live, self._load_steps = live, LOAD_STEPS + (ahead and loads_wait)
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
@@ -60,6 +60,7 @@ class Pace:
         time is measured."""
         if self._measured is None and chunks >= LEAST_MEASURED:
             self._measured, self._chunks = tracked, chunks
+            self._tokens = tracked.request.num_output_tokens
             # A step that is planned ahead begins when the next one is planned.
             self._since = inf if self._ahead else monotonic()
 
@@ -77,12 +78,15 @@ class Pace:
         self._planned_at, self._scheduled, self._most = now, scheduled, most
 
     def look(self) -> None:
-        """Finish the measurement of a chunk if its request has its first token."""
+        """Finish the measurement of a chunk if its request has its first token, or the next one
+        after a preemption."""
         measured = self._measured
-        if measured is not None and self._since < inf and measured.request.num_output_tokens > 0:
+        if measured is None or self._since == inf:
+            return
+        if measured.request.num_output_tokens > self._tokens:
             new = min((monotonic() - self._since) / self._chunks, LONGEST_SECONDS)
             old = self.chunk_seconds or new
-            weight = CHUNK_WEIGHT * min(1.0, self._chunks / WEIGHTY)
+            weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, self._chunks / WEIGHTY))
             self.chunk_seconds, self._measured = old + weight * (new - old), None
 
     def under_way(self) -> float:

@@ -60,17 +60,15 @@ class OwnPromises:
     def begun(self, tracked: Tracked, computed: int) -> None:
         """Promise the request's chunks from token `computed` on: its first step with its present
         blocks is planned. Nothing if less than a chunk is left, as after a hit."""
-        first, promise = computed // self._size, tracked.promise
-        stop = self._whole(tracked) if promise.number else 0
-        if stop * self._size < computed + self._size and not promise.made:
-            return
-        if not self._lookups.name(tracked, stop):
-            stop = 0
-        own, keys = self._instance.publications, tracked.lookup.keys
-        epoch = own.epoch if own is not None else self._lookups.epoch
-        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch))
-        promise.made, promise.stop = stop > first, stop
-        self._pace.begun(tracked, stop - first)
+        if chunks := self._confirm(tracked, computed):
+            self._pace.begun(tracked, chunks)
+
+    def loads(self, tracked: Tracked) -> None:
+        """Promise the chunks behind those that the request begins to load, so that nobody takes
+        them over meanwhile. Nothing if it loads from the offload tier, which may take long."""
+        answer = tracked.lookup.answer
+        if tracked.promise.made and answer is not None and not answer.offloaded:
+            self._confirm(tracked, tracked.supplied)
 
     def ended(self, tracked: Tracked) -> None:
         """Withdraw what the request has promised and will not compute: it ended or lost its
@@ -84,6 +82,21 @@ class OwnPromises:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._unsent.put(None)
+
+    def _confirm(self, tracked: Tracked, computed: int) -> int:
+        """Promise the request's chunks from token `computed` on, in place of all that it has
+        promised. Returns their number."""
+        first, promise = computed // self._size, tracked.promise
+        stop = self._whole(tracked) if promise.number else 0
+        if stop * self._size < computed + self._size and not promise.made:
+            return 0
+        if not self._lookups.name(tracked, stop):
+            stop = 0
+        own, keys = self._instance.publications, tracked.lookup.keys
+        epoch = own.epoch if own is not None else self._lookups.epoch
+        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch))
+        promise.made, promise.stop = stop > first, stop
+        return max(0, stop - first)
 
     def _whole(self, tracked: Tracked) -> int:
         """How many chunks the request has that are stored once its present tokens are computed."""

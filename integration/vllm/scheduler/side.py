@@ -160,7 +160,7 @@ class SchedulerSide:
                 return
             first = bisect(ends, False, lo=1, key=lambda token: not self._has(request, token))
         if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
-            self.lookups.send(tracked, first, chunks, begins=False)
+            self.lookups.send(tracked, first, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
@@ -191,6 +191,7 @@ class SchedulerSide:
         self._stands(tracked, load, first)
         if self._spans is not None:
             self._spans.loading(tracked, external)
+        self._promises.loads(tracked)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
         tracked.loading = True

@@ -10,15 +10,22 @@ from typing import Any
 import msgspec
 
 from vcache_backend.metadata_server.calls.channel import Sent
-from vcache_backend.metadata_server.messages import ChunkKey, Coming, Found, ResidentRun
+from vcache_backend.metadata_server.messages import (
+    QUEUED_SECONDS,
+    ChunkKey,
+    Coming,
+    Found,
+    ResidentRun,
+)
 
 from ..in_place.block_pool import GENERATIONS
 from .request_params import RequestParams
 
 NEVER = 1 << 62
 """More blocks than any request has: the place or the number of tokens is never reached."""
-FRESH_SECONDS = 0.5
-"""How long a look-up's answer is used for a request that vLLM could not schedule at once."""
+FRESH_SECONDS, PROMISED_SECONDS = 0.5, QUEUED_SECONDS + 0.02
+"""How long a look-up's answer is used for a request that vLLM could not schedule at once; if the
+request has promised chunks, another one may have begun to compute them."""
 
 
 class Answer(msgspec.Struct):
@@ -28,7 +35,8 @@ class Answer(msgspec.Struct):
     pooled: chunks below this number are in the pool or in KV caches, the others in the offload
     tier. residents: the chunks that lie in other instances' KV caches. seconds: how long
     the look-up took. coming: the chunks that another instance is computing, up to number
-    `comes_to`. counted: the metrics already contain this answer."""
+    `comes_to`. promised: the request has promised the others. counted: the metrics already contain
+    this answer."""
 
     first: int
     hits: int
@@ -38,6 +46,7 @@ class Answer(msgspec.Struct):
     residents: list[ResidentRun] = []
     coming: Coming | None = None
     comes_to: int = 0
+    promised: bool = False
     counted: bool = False
 
     @property
@@ -47,7 +56,8 @@ class Answer(msgspec.Struct):
 
     def counts(self, first: int) -> bool:
         """Whether the answer is fresh enough, and covers the chunks from `first` on."""
-        return self.covers(first) and self.at + FRESH_SECONDS > monotonic()
+        fresh = PROMISED_SECONDS if self.promised else FRESH_SECONDS
+        return self.covers(first) and self.at + fresh > monotonic()
 
     def covers(self, first: int) -> bool:
         """Whether the answer says what lies behind the chunks before `first`."""

@@ -93,7 +93,7 @@ class Waits:
         if now >= wait.asked + AGAIN_SECONDS:
             wait.asked = now
             self._lookups.forget(tracked)
-            self._lookups.send(tracked, first, chunks, begins=True)
+            self._lookups.send(tracked, first, chunks)
             # Without a server there is no question, and `holds` ends the wait.
             return tracked.lookup.question is not None
         return True
@@ -169,10 +169,11 @@ class Waits:
             own = self._pace.chunk_seconds or coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
-            seconds = LONGER * own * missing + self._pace.under_way()
+            here = LONGER * own * missing
+            seconds = here + min(here, self._pace.under_way())
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
-            if expected > seconds:
+            if expected > here:
                 return False
         if coming is not None and self._is_silent(tracked, coming, now):
             return False

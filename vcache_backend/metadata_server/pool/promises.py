@@ -23,9 +23,6 @@ QUIET_SECONDS = 120.0
 """A promise is dropped after this time without a chunk: longer than any step takes."""
 MAX_OVERDUE = 64
 """The most promises that one call of `tick` drops."""
-QUEUED_SECONDS = 0.1
-"""A promise that no step has confirmed for this time is of a request that waits in its vLLM's
-queue. A request that begins has asked at most 50 ms before, and confirms within 20 ms more."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
@@ -165,7 +162,7 @@ class Promises:
         promised = self._by_key.get(key)
         if promised is None or promised.over:
             return None
-        queued = not promised.begun and promised.at + QUEUED_SECONDS < self._now()
+        queued = not promised.begun and promised.at + m.QUEUED_SECONDS < self._now()
         return None if begins and queued else promised
 
     def _promise(
