@@ -35,8 +35,9 @@
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
 # then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
 #
-# Until a server answers take 150 s for the first system and 100 s for the next (four data parallel ranks: 145 s, and more than 121 s); instances of one
-# GPU take 60 s each time, and as long again to compile. Four GPUs: `routed` alone 540 s with three arms and five workloads, in place 345 s with two.
+# Until a server answers take 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s 94 s were seen once. Then `routed` on four GPUs
+# takes 35 s for three runs of prefix and hot, and 55 s for three of the trace, each arm; `ranks` on four 175 s with prefix and hot; `three` in
+# place 130 s, through a pool as long. A machine starts, with what is unpacked, in 50 s; a failed start costs 180 s.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
