@@ -35,7 +35,8 @@ LINES = [
     ("chat", (ONCE,), "320 conversations"),
     ("prefix", (RANKS,), "prefixes, one vllm serve"),
 ]
-"""Workload, result files, and what a panel is called. A later file goes before an earlier one."""
+"""Workload, result files, and what a panel is called. A row of a later file replaces that
+of an earlier one."""
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
 
 

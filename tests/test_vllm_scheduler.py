@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
-from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
+from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked, waits
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import QUEUED_SECONDS, Find
 
@@ -325,9 +325,8 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(
         tokens, keys = asked(engine)
         owner.find(Find(keys, promise=1))
         request = engine.add(tokens)
-        engine.step()
-        assert request.num_computed_tokens == 0, "the owner may just begin"
         eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+        eventually(lambda: asking.find(Find(keys)).coming.begun)
         coming = owner.find(Find(keys, promise=1, begins=True)).coming
         assert coming is not None
         assert coming.chunks == CHUNKS
@@ -380,23 +379,31 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
         found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
         return (0, False) if found is None else (found.chunks, found.begun)
 
+    eventually(lambda: coming() == (CHUNKS - 2, False))
+    time.sleep(2 * QUEUED_SECONDS)
+    assert asking.find(Find(engine.keys(request), 1, promise=1, begins=True)).coming is not None
+    engine.step(finished_recving={request.request_id})
+    engine.step()
     eventually(lambda: coming() == (CHUNKS - 2, True))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("ahead", "chunks"), [(False, 9), (True, 2), (True, 9)])
 def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
-    here: Node, make: Callable[..., Engine], asynchronous: bool
+    here: Node, make: Callable[..., Engine], ahead: bool, chunks: int
 ) -> None:
-    """But no more than twice as long as computing."""
-    engine = make(asynchronous=asynchronous)
+    """But no more than twice as long as computing, which decides whether to wait at all."""
+    engine, seconds = make(asynchronous=ahead), 66 * CHUNKS
     engine.half._pace.chunk_seconds, engine.half._pace.look = 60, lambda: None
-    engine.add(new_tokens(10 * CHUNK - 1))
-    engine.step()
     with here.client() as owner:
-        request = engine.add(begun(owner, engine, 1, 60, 600))
-        engine.step()
-        wait = engine.half._requests[request.request_id].wait
-        assert wait.until - wait.since == pytest.approx(66 * CHUNKS * (1 + asynchronous))
+        for theirs, waits in ((1.5 * 60, True), (1.6 * 60, False)):
+            engine.add(new_tokens(chunks * CHUNK))
+            engine.step()
+            request = engine.add(begun(owner, engine, waits, theirs, 600))
+            engine.step()
+            wait = engine.half._requests[request.request_id].wait
+            assert bool(wait.since) == waits
+            under_way = min(seconds, 60 * chunks) if ahead else 0
+            assert not waits or wait.until - wait.since == pytest.approx(seconds + under_way)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -432,19 +439,22 @@ def test_a_step_that_is_under_way_is_no_part_of_the_time_for_a_chunk(
 
 
 def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
-    here: Node, engine: Engine
+    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if each wait is shorter than one of its steps. Not after the first wait already."""
-    waited = 0
+    """Nor after three of its steps, if each wait is shorter than one."""
+    clock, waited = FakeClock(), list[bool]()
+    monkeypatch.setattr(waits, "monotonic", clock)
+    bound = waits.LONGER * CHUNKS * 0.2
     with here.client() as owner:
-        for number in range(10):
-            engine.half._pace.chunk_seconds = 0.05
-            request = engine.add(begun(owner, engine, number, 0.05, 0.6))
+        for number in range(4):
+            engine.half._pace.chunk_seconds = 0.2
+            request = engine.add(begun(owner, engine, number, 0.2, 0.5 * bound))
             engine.step()
-            waited += engine.half._requests[request.request_id].wait.since > 0
+            waited.append(engine.half._requests[request.request_id].wait.since > 0)
+            clock.advance(bound + 0.01)
             eventually(lambda: engine.step() and request.num_computed_tokens > 0)  # noqa: B023
             engine.finish(request)
-    assert 2 <= waited <= 8
+    assert waited == [True, True, False, False]
 
 
 def begun(owner: Client, engine: Engine, number: int, chunk: float, step: float) -> list[int]:
@@ -472,7 +482,7 @@ def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
     question = engine.half._requests[request.request_id].lookup.question
     assert question.sent.arrives(SECONDS)
     put(here, engine, tokens)
-    monkeypatch.setattr(tracked, "PROMISED_SECONDS", 0.0)
+    monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
     assert loaded(engine) == CHUNKS
 
 

@@ -525,8 +525,8 @@ class ShowReads(Request, frozen=True, tag="show_reads"):
 
 
 QUEUED_SECONDS = 0.1
-"""A promise that no step has confirmed for this time is of a request that waits in its vLLM's
-queue. A request that begins has asked at most 50 ms before, and confirms within 20 ms more."""
+"""A promise that is not confirmed for this time is of a request that waits in its vLLM's queue. A
+request that begins has mostly asked at most 50 ms before, and confirms within 20 ms more."""
 
 
 class Find(Request, frozen=True, tag="find"):
@@ -548,8 +548,9 @@ class Find(Request, frozen=True, tag="find"):
 
 
 class Promise(Request, frozen=True, tag="promise"):
-    """A request has begun to compute these chunks (keys of rank 0) → `Promised`. Replaces what was
-    promised under the same number. No keys: the request computes no more, or has ended.
+    """A request has begun to compute these chunks (keys of rank 0), or will do so behind those that
+    it has begun to load (`begun` false) → `Promised`. Replaces what was promised under the same
+    number. No keys: the request computes no more, or has ended.
 
     The server leaves out chunks that `instance` has published already, or that are in the pool for
     all `ranks` ranks. `instance`: the client's own; b"" if it shares nothing in place. `epoch`: of
@@ -565,6 +566,7 @@ class Promise(Request, frozen=True, tag="promise"):
     epoch: int = 0
     chunk_seconds: Seconds = 0.0
     step_seconds: Seconds = 0.0
+    begun: bool = True
 
 
 class Stats(Request, frozen=True, tag="stats"):

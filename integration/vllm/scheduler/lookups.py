@@ -43,7 +43,8 @@ class Lookups:
     """Looks chunks up. Runs in the scheduler's thread.
 
     `send` and `find` wait `LATE_SECONDS` at most for the question to be sent, and `find` as long
-    again for the answer. `find` waits for whole server calls if the keys or the answer exceed one
+    again for the answer; twice, if the first answer names the promise of a queued request. `find`
+    waits for whole server calls if the keys or the answer exceed one
     message, if the model keeps states, if the answer came while vLLM did not ask for it, and to
     open another instance's table for the first time; and for one look-up in the offload tier.
     """
@@ -152,7 +153,7 @@ class Lookups:
         while True:
             question = lookup.question
             if question is None:
-                if lookup.answer is not None and lookup.answer.counts(first):
+                if lookup.answer is not None and lookup.answer.counts(first, again=True):
                     return lookup.answer
                 lookup.answer = None
                 try:

@@ -43,8 +43,8 @@ class Pace:
         self, live: Mapping[str, Tracked], size: int, ahead: bool, loads_wait: bool
     ) -> None:
         """live: the requests that have not ended. size: tokens of a chunk. ahead: vLLM plans a step
-        when the last one begins, not when it is over. loads_wait: for the steps under way, so that
-        such a plan does not know of them yet."""
+        when the last one begins, not when it is over. loads_wait: a load waits for the steps under
+        way, so a step that is planned ahead does not know of it yet."""
         self.chunk_seconds = 0.0
         self._size, self._ahead = size, ahead
         self._measured: Tracked | None = None
@@ -90,8 +90,7 @@ class Pace:
             self.chunk_seconds, self._measured = old + weight * (new - old), None
 
     def under_way(self) -> float:
-        """How long the step takes behind which the step being planned begins; 0.0 if that is
-        over."""
+        """How long the last planned step takes; 0.0 if vLLM plans a step when that is over."""
         tokens = sum(self._scheduled.values()) if self._ahead else 0
         return tokens / self._size * self.chunk_seconds
 

@@ -34,6 +34,7 @@ class _Unsent(NamedTuple):
     first: int = 0
     stop: int = 0
     epoch: int = 0
+    begun: bool = True
 
 
 class OwnPromises:
@@ -60,7 +61,7 @@ class OwnPromises:
     def begun(self, tracked: Tracked, computed: int) -> None:
         """Promise the request's chunks from token `computed` on: its first step with its present
         blocks is planned. Nothing if less than a chunk is left, as after a hit."""
-        if chunks := self._confirm(tracked, computed):
+        if chunks := self._confirm(tracked, computed, begun=True):
             self._pace.begun(tracked, chunks)
 
     def loads(self, tracked: Tracked) -> None:
@@ -68,7 +69,7 @@ class OwnPromises:
         them over meanwhile. Nothing if it loads from the offload tier, which may take long."""
         answer = tracked.lookup.answer
         if tracked.promise.made and answer is not None and not answer.offloaded:
-            self._confirm(tracked, tracked.supplied)
+            self._confirm(tracked, tracked.supplied, begun=False)
 
     def ended(self, tracked: Tracked) -> None:
         """Withdraw what the request has promised and will not compute: it ended or lost its
@@ -83,7 +84,7 @@ class OwnPromises:
         """End the thread. Idempotent."""
         self._unsent.put(None)
 
-    def _confirm(self, tracked: Tracked, computed: int) -> int:
+    def _confirm(self, tracked: Tracked, computed: int, begun: bool) -> int:
         """Promise the request's chunks from token `computed` on, in place of all that it has
         promised. Returns their number."""
         first, promise = computed // self._size, tracked.promise
@@ -94,7 +95,7 @@ class OwnPromises:
             stop = 0
         own, keys = self._instance.publications, tracked.lookup.keys
         epoch = own.epoch if own is not None else self._lookups.epoch
-        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch))
+        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch, begun))
         promise.made, promise.stop = stop > first, stop
         return max(0, stop - first)
 
@@ -131,7 +132,7 @@ class OwnPromises:
         chunk = self._pace.chunk_seconds
         # Other requests of the same step may fill it.
         step = min(chunk * self._step_chunks, LONGEST_SECONDS)
-        terms = promise.epoch, chunk, step
+        terms = promise.epoch, chunk, step, promise.begun
         answer = client.promise(promise.number, keys, self._instance.ranks, name, *terms)
         if keys:
             self._lookups.epoch = answer.epoch

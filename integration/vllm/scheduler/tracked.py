@@ -24,8 +24,10 @@ from .request_params import RequestParams
 NEVER = 1 << 62
 """More blocks than any request has: the place or the number of tokens is never reached."""
 FRESH_SECONDS, PROMISED_SECONDS = 0.5, QUEUED_SECONDS + 0.02
-"""How long a look-up's answer is used for a request that vLLM could not schedule at once; if the
-request has promised chunks, another one may have begun to compute them."""
+"""How long a look-up's answer is used again for a request that vLLM could not schedule at once, and
+one that has promised chunks, since another one may have begun to compute them. Longer than
+`QUEUED_SECONDS`: a request that lacks blocks must not renew its promise before anyone may take it
+over. In the time between, both may compute the same chunks."""
 
 
 class Answer(msgspec.Struct):
@@ -35,8 +37,8 @@ class Answer(msgspec.Struct):
     pooled: chunks below this number are in the pool or in KV caches, the others in the offload
     tier. residents: the chunks that lie in other instances' KV caches. seconds: how long
     the look-up took. coming: the chunks that another instance is computing, up to number
-    `comes_to`. promised: the request has promised the others. counted: the metrics already contain
-    this answer."""
+    `comes_to`. promised: the request has promised the chunks behind the hits. counted: the metrics
+    already contain this answer."""
 
     first: int
     hits: int
@@ -54,9 +56,10 @@ class Answer(msgspec.Struct):
         """Whether some of the chunks lie in the offload tier."""
         return self.hits > self.pooled
 
-    def counts(self, first: int) -> bool:
-        """Whether the answer is fresh enough, and covers the chunks from `first` on."""
-        fresh = PROMISED_SECONDS if self.promised else FRESH_SECONDS
+    def counts(self, first: int, again: bool = False) -> bool:
+        """Whether the answer is fresh enough, and covers the chunks from `first` on. again: it was
+        used before."""
+        fresh = PROMISED_SECONDS if again and self.promised else FRESH_SECONDS
         return self.covers(first) and self.at + fresh > monotonic()
 
     def covers(self, first: int) -> bool:

@@ -43,8 +43,8 @@ STATE_SECONDS = 0.03
 """How long the state of a model's layers may come after the last chunk. There may be none at this
 chunk: states are stored where steps end."""
 DISTRUST_SECONDS = 10.0
-"""How long nobody waits for an owner that was silent, or that brought nothing to any wait for as
-long."""
+"""How long this instance does not wait for an owner that was silent, or whose waits brought nothing
+for as long as `_silence` says."""
 
 
 class Waits:

@@ -104,13 +104,12 @@ class InstanceCalls(Channel):
         epoch: int = 0,
         chunk_seconds: float = 0.0,
         step_seconds: float = 0.0,
+        begun: bool = True,
     ) -> m.Promised:
         """Say that a request has begun to compute these chunks; none: no more. See `Promise`."""
         some = keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)]
-        request = m.Promise(
-            number, some, ranks, m.InstanceId(instance), epoch, chunk_seconds, step_seconds
-        )
-        return self._call(request, m.Promised)
+        terms = m.InstanceId(instance), epoch, chunk_seconds, step_seconds, begun
+        return self._call(m.Promise(number, some, ranks, *terms), m.Promised)
 
     def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
         """Report for the statistics how much this process of `instance` has read out of other

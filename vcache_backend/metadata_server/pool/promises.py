@@ -1,7 +1,7 @@
 """The chunks that instances are computing and have promised, so that others wait for them. Pure.
 
-A promise is made by a look-up and confirmed when the request's first step is planned. It is only a
-reason to wait: whoever waits for a broken promise computes the chunks."""
+A promise is made by a look-up and confirmed when the request's load begins, or its first step is
+planned. It is only a reason to wait: whoever waits for a broken promise computes the chunks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _FIRST_RANK = bytes(m.RANK_BYTES)
 class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """What one request of `client` has promised. left: the chunks that have not arrived (keys of
     rank 0), each with a bit for every rank that has stored it. at: when the promise was made or
-    confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`. begun:
-    it was confirmed, or a chunk has arrived. over: nobody waits for it any more."""
+    confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`.
+    confirmed: nobody takes it over. begun: a step computes its chunks, or one has arrived. over:
+    nobody waits for it any more."""
 
     client: Peer
     number: int
@@ -38,6 +39,7 @@ class OpenPromise(msgspec.Struct, gc=False, eq=False):
     at: float
     pace: tuple[float, float]
     left: dict[m.ChunkKey, int]
+    confirmed: bool = False
     begun: bool = False
     over: bool = False
 
@@ -95,7 +97,8 @@ class Promises:
 
     def begin(self, client: Peer, request: m.Promise, lacking: Mapping[m.ChunkKey, int]) -> int:
         """Replace what this number has promised by the chunks `lacking`, which its request has
-        begun to compute. Takes them over from other promises. Returns how many are promised."""
+        begun to compute, or will. Takes them over from other promises. Returns how many are
+        promised."""
         promised = self._of.get(client.id, {}).get(request.number)
         if promised is not None and not lacking:
             self._drop([promised])
@@ -104,7 +107,7 @@ class Promises:
         taken = self._promise(client, request.number, lacking, request.ranks)
         if taken is None:
             return 0
-        taken.begun = True
+        taken.confirmed, taken.begun = True, request.begun
         taken.pace = self._paces[client.id] = request.chunk_seconds, request.step_seconds
         return len(taken.left)
 
@@ -162,8 +165,9 @@ class Promises:
         promised = self._by_key.get(key)
         if promised is None or promised.over:
             return None
-        queued = not promised.begun and promised.at + m.QUEUED_SECONDS < self._now()
-        return None if begins and queued else promised
+        if not begins or promised.confirmed:
+            return promised
+        return None if promised.at + m.QUEUED_SECONDS < self._now() else promised
 
     def _promise(
         self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
@@ -198,7 +202,7 @@ class Promises:
 
     def _keep(self, promised: OpenPromise, key: m.ChunkKey) -> None:
         self._counters["promised_chunks_arrived"] += 1
-        promised.begun = True
+        promised.confirmed = promised.begun = True
         self._progress(promised)
         self._remove(promised, [key])
 
