@@ -44,9 +44,9 @@ class Lookups:
 
     `send` and `find` wait `LATE_SECONDS` at most for the question to be sent, and `find` as long
     again for the answer; twice, if the first answer names the promise of a queued request. `find`
-    waits for whole server calls if the keys or the answer exceed one
-    message, if the model keeps states, if the answer came while vLLM did not ask for it, and to
-    open another instance's table for the first time; and for one look-up in the offload tier.
+    waits for whole server calls if the keys or the answer exceed one message, if the model keeps
+    states, if the answer came while vLLM did not ask for it, and to open another instance's table
+    for the first time; and for one look-up in the offload tier.
     """
 
     def __init__(
@@ -153,8 +153,9 @@ class Lookups:
         while True:
             question = lookup.question
             if question is None:
-                if lookup.answer is not None and lookup.answer.counts(first, again=True):
-                    return lookup.answer
+                answer, promised = lookup.answer, tracked.promise.made
+                if answer is not None and answer.counts(first, promised):
+                    return answer
                 lookup.answer = None
                 try:
                     question = self._send(client, tracked, first, whole, begins=True)
@@ -257,7 +258,6 @@ class Lookups:
         seconds = monotonic() - started
         answer = Answer(first, first + hits, first + chunks, at, seconds, residents)
         answer.coming, answer.comes_to = coming, comes_to
-        answer.promised = tracked.promise.early and tracked.promise.made
         tracked.lookup.answer = answer
         return answer
 

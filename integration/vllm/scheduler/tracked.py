@@ -37,8 +37,7 @@ class Answer(msgspec.Struct):
     pooled: chunks below this number are in the pool or in KV caches, the others in the offload
     tier. residents: the chunks that lie in other instances' KV caches. seconds: how long
     the look-up took. coming: the chunks that another instance is computing, up to number
-    `comes_to`. promised: the request has promised the chunks behind the hits. counted: the metrics
-    already contain this answer."""
+    `comes_to`. counted: the metrics already contain this answer."""
 
     first: int
     hits: int
@@ -48,7 +47,6 @@ class Answer(msgspec.Struct):
     residents: list[ResidentRun] = []
     coming: Coming | None = None
     comes_to: int = 0
-    promised: bool = False
     counted: bool = False
 
     @property
@@ -56,10 +54,10 @@ class Answer(msgspec.Struct):
         """Whether some of the chunks lie in the offload tier."""
         return self.hits > self.pooled
 
-    def counts(self, first: int, again: bool = False) -> bool:
-        """Whether the answer is fresh enough, and covers the chunks from `first` on. again: it was
-        used before."""
-        fresh = PROMISED_SECONDS if again and self.promised else FRESH_SECONDS
+    def counts(self, first: int, promised: bool = False) -> bool:
+        """Whether the answer is fresh enough, and covers the chunks from `first` on. promised: it
+        was used before, and the request has promised the chunks behind the hits."""
+        fresh = PROMISED_SECONDS if promised else FRESH_SECONDS
         return self.covers(first) and self.at + fresh > monotonic()
 
     def covers(self, first: int) -> bool:

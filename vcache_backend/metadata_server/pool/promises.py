@@ -88,7 +88,7 @@ class Promises:
         number: int,
         lacking: Mapping[m.ChunkKey, int],
         ranks: int,
-        begins: bool = False,
+        begins: bool,
     ) -> None:
         """Note that a request of the client will compute those chunks of `lacking` that nobody has
         promised. lacking: see `Directory.lacking`. begins: see `coming`."""
