@@ -300,6 +300,20 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
+def test_a_request_that_waits_has_a_new_answer_in_every_long_step(
+    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "LATE_SECONDS", SECONDS)
+    engine.half._pace.chunk_seconds = 60
+    with here.client() as owner:
+        tokens = begun(owner, engine, 0, 60, 60)
+        engine.add(tokens)
+        assert loaded(engine) == 0
+        put(here, engine, tokens)
+        time.sleep(waits.AHEAD_SECONDS)
+        assert loaded(engine) == CHUNKS
+
+
 @pytest.mark.parametrize(("theirs", "own"), [(0.001, 0.005), (40, 30)], ids=["faster", "alike"])
 def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
     here: Node, engine: Engine, theirs: float, own: float
@@ -391,7 +405,7 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
 def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
     here: Node, make: Callable[..., Engine], ahead: bool, chunks: int
 ) -> None:
-    """But no more than twice as long as computing, which decides whether to wait at all."""
+    """Computing would also begin behind it. Whether to wait at all depends on computing alone."""
     engine, seconds = make(asynchronous=ahead), 66 * CHUNKS
     engine.half._pace.chunk_seconds, engine.half._pace.look = 60, lambda: None
     with here.client() as owner:
@@ -402,72 +416,108 @@ def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
             engine.step()
             wait = engine.half._requests[request.request_id].wait
             assert bool(wait.since) == waits
-            under_way = min(seconds, 60 * chunks) if ahead else 0
+            under_way = 60 * chunks if ahead else 0
             assert not waits or wait.until - wait.since == pytest.approx(seconds + under_way)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_is_under_way_is_no_part_of_the_time_for_a_chunk(
+def test_the_time_for_a_chunk_is_that_of_all_chunks_of_its_steps(
     monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    """A step that is planned ahead begins behind it, when the next one is planned. Few chunks say
-    little."""
+    """A step that is planned ahead begins behind the one under way, when the next one is planned.
+    Few chunks say little."""
     clock, live = FakeClock(), SimpleNamespace(request=SimpleNamespace(num_output_tokens=0))
     monkeypatch.setattr(pace, "monotonic", clock)
-    measures, prompt = pace.Pace({}, CHUNK, ahead, loads_wait=False), {"x": 32 * CHUNK}
+    requests: dict[str, Any] = {"x": live}
+    measures = pace.Pace(requests, CHUNK, ahead, loads_wait=False)
 
-    def measured(chunks: int, seconds: float) -> float:
+    def planned(chunks: int) -> None:
+        measures.planned({"x": chunks * CHUNK}, chunks * CHUNK, chunks * CHUNK, goes_on=False)
+
+    def measured(*steps: tuple[int, float], ends: bool = False) -> float:
+        """Of a request whose steps compute so many chunks, and take so many seconds."""
         live.request.num_output_tokens = 0
-        measures.planned(prompt, 32 * CHUNK, goes_on=False)
-        measures.begun(live, chunks)
-        if ahead:
-            clock.advance(100)
-            measures.planned({"x": 1}, 1, goes_on=True)
-        clock.advance(seconds)
+        planned(steps[0][0])
+        measures.begun(live, pace.LEAST_MEASURED)
+        for number, (_, seconds) in enumerate(steps, 1):
+            if ahead:
+                clock.advance(0 if number > 1 else 100)
+                planned(steps[number][0] if number < len(steps) else 64)
+            clock.advance(seconds)
+            if not ahead and number < len(steps):
+                planned(steps[number][0])
         live.request.num_output_tokens = 1
-        measures.planned(prompt, 32 * CHUNK, goes_on=False)
+        if ends:
+            measures.ended(live)
+        planned(48)
         return measures.chunk_seconds
 
-    assert measured(32, 64) == 2
-    assert measures.under_way() == (64 if ahead else 0)
-    assert measured(4, 40) < 2 + 8 * pace.CHUNK_WEIGHT / 4
-    assert measured(32, 320) > 2 + 8 * pace.CHUNK_WEIGHT / 2
+    assert measured((24, 48), (8, 16)) == 2
+    assert measures.under_way() == (96 if ahead else 0)
+    requests.clear()
+    assert measures.under_way() == 0, "that step is over"
+    assert measured((4, 40)) < 2 + 8 * pace.CHUNK_WEIGHT / 4
+    assert measured((32, 320)) > 2 + 8 * pace.CHUNK_WEIGHT / 2
+    measures.chunk_seconds = 0.0
+    assert measured((24, 24), (8, 8), ends=True) == 1
     # A first request that compiles is soon forgotten.
     measures = pace.Pace({}, CHUNK, ahead, loads_wait=False)
-    assert measured(4, 200) == 50
-    assert min(measured(4, 4) for _ in range(20)) < 2
+    assert measured((4, 200)) == 50
+    assert min(measured((4, 4)) for _ in range(20)) < 2
 
 
 def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
     here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor after three of its steps, if each wait is shorter than one."""
-    clock, waited = FakeClock(), list[bool]()
+    """After five of its steps, if each wait is shorter. Whoever takes its promise over is not
+    blamed for that."""
+    clock, bound = FakeClock(), waits.LONGER * CHUNKS * 0.2
     monkeypatch.setattr(waits, "monotonic", clock)
-    bound = waits.LONGER * CHUNKS * 0.2
-    with here.client() as owner:
-        for number in range(4):
-            engine.half._pace.chunk_seconds = 0.2
-            request = engine.add(begun(owner, engine, number, 0.2, 0.5 * bound))
-            engine.step()
-            waited.append(engine.half._requests[request.request_id].wait.since > 0)
-            clock.advance(bound + 0.01)
-            eventually(lambda: engine.step() and request.num_computed_tokens > 0)  # noqa: B023
-            engine.finish(request)
-    assert waited == [True, True, False, False]
+
+    def waited(tokens: list[int], ends: Callable[[], None] = lambda: None) -> bool:
+        engine.half._pace.chunk_seconds = 0.2
+        request = engine.add(tokens)
+        engine.step()
+        waits = engine.half._requests[request.request_id].wait.since > 0
+        ends()
+        clock.advance(bound + 0.01)
+        eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+        engine.finish(request)
+        return waits
+
+    with here.client() as owner, here.client() as other:
+        tokens = begun(owner, engine, 0, 0.2, 0.01)
+
+        def takes_over() -> None:
+            owner.promise(1, [])
+            begun(other, engine, 0, 0.2, 0.01, tokens)
+
+        assert waited(tokens, takes_over)
+        assert waited(begun(other, engine, 1, 0.2, 0.01))
+        names = range(2, 6)
+        steps = [waited(begun(owner, engine, name, 0.2, 0.3 * bound)) for name in names]
+        assert steps == [True, True, False, False]
 
 
-def begun(owner: Client, engine: Engine, number: int, chunk: float, step: float) -> list[int]:
-    """A new prompt that the owner has begun to compute; how long a chunk and a step take there."""
-    tokens, keys = asked(engine)
+def begun(
+    owner: Client,
+    engine: Engine,
+    number: int,
+    chunk: float,
+    step: float,
+    tokens: list[int] | None = None,
+) -> list[int]:
+    """A prompt, new by default, that the owner has begun to compute; how long a chunk and a step
+    take there."""
+    tokens, keys = asked(engine, tokens)
     epoch = owner.find(Find(keys)).epoch
     owner.promise(number + 1, keys, 1, b"", epoch, chunk, step)
     return tokens
 
 
-def asked(engine: Engine) -> tuple[list[int], list[Any]]:
-    """A new prompt, and the keys of its chunks."""
-    tokens = new_tokens(PROMPT)
+def asked(engine: Engine, tokens: list[int] | None = None) -> tuple[list[int], list[Any]]:
+    """A prompt, new by default, and the keys of its chunks."""
+    tokens = tokens or new_tokens(PROMPT)
     return tokens, engine.keys(engine.request(tokens))
 
 

@@ -13,7 +13,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Coming
 
 from ..telemetry.stats import Meter
 from .introduction import Introduction
-from .lookups import Lookups
+from .lookups import AHEAD_SECONDS, Lookups
 from .pace import Pace
 from .tracked import NO_ANSWER, NOTHING_LED, Answer, Tracked
 
@@ -32,10 +32,12 @@ scheduler: a prompt is done at the end of one step or, if it begins behind anoth
 WAY_SECONDS = 0.01
 """The time from the end of a step to the end of a wait for its chunks: they are published, and the
 reader looks them up."""
-MOST_STEPS, SLACK_SECONDS = 3, 0.1
-"""An owner is silent if no chunk arrives for so many of its steps, and this time. For an announced
-request it is silent only if no chunk arrives for the request's `wait_seconds`, either."""
-LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
+MOST_STEPS, SLACK_SECONDS = 5, 0.1
+"""An owner is silent if no chunk arrives for so many of its full steps, and this time. A first
+chunk may take three, planned ahead and with a small part of the first. Prompts with a long context
+take longer than `chunk_seconds` says. For an announced request the owner is silent only if no chunk
+arrives for the request's `wait_seconds`, either."""
+LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 1.2, 0.6
 """Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
 UNKNOWN_CHUNK_SECONDS = 0.02
 """The time for a chunk where nobody has measured one."""
@@ -86,13 +88,16 @@ class Waits:
 
     def pauses(self, tracked: Tracked, first: int, chunks: int) -> bool:
         """Whether the request waits, and the next answer from the server is not due yet. Asks for
-        that answer, which the next step reads."""
+        that answer, which the next step reads; or leaves it to `Lookups.find` to ask at once."""
         wait, now = tracked.wait, monotonic()
         if not wait.since or wait.over or tracked.lookup.question is not None:
             return False
         if now >= wait.asked + AGAIN_SECONDS:
-            wait.asked = now
+            steps_are_long, wait.asked = now >= wait.asked + AHEAD_SECONDS, now
             self._lookups.forget(tracked)
+            if steps_are_long:
+                # The next step would read that answer too late.
+                return False
             self._lookups.send(tracked, first, chunks)
             # Without a server there is no question, and `holds` ends the wait.
             return tracked.lookup.question is not None
@@ -114,7 +119,7 @@ class Waits:
             return True
         if answer.hits > wait.began:
             self._lacking.pop(wait.owner, None)
-        elif why == "late" and answer.coming is not None:
+        elif why == "late" and answer.coming is not None and answer.coming.owner == wait.owner:
             self._lacks(answer.coming, wait.since, now)
         self.over(tracked, why, answer.hits)
         return False
@@ -170,7 +175,7 @@ class Waits:
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             here = LONGER * own * missing
-            seconds = here + min(here, self._pace.under_way())
+            seconds = here + self._pace.under_way()
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
             if expected > here:
