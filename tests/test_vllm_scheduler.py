@@ -402,10 +402,10 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
 
 
 @pytest.mark.parametrize(("ahead", "chunks"), [(False, 9), (True, 2), (True, 9)])
-def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
+def test_behind_other_prompts_a_wait_may_be_longer(
     here: Node, make: Callable[..., Engine], ahead: bool, chunks: int
 ) -> None:
-    """Computing would also begin behind it. Whether to wait at all depends on computing alone."""
+    """Computing would also begin behind them. Whether to wait at all depends on computing alone."""
     engine, seconds = make(asynchronous=ahead), 66 * CHUNKS
     engine.half._pace.chunk_seconds, engine.half._pace.look = 60, lambda: None
     with here.client() as owner:
@@ -416,8 +416,8 @@ def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
             engine.step()
             wait = engine.half._requests[request.request_id].wait
             assert bool(wait.since) == waits
-            under_way = 60 * chunks if ahead else 0
-            assert not waits or wait.until - wait.since == pytest.approx(seconds + under_way)
+            delay = 60 * chunks * (ahead + pace.SHARE)
+            assert not waits or wait.until - wait.since == pytest.approx(seconds + delay)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -453,9 +453,9 @@ def test_the_time_for_a_chunk_is_that_of_all_chunks_of_its_steps(
         return measures.chunk_seconds
 
     assert measured((24, 48), (8, 16)) == 2
-    assert measures.under_way() == (96 if ahead else 0)
+    assert measures.delay() == 96 * (ahead + pace.SHARE)
     requests.clear()
-    assert measures.under_way() == 0, "that step is over"
+    assert measures.delay() == 0, "that step is over"
     assert measured((4, 40)) < 2 + 8 * pace.CHUNK_WEIGHT / 4
     assert measured((32, 320)) > 2 + 8 * pace.CHUNK_WEIGHT / 2
     measures.chunk_seconds = 0.0

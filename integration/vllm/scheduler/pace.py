@@ -18,6 +18,9 @@ CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 WEIGHTY = 32
 """The fewest chunks of a measurement that has its whole weight if a chunk took longer than usual.
 Of few chunks it says mostly what a step costs besides."""
+SHARE = 0.5
+"""The part of a prompt's first step that others take on the average where prompts queue. The last
+one before it began anywhere in a step, and ends in this one."""
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
@@ -100,10 +103,11 @@ class Pace:
             weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, chunks / WEIGHTY))
             self.chunk_seconds, self._measured = old + weight * (new - old), None
 
-    def under_way(self) -> float:
-        """How long the newest step takes; 0.0 if vLLM plans a step when the last one is over."""
-        behind = self._ahead and self._runs()
-        return self._newest / self._size * self.chunk_seconds if behind else 0.0
+    def delay(self) -> float:
+        """How long others hold up a prompt whose first step is planned now: for the newest step, if
+        vLLM plans ahead, and for `SHARE` of the prompt's first one, if that is as long."""
+        steps = self._ahead + SHARE if self._runs() else 0.0
+        return steps * self._newest / self._size * self.chunk_seconds
 
     def ended(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""

@@ -175,7 +175,7 @@ class Waits:
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             here = LONGER * own * missing
-            seconds = here + self._pace.under_way()
+            seconds = here + self._pace.delay()
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
             if expected > here:
