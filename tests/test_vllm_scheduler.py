@@ -301,17 +301,24 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
 
 
 def test_a_request_that_waits_has_a_new_answer_in_every_long_step(
-    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    here: Node, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But only the first ones of many, since vLLM's scheduler waits for each answer."""
+    clock, engine = FakeClock(), make(share="pool", blocks=256)
+    monkeypatch.setattr(waits, "monotonic", clock)
     monkeypatch.setattr(lookups, "LATE_SECONDS", SECONDS)
+    monkeypatch.setattr(waits, "MOST_AT_ONCE", 2)
     engine.half._pace.chunk_seconds = 60
     with here.client() as owner:
-        tokens = begun(owner, engine, 0, 60, 60)
-        engine.add(tokens)
-        assert loaded(engine) == 0
-        put(here, engine, tokens)
-        time.sleep(waits.AHEAD_SECONDS)
-        assert loaded(engine) == CHUNKS
+        prompts = [begun(owner, engine, number, 60, 60) for number in range(3)]
+        for tokens in prompts:
+            engine.add(tokens)
+        for _ in range(2):
+            assert loaded(engine) == 0
+            clock.advance(waits.AHEAD_SECONDS)
+        for tokens in prompts:
+            put(here, engine, tokens)
+        assert loaded(engine) == 2 * CHUNKS
 
 
 @pytest.mark.parametrize(("theirs", "own"), [(0.001, 0.005), (40, 30)], ids=["faster", "alike"])
@@ -327,6 +334,25 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
         engine.step()
         assert request.num_computed_tokens == 0
     eventually(lambda: engine.step() and request.num_computed_tokens > 0)
+
+
+def test_an_owner_that_computes_others_chunks_first_is_not_waited_for_if_computing_is_sooner(
+    here: Node, make: Callable[..., Engine]
+) -> None:
+    engine, reader = make(share="pool"), make(share="pool")
+    engine.half._pace.chunk_seconds = reader.half._pace.chunk_seconds = 10
+    requests = [engine.add(new_tokens(PROMPT)) for _ in range(2)]
+    engine.step()
+    with here.client() as asking:
+        for request in requests:
+            keys = engine.keys(request)
+            eventually(lambda keys=keys: asking.find(Find(keys)).coming.begun)
+            coming = asking.find(Find(keys)).coming
+            assert coming is not None
+            assert -51 < coming.quiet < -40, "the other one has five chunks in this step"
+    request = reader.add(requests[0].prompt_token_ids)
+    reader.step()
+    assert request.num_computed_tokens > 0
 
 
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(
@@ -456,6 +482,7 @@ def test_the_time_for_a_chunk_is_that_of_all_chunks_of_its_steps(
     assert measures.delay() == 96 * (ahead + pace.SHARE)
     requests.clear()
     assert measures.delay() == 0, "that step is over"
+    requests["x"] = live
     assert measured((4, 40)) < 2 + 8 * pace.CHUNK_WEIGHT / 4
     assert measured((32, 320)) > 2 + 8 * pace.CHUNK_WEIGHT / 2
     measures.chunk_seconds = 0.0
@@ -469,8 +496,8 @@ def test_the_time_for_a_chunk_is_that_of_all_chunks_of_its_steps(
 def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
     here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After five of its steps, if each wait is shorter. Whoever takes its promise over is not
-    blamed for that."""
+    """After five of its steps, if each wait is shorter. For whoever takes its promise over, only
+    the time after that counts."""
     clock, bound = FakeClock(), waits.LONGER * CHUNKS * 0.2
     monkeypatch.setattr(waits, "monotonic", clock)
 
@@ -493,7 +520,7 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
             begun(other, engine, 0, 0.2, 0.01, tokens)
 
         assert waited(tokens, takes_over)
-        assert waited(begun(other, engine, 1, 0.2, 0.01))
+        assert [waited(begun(other, engine, name, 0.2, 0.01)) for name in (1, 2)] == [True, False]
         names = range(2, 6)
         steps = [waited(begun(owner, engine, name, 0.2, 0.3 * bound)) for name in names]
         assert steps == [True, True, False, False]

@@ -83,7 +83,8 @@ class Pace:
         elif self._measured is not None:
             self.look()
             self._computed += self._ending
-        self._ending, self._newest = self._newest if self._ahead else tokens, tokens
+        under_way = self._newest if self._runs() else 0
+        self._ending, self._newest = under_way if self._ahead else tokens, tokens
         if goes_on and 0 < self._most <= MOST_DECODED:
             new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
             old = self._step_seconds or new
@@ -108,6 +109,13 @@ class Pace:
         vLLM plans ahead, and for `SHARE` of the prompt's first one, if that is as long."""
         steps = self._ahead + SHARE if self._runs() else 0.0
         return steps * self._newest / self._size * self.chunk_seconds
+
+    def held_up(self, request_id: str) -> float:
+        """How long others hold up this request, whose first step is the newest: until that begins,
+        and in it."""
+        others = self._newest - self._scheduled.get(request_id, 0)
+        others += self._ending if self._ahead else 0
+        return min(others / self._size * self.chunk_seconds, LONGEST_SECONDS)
 
     def ended(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""

@@ -164,8 +164,8 @@ class WaitState(msgspec.Struct):
 
     since: 0.0 before the wait. until: when it ends at the latest. asked: when the server was last
     asked. began, target: how many leading chunks were there at the beginning, and will be at the
-    end. owner: who had promised the others at the beginning; 0: nobody. promised: the server has
-    said that chunks are coming. gone: since when it does not say so any more. over: the request
+    end. owner, owned: who promises the others, and since when; 0: nobody yet. promised: the server
+    has said that chunks are coming. gone: since when it does not say so any more. over: the request
     waits no more. seconds: how long it has waited. loads: a load of the request brings its chunks.
     leads: the first of these chunks, or `NOTHING_LED`: other requests that lack it may follow this
     one."""
@@ -176,6 +176,7 @@ class WaitState(msgspec.Struct):
     began: int = 0
     target: int = 0
     owner: int = 0
+    owned: float = 0.0
     promised: bool = False
     gone: float = 0.0
     over: bool = False

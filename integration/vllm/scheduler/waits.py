@@ -21,14 +21,16 @@ log = logging.getLogger("vllm.vcache")
 
 AGAIN_SECONDS = 0.005
 """The time between two look-ups of a request that waits."""
+MOST_AT_ONCE = 16
+"""The most look-ups of requests that wait within `AHEAD_SECONDS`, about a long step, whose answers
+vLLM's scheduler waits for. Each takes it some 50 us, `lookups.LATE_SECONDS` at most."""
 LAST_SECONDS = 0.02
 """How long past a wait's bound the server's last answer may take."""
 LONGER = 1.1
 """A request waits at most so many times as long as it would take to compute the chunks here."""
 ALIKE = 1.5
 """An owner is no slower than this instance unless it says that a chunk takes so many times as long
-there. The paces that equal instances measure differ by that much, in a simulation with vLLM's
-scheduler: a prompt is done at the end of one step or, if it begins behind another one, of two."""
+there. What a chunk takes depends on the prompt's length and on how full the steps are."""
 WAY_SECONDS = 0.01
 """The time from the end of a step to the end of a wait for its chunks: they are published, and the
 reader looks them up."""
@@ -72,6 +74,8 @@ class Waits:
         """Owners that are not waited for, and until when (time.monotonic)."""
         self._lacking: dict[int, float] = {}
         """Owners of which nothing came, and since when a request has waited for them."""
+        self._at_once, self._counted_from = 0, 0.0
+        """Look-ups as in `MOST_AT_ONCE`, and since when they are counted."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings chunks from the request's chunk `first`
@@ -93,10 +97,10 @@ class Waits:
         if not wait.since or wait.over or tracked.lookup.question is not None:
             return False
         if now >= wait.asked + AGAIN_SECONDS:
-            steps_are_long, wait.asked = now >= wait.asked + AHEAD_SECONDS, now
+            too_late, wait.asked = now >= wait.asked + AHEAD_SECONDS, now
             self._lookups.forget(tracked)
-            if steps_are_long:
-                # The next step would read that answer too late.
+            if too_late and self._asks_at_once(now):
+                # The steps are so long that the next one would read an answer of now too late.
                 return False
             self._lookups.send(tracked, first, chunks)
             # Without a server there is no question, and `holds` ends the wait.
@@ -113,14 +117,16 @@ class Waits:
             return False
         if not wait.since:
             return self._begins(tracked, answer, chunks, now)
+        if answer.coming is not None and answer.coming.owner != wait.owner:
+            wait.owner, wait.owned = answer.coming.owner, now
         why = self._ends(tracked, answer, now)
         if not why:
             wait.promised |= answer.coming is not None
             return True
         if answer.hits > wait.began:
             self._lacking.pop(wait.owner, None)
-        elif why == "late" and answer.coming is not None and answer.coming.owner == wait.owner:
-            self._lacks(answer.coming, wait.since, now)
+        elif why == "late" and answer.coming is not None:
+            self._lacks(answer.coming, wait.owned, now)
         self.over(tracked, why, answer.hits)
         return False
 
@@ -160,6 +166,12 @@ class Waits:
 
     # ---- inside
 
+    def _asks_at_once(self, now: float) -> bool:
+        if now >= self._counted_from + AHEAD_SECONDS:
+            self._at_once, self._counted_from = 0, now
+        self._at_once += 1
+        return self._at_once <= MOST_AT_ONCE
+
     def _begins(self, tracked: Tracked, answer: Answer, chunks: int, now: float) -> bool:
         wait, coming = tracked.wait, answer.coming
         if tracked.params.announced:
@@ -182,7 +194,7 @@ class Waits:
                 return False
         if coming is not None and self._is_silent(tracked, coming, now):
             return False
-        wait.since = wait.asked = now
+        wait.since = wait.asked = wait.owned = now
         wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
         wait.owner = coming.owner if coming is not None else 0
         self._lead(tracked)
@@ -228,8 +240,9 @@ class Waits:
         return silent
 
     def _lacks(self, coming: Coming, since: float, now: float) -> None:
-        """Note that in a whole wait, begun at `since`, nothing came. One wait may be shorter than
-        the owner's steps, at whose end chunks come: then the first of several counts."""
+        """Note that nothing came from the owner, for which a request has waited since `since`. One
+        wait may be shorter than the owner's steps, at whose end chunks come: then the first of
+        several counts."""
         recent = {owner: at for owner, at in self._lacking.items() if at > now - DISTRUST_SECONDS}
         self._lacking = recent
         if now > recent.setdefault(coming.owner, since) + _silence(coming):
