@@ -488,7 +488,7 @@ def test_the_time_for_a_chunk_is_that_of_all_chunks_of_its_steps(
     measures.chunk_seconds = 0.0
     assert measured((24, 24), (8, 8), ends=True) == 1
     # A first request that compiles is soon forgotten.
-    measures = pace.Pace({}, CHUNK, ahead, loads_wait=False)
+    measures = pace.Pace(requests, CHUNK, ahead, loads_wait=False)
     assert measured((4, 200)) == 50
     assert min(measured((4, 4)) for _ in range(20)) < 2
 
