@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 16
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -557,7 +557,7 @@ class Promise(Request, frozen=True, tag="promise"):
     the namespace when the request began. With an old epoch the server promises nothing.
 
     `chunk_seconds`: how long the instance takes for a chunk; `step_seconds`: for a full step.
-    0: not measured yet. `delay_seconds`: how long it will compute others' chunks first."""
+    0: not measured yet."""
 
     number: PromiseNumber
     keys: Keys = []
@@ -567,7 +567,6 @@ class Promise(Request, frozen=True, tag="promise"):
     chunk_seconds: Seconds = 0.0
     step_seconds: Seconds = 0.0
     begun: bool = True
-    delay_seconds: Seconds = 0.0
 
 
 class Stats(Request, frozen=True, tag="stats"):
@@ -700,8 +699,8 @@ class ResidentRun(NamedTuple):
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The `chunks` chunks after those found are promised by the connection `owner`. `begun`: a step
     of the owner has confirmed the promise, or one of its chunks has arrived. `quiet`: seconds
-    since the promise was made, or confirmed and its delay over, or since its last chunk arrived.
-    Negative before the delay is over. The other fields: see `Promise`."""
+    since the promise was made or confirmed, or since its last chunk arrived. The other fields: see
+    `Promise`."""
 
     chunks: int
     owner: int

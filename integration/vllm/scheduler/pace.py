@@ -17,10 +17,7 @@ CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 """The weight of the newest measurement."""
 WEIGHTY = 32
 """The fewest chunks of a measurement that has its whole weight if a chunk took longer than usual.
-Of few chunks it says mostly what a step costs besides."""
-SHARE = 0.5
-"""The part of a prompt's first step that others take on the average where prompts queue. The last
-one before it began anywhere in a step, and ends in this one."""
+Of few chunks it says mostly how long the steps of other requests are."""
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
@@ -33,15 +30,12 @@ and those that a draft guesses."""
 
 
 class Pace:
-    """How long this instance takes for a chunk, and for a step while requests decode. Runs in the
-    scheduler's thread.
+    """How long this instance takes for a chunk, from the beginning of a request's first step to its
+    first token, and for a step while requests decode. Runs in the scheduler's thread.
 
-    The time for a chunk is measured over the steps that compute one request's prompt, from the
-    beginning of the first to the end of the last, and divided by the chunks of all requests in
-    them. Otherwise a short prompt in a full step would seem to take as long as the step.
-
-    The time for a step is measured over steps that only decode. Those that compute prompts are long
-    when an instance has much to compute, and then it must not compute even more.
+    For a chunk, other requests of the same steps are included: they would slow the next prefill
+    down, too. Steps that compute prompts are not: they are long when an instance has much to
+    compute, and then it must not compute even more.
 
     chunk_seconds: 0.0 before the first measurement."""
 
@@ -54,11 +48,7 @@ class Pace:
         self.chunk_seconds = 0.0
         self._size, self._ahead = size, ahead
         self._measured: Tracked | None = None
-        self._since, self._answered = 0.0, 0
-        """When the first step of the measured request began, and its output tokens before it."""
-        self._computed = self._ending = self._newest = 0
-        """Tokens of the measured request's steps that are over, of the step that is over when the
-        next one is planned, and of the newest."""
+        self._chunks, self._tokens, self._since = 0, 0, 0.0
         self._live, self._load_steps = live, LOAD_STEPS + (ahead and loads_wait)
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
@@ -69,22 +59,18 @@ class Pace:
         """Note that a request's first step computes the first of `chunks` chunks. One request at a
         time is measured."""
         if self._measured is None and chunks >= LEAST_MEASURED:
-            self._measured, self._answered = tracked, tracked.request.num_output_tokens
-            self._computed = 0
+            self._measured, self._chunks = tracked, chunks
+            self._tokens = tracked.request.num_output_tokens
             # A step that is planned ahead begins when the next one is planned.
             self._since = inf if self._ahead else monotonic()
 
-    def planned(self, scheduled: Mapping[str, int], tokens: int, most: int, goes_on: bool) -> None:
-        """Note that a step is planned. scheduled: the tokens of its requests. tokens, most: their
-        sum, and the most of one request. goes_on: some of the requests ran before."""
+    def planned(self, scheduled: Mapping[str, int], most: int, goes_on: bool) -> None:
+        """Note that a step is planned. scheduled: the tokens of its requests. most: the most of
+        these numbers; 0 without requests. goes_on: some of the requests ran before."""
         now = monotonic()
-        if self._since == inf:
-            self._since = now
-        elif self._measured is not None:
+        if self._measured is not None:
             self.look()
-            self._computed += self._ending
-        under_way = self._newest if self._runs() else 0
-        self._ending, self._newest = under_way if self._ahead else tokens, tokens
+            self._since = min(self._since, now)
         if goes_on and 0 < self._most <= MOST_DECODED:
             new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
             old = self._step_seconds or new
@@ -97,31 +83,22 @@ class Pace:
         measured = self._measured
         if measured is None or self._since == inf:
             return
-        if measured.request.num_output_tokens > self._answered:
-            chunks = max(self._computed + self._ending, self._size) / self._size
-            new = min((monotonic() - self._since) / chunks, LONGEST_SECONDS)
+        if measured.request.num_output_tokens > self._tokens:
+            new = min((monotonic() - self._since) / self._chunks, LONGEST_SECONDS)
             old = self.chunk_seconds or new
-            weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, chunks / WEIGHTY))
+            weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, self._chunks / WEIGHTY))
             self.chunk_seconds, self._measured = old + weight * (new - old), None
 
-    def delay(self) -> float:
-        """How long others hold up a prompt whose first step is planned now: for the newest step, if
-        vLLM plans ahead, and for `SHARE` of the prompt's first one, if that is as long."""
-        steps = self._ahead + SHARE if self._runs() else 0.0
-        return steps * self._newest / self._size * self.chunk_seconds
-
-    def held_up(self, request_id: str) -> float:
-        """How long others hold up this request, whose first step is the newest: until that begins,
-        and in it."""
-        others = self._newest - self._scheduled.get(request_id, 0)
-        others += self._ending if self._ahead else 0
-        return min(others / self._size * self.chunk_seconds, LONGEST_SECONDS)
+    def under_way(self) -> float:
+        """How long the last planned step takes; 0.0 if vLLM plans a step when that is over."""
+        tokens = sum(self._scheduled.values()) if self._ahead else 0
+        return tokens / self._size * self.chunk_seconds
 
     def ended(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""
         if tracked is self._measured:
             self.look()
-            self._measured, self._since = None, 0.0
+            self._measured = None
 
     def computes(self, chunks: int) -> bool:
         """Whether a request has its first token sooner if it computes a hit of `chunks` chunks.
@@ -134,8 +111,6 @@ class Pace:
         On an idle instance the steps of a load run no model and are short, so every hit is loaded,
         and so it is before both times are measured."""
         seconds = chunks * self.chunk_seconds
-        return 0.0 < seconds < self._load_steps * self._step_seconds and self._runs()
-
-    def _runs(self) -> bool:
-        """Whether a request of the newest step still runs."""
-        return not self._live.keys().isdisjoint(self._scheduled)
+        sooner = 0.0 < seconds < self._load_steps * self._step_seconds
+        # Does a request of the last step still run?
+        return sooner and not self._live.keys().isdisjoint(self._scheduled)

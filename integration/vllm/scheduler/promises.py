@@ -35,7 +35,6 @@ class _Unsent(NamedTuple):
     stop: int = 0
     epoch: int = 0
     begun: bool = True
-    delay: float = 0.0
 
 
 class OwnPromises:
@@ -96,8 +95,7 @@ class OwnPromises:
             stop = 0
         own, keys = self._instance.publications, tracked.lookup.keys
         epoch = own.epoch if own is not None else self._lookups.epoch
-        delay = self._pace.held_up(tracked.request.request_id) if begun else 0.0
-        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch, begun, delay))
+        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch, begun))
         promise.made, promise.stop = stop > first, stop
         return max(0, stop - first)
 
@@ -134,7 +132,7 @@ class OwnPromises:
         chunk = self._pace.chunk_seconds
         # Other requests of the same step may fill it.
         step = min(chunk * self._step_chunks, LONGEST_SECONDS)
-        terms = promise.epoch, chunk, step, promise.begun, promise.delay
+        terms = promise.epoch, chunk, step, promise.begun
         answer = client.promise(promise.number, keys, self._instance.ranks, name, *terms)
         if keys:
             self._lookups.epoch = answer.epoch

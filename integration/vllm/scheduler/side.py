@@ -233,8 +233,7 @@ class SchedulerSide:
         # There are many steps: keep it short.
         scheduled, publications = output.num_scheduled_tokens, self.publications
         most = max(scheduled.values(), default=0)
-        tokens, cached = output.total_num_scheduled_tokens, output.scheduled_cached_reqs.req_ids
-        self._pace.planned(scheduled, tokens, most, bool(cached))
+        self._pace.planned(scheduled, most, bool(output.scheduled_cached_reqs.req_ids))
         return not (
             output.scheduled_new_reqs
             or self._loads

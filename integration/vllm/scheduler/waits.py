@@ -13,7 +13,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Coming
 
 from ..telemetry.stats import Meter
 from .introduction import Introduction
-from .lookups import AHEAD_SECONDS, Lookups
+from .lookups import Lookups
 from .pace import Pace
 from .tracked import NO_ANSWER, NOTHING_LED, Answer, Tracked
 
@@ -21,25 +21,21 @@ log = logging.getLogger("vllm.vcache")
 
 AGAIN_SECONDS = 0.005
 """The time between two look-ups of a request that waits."""
-MOST_AT_ONCE = 16
-"""The most look-ups of requests that wait within `AHEAD_SECONDS`, about a long step, whose answers
-vLLM's scheduler waits for. Each takes it some 50 us, `lookups.LATE_SECONDS` at most."""
 LAST_SECONDS = 0.02
 """How long past a wait's bound the server's last answer may take."""
 LONGER = 1.1
 """A request waits at most so many times as long as it would take to compute the chunks here."""
 ALIKE = 1.5
 """An owner is no slower than this instance unless it says that a chunk takes so many times as long
-there. What a chunk takes depends on the prompt's length and on how full the steps are."""
+there. The paces that equal instances measure differ by that much, in a simulation with vLLM's
+scheduler: a prompt is done at the end of one step or, if it begins behind another one, of two."""
 WAY_SECONDS = 0.01
 """The time from the end of a step to the end of a wait for its chunks: they are published, and the
 reader looks them up."""
-MOST_STEPS, SLACK_SECONDS = 5, 0.1
-"""An owner is silent if no chunk arrives for so many of its full steps, and this time. A first
-chunk may take three, planned ahead and with a small part of the first. Prompts with a long context
-take longer than `chunk_seconds` says. For an announced request the owner is silent only if no chunk
-arrives for the request's `wait_seconds`, either."""
-LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 1.2, 0.6
+MOST_STEPS, SLACK_SECONDS = 3, 0.1
+"""An owner is silent if no chunk arrives for so many of its steps, and this time. For an announced
+request it is silent only if no chunk arrives for the request's `wait_seconds`, either."""
+LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
 """Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
 UNKNOWN_CHUNK_SECONDS = 0.02
 """The time for a chunk where nobody has measured one."""
@@ -74,8 +70,6 @@ class Waits:
         """Owners that are not waited for, and until when (time.monotonic)."""
         self._lacking: dict[int, float] = {}
         """Owners of which nothing came, and since when a request has waited for them."""
-        self._at_once, self._counted_from = 0, 0.0
-        """Look-ups as in `MOST_AT_ONCE`, and since when they are counted."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings chunks from the request's chunk `first`
@@ -92,16 +86,13 @@ class Waits:
 
     def pauses(self, tracked: Tracked, first: int, chunks: int) -> bool:
         """Whether the request waits, and the next answer from the server is not due yet. Asks for
-        that answer, which the next step reads; or leaves it to `Lookups.find` to ask at once."""
+        that answer, which the next step reads."""
         wait, now = tracked.wait, monotonic()
         if not wait.since or wait.over or tracked.lookup.question is not None:
             return False
         if now >= wait.asked + AGAIN_SECONDS:
-            too_late, wait.asked = now >= wait.asked + AHEAD_SECONDS, now
+            wait.asked = now
             self._lookups.forget(tracked)
-            if too_late and self._asks_at_once(now):
-                # The steps are so long that the next one would read an answer of now too late.
-                return False
             self._lookups.send(tracked, first, chunks)
             # Without a server there is no question, and `holds` ends the wait.
             return tracked.lookup.question is not None
@@ -166,12 +157,6 @@ class Waits:
 
     # ---- inside
 
-    def _asks_at_once(self, now: float) -> bool:
-        if now >= self._counted_from + AHEAD_SECONDS:
-            self._at_once, self._counted_from = 0, now
-        self._at_once += 1
-        return self._at_once <= MOST_AT_ONCE
-
     def _begins(self, tracked: Tracked, answer: Answer, chunks: int, now: float) -> bool:
         wait, coming = tracked.wait, answer.coming
         if tracked.params.announced:
@@ -187,7 +172,7 @@ class Waits:
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             here = LONGER * own * missing
-            seconds = here + self._pace.delay()
+            seconds = here + min(here, self._pace.under_way())
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
             if expected > here:

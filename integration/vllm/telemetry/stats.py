@@ -43,7 +43,7 @@ class _Counter(NamedTuple):
 
 WAITS = ("kept", "withdrawn", "silent", "late", "aborted")
 """How waits end: the chunks came; the promise was withdrawn, or taken over by the request; no chunk
-came for five of the owner's steps; the time was over; the request ended first."""
+came for three of the owner's steps; the time was over; the request ended first."""
 
 COUNTERS = {
     "lookup_asked_tokens": _Counter(

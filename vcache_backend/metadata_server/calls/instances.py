@@ -105,11 +105,10 @@ class InstanceCalls(Channel):
         chunk_seconds: float = 0.0,
         step_seconds: float = 0.0,
         begun: bool = True,
-        delay_seconds: float = 0.0,
     ) -> m.Promised:
         """Say that a request has begun to compute these chunks; none: no more. See `Promise`."""
         some = keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)]
-        terms = m.InstanceId(instance), epoch, chunk_seconds, step_seconds, begun, delay_seconds
+        terms = m.InstanceId(instance), epoch, chunk_seconds, step_seconds, begun
         return self._call(m.Promise(number, some, ranks, *terms), m.Promised)
 
     def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:

@@ -28,10 +28,10 @@ _FIRST_RANK = bytes(m.RANK_BYTES)
 
 class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """What one request of `client` has promised. left: the chunks that have not arrived (keys of
-    rank 0), each with a bit for every rank that has stored it. at: when the promise was made, when
-    the delay of a confirmed one is over, or when its last chunk arrived. pace:
-    `Promise.chunk_seconds` and `step_seconds`. confirmed: nobody takes it over. begun: a step
-    computes its chunks, or one has arrived. over: nobody waits for it any more."""
+    rank 0), each with a bit for every rank that has stored it. at: when the promise was made or
+    confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`.
+    confirmed: nobody takes it over. begun: a step computes its chunks, or one has arrived. over:
+    nobody waits for it any more."""
 
     client: Peer
     number: int
@@ -76,7 +76,7 @@ class Promises:
             next(others, len(keys)),
             promised.client.id,
             promised.begun,
-            self._now() - promised.at,
+            max(0.0, self._now() - promised.at),
             *promised.pace,
         )
 
@@ -108,7 +108,6 @@ class Promises:
         if taken is None:
             return 0
         taken.confirmed, taken.begun = True, request.begun
-        taken.at += min(request.delay_seconds, QUIET_SECONDS)
         taken.pace = self._paces[client.id] = request.chunk_seconds, request.step_seconds
         return len(taken.left)
 
