@@ -22,6 +22,12 @@ LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
 planned, so there is a second."""
+SHARE = 0.5
+"""The part of a prompt's first step that others take on the average where prompts queue. The last
+one before it began anywhere in a step, and ends in this one."""
+MANY = 8
+"""Where a request has more chunks in the newest step, an instance has much to compute, and every
+hit is loaded: to compute one would hold up all prompts behind it."""
 LONGEST_STEP_SECONDS = 1.0
 """A step that decodes takes longer only if the process was stopped, or other work came between."""
 MOST_DECODED = 8
@@ -89,10 +95,11 @@ class Pace:
             weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, self._chunks / WEIGHTY))
             self.chunk_seconds, self._measured = old + weight * (new - old), None
 
-    def under_way(self) -> float:
-        """How long the last planned step takes; 0.0 if vLLM plans a step when that is over."""
-        tokens = sum(self._scheduled.values()) if self._ahead else 0
-        return tokens / self._size * self.chunk_seconds
+    def delay(self) -> float:
+        """How long others hold up a prompt whose first step is planned now: for the newest step, if
+        vLLM plans ahead, and for `SHARE` of the prompt's first one, if that is as long."""
+        steps = self._ahead + SHARE if self._runs() else 0.0
+        return steps * sum(self._scheduled.values()) / self._size * self.chunk_seconds
 
     def ended(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""
@@ -109,8 +116,11 @@ class Pace:
             chunks * chunk_seconds < these steps * mean time of a step
 
         On an idle instance the steps of a load run no model and are short, so every hit is loaded,
-        and so it is before both times are measured."""
+        and so it is before both times are measured, and where there is much to compute (`MANY`)."""
         seconds = chunks * self.chunk_seconds
         sooner = 0.0 < seconds < self._load_steps * self._step_seconds
-        # Does a request of the last step still run?
-        return sooner and not self._live.keys().isdisjoint(self._scheduled)
+        return sooner and self._most <= MANY * self._size and self._runs()
+
+    def _runs(self) -> bool:
+        """Whether a request of the newest step still runs."""
+        return not self._live.keys().isdisjoint(self._scheduled)
