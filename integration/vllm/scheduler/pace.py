@@ -26,8 +26,8 @@ SHARE = 0.5
 """The part of a prompt's first step that others take on the average where prompts queue. The last
 one before it began anywhere in a step, and ends in this one."""
 MANY = 8
-"""Where a request has more chunks in the newest step, an instance has much to compute, and every
-hit is loaded: to compute one would hold up all prompts behind it."""
+"""If the newest step has more chunks, there is much to compute, and every hit is loaded: to compute
+one would hold up the prompts behind it."""
 LONGEST_STEP_SECONDS = 1.0
 """A step that decodes takes longer only if the process was stopped, or other work came between."""
 MOST_DECODED = 8
@@ -97,9 +97,10 @@ class Pace:
 
     def delay(self) -> float:
         """How long others hold up a prompt whose first step is planned now: for the newest step, if
-        vLLM plans ahead, and for `SHARE` of the prompt's first one, if that is as long."""
+        vLLM plans ahead, and for `SHARE` of the prompt's first one, if that is as long. Estimated
+        from above, since `chunk_seconds` includes other requests, too."""
         steps = self._ahead + SHARE if self._runs() else 0.0
-        return steps * sum(self._scheduled.values()) / self._size * self.chunk_seconds
+        return steps * self._newest() * self.chunk_seconds
 
     def ended(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""
@@ -119,7 +120,11 @@ class Pace:
         and so it is before both times are measured, and where there is much to compute (`MANY`)."""
         seconds = chunks * self.chunk_seconds
         sooner = 0.0 < seconds < self._load_steps * self._step_seconds
-        return sooner and self._most <= MANY * self._size and self._runs()
+        return sooner and self._newest() <= MANY and self._runs()
+
+    def _newest(self) -> float:
+        """The chunks of the newest step."""
+        return sum(self._scheduled.values()) / self._size
 
     def _runs(self) -> bool:
         """Whether a request of the newest step still runs."""

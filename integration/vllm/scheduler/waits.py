@@ -15,7 +15,7 @@ from ..telemetry.stats import Meter
 from .introduction import Introduction
 from .lookups import Lookups
 from .pace import Pace
-from .tracked import NO_ANSWER, NOTHING_LED, Answer, Tracked
+from .tracked import NO_ANSWER, NOTHING_LED, Answer, Tracked, WaitState
 
 log = logging.getLogger("vllm.vcache")
 
@@ -24,8 +24,8 @@ AGAIN_SECONDS = 0.005
 LAST_SECONDS = 0.02
 """How long past a wait's bound the server's last answer may take."""
 LONGER = 1.1
-"""A request waits at most so many times as long as it would take to compute the chunks here, behind
-the prompts that are being computed."""
+"""A request waits at most so many times as long as it would take to compute the chunks here, and
+as long as other prompts would hold that up: `Pace.delay`, but `LONGEST_STEP_SECONDS` at most."""
 ALIKE = 1.5
 """An owner is no slower than this instance unless it says that a chunk takes so many times as long
 there. The paces that equal instances measure differ by that much, in a simulation with vLLM's
@@ -109,16 +109,17 @@ class Waits:
             return False
         if not wait.since:
             return self._begins(tracked, answer, chunks, now)
-        if answer.coming is not None and answer.coming.owner != wait.owner:
-            wait.owner, wait.owned = answer.coming.owner, now
+        coming, some = answer.coming, answer.hits > wait.began
+        if some:
+            self._lacking.pop(wait.owner, None)
+        if coming is not None and coming.owner != wait.owner:
+            wait.owner, wait.owned = coming.owner, now
         why = self._ends(tracked, answer, now)
         if not why:
-            wait.promised |= answer.coming is not None
+            wait.promised |= coming is not None
             return True
-        if answer.hits > wait.began:
-            self._lacking.pop(wait.owner, None)
-        elif why == "late" and answer.coming is not None:
-            self._lacks(answer.coming, wait.owned, now)
+        if why == "late" and coming is not None and not some:
+            self._lacks(coming, wait, now)
         self.over(tracked, why, answer.hits)
         return False
 
@@ -173,7 +174,7 @@ class Waits:
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             here = LONGER * own * missing
-            seconds = here + self._pace.delay()
+            seconds = here + min(self._pace.delay(), LONGEST_STEP_SECONDS)
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
             if expected > seconds:
@@ -225,13 +226,13 @@ class Waits:
             self._distrust(coming, now)
         return silent
 
-    def _lacks(self, coming: Coming, since: float, now: float) -> None:
-        """Note that nothing came from the owner, for which a request has waited since `since`. One
-        wait may be shorter than the owner's steps, at whose end chunks come: then the first of
-        several counts."""
-        recent = {owner: at for owner, at in self._lacking.items() if at > now - DISTRUST_SECONDS}
+    def _lacks(self, coming: Coming, wait: WaitState, now: float) -> None:
+        """Note that in a whole wait nothing came from the owner. The wait may be shorter than the
+        owner's steps, at whose end chunks come: then the first of several counts."""
+        oldest = wait.since - DISTRUST_SECONDS
+        recent = {owner: at for owner, at in self._lacking.items() if at > oldest}
         self._lacking = recent
-        if now > recent.setdefault(coming.owner, since) + _silence(coming):
+        if now > recent.setdefault(coming.owner, wait.owned) + _silence(coming):
             self._distrust(coming, now)
 
     def _distrust(self, coming: Coming, now: float) -> None:
