@@ -35,7 +35,7 @@
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
 # then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
 #
-# A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s 94 s were seen once. Then `routed` on four GPUs
+# A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s after 65 to 95 s. Then `routed` on four GPUs
 # takes 35 s for three runs of prefix and hot, and 55 s for three of the trace, each arm; `ranks` on four 175 s with prefix and hot; `three` in
 # place 130 s; through a pool it has not come to its end. A machine starts, with what is unpacked, in 50 s; a failed start costs 180 s.
 #

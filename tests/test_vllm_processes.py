@@ -570,7 +570,7 @@ def test_a_data_parallel_rank_waits_for_what_another_one_computes(ranks: tuple[N
     """
     _, address = ranks
     with ThreadPoolExecutor(2) as pool:
-        for _ in range(10):
+        for _ in range(5):
             tokens = new_tokens(LONG + 1)
             before = counted(address, "vllm:vcache_awaited_tokens_total{")
             pair = list(pool.map(lambda rank, asked=tokens: complete(address, asked, rank), (0, 1)))

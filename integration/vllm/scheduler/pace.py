@@ -22,12 +22,6 @@ LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
 planned, so there is a second."""
-SHARE = 0.5
-"""The part of a prompt's first step that others take on the average where prompts queue. The last
-one before it began anywhere in a step, and ends in this one."""
-MANY = 8
-"""If the newest step has more chunks, there is much to compute, and every hit is loaded: to compute
-one would hold up the prompts behind it."""
 LONGEST_STEP_SECONDS = 1.0
 """A step that decodes takes longer only if the process was stopped, or other work came between."""
 MOST_DECODED = 8
@@ -95,12 +89,10 @@ class Pace:
             weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, self._chunks / WEIGHTY))
             self.chunk_seconds, self._measured = old + weight * (new - old), None
 
-    def delay(self) -> float:
-        """How long others hold up a prompt whose first step is planned now: for the newest step, if
-        vLLM plans ahead, and for `SHARE` of the prompt's first one, if that is as long. Estimated
-        from above, since `chunk_seconds` includes other requests, too."""
-        steps = self._ahead + SHARE if self._runs() else 0.0
-        return steps * self._newest() * self.chunk_seconds
+    def under_way(self) -> float:
+        """How long the last planned step takes; 0.0 if vLLM plans a step when that is over."""
+        tokens = sum(self._scheduled.values()) if self._ahead else 0
+        return tokens / self._size * self.chunk_seconds
 
     def ended(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""
@@ -117,15 +109,8 @@ class Pace:
             chunks * chunk_seconds < these steps * mean time of a step
 
         On an idle instance the steps of a load run no model and are short, so every hit is loaded,
-        and so it is before both times are measured, and where there is much to compute (`MANY`)."""
+        and so it is before both times are measured."""
         seconds = chunks * self.chunk_seconds
         sooner = 0.0 < seconds < self._load_steps * self._step_seconds
-        return sooner and self._newest() <= MANY and self._runs()
-
-    def _newest(self) -> float:
-        """The chunks of the newest step."""
-        return sum(self._scheduled.values()) / self._size
-
-    def _runs(self) -> bool:
-        """Whether a request of the newest step still runs."""
-        return not self._live.keys().isdisjoint(self._scheduled)
+        # Does a request of the last step still run?
+        return sooner and not self._live.keys().isdisjoint(self._scheduled)

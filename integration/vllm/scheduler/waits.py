@@ -24,8 +24,7 @@ AGAIN_SECONDS = 0.005
 LAST_SECONDS = 0.02
 """How long past a wait's bound the server's last answer may take."""
 LONGER = 1.1
-"""A request waits at most so many times as long as it would take to compute the chunks here, and
-as long as other prompts would hold that up: `Pace.delay`, but `LONGEST_STEP_SECONDS` at most."""
+"""A request waits at most so many times as long as it would take to compute the chunks here."""
 ALIKE = 1.5
 """An owner is no slower than this instance unless it says that a chunk takes so many times as long
 there. The paces that equal instances measure differ by that much, in a simulation with vLLM's
@@ -109,8 +108,8 @@ class Waits:
             return False
         if not wait.since:
             return self._begins(tracked, answer, chunks, now)
-        coming, some = answer.coming, answer.hits > wait.began
-        if some:
+        coming, came = answer.coming, answer.hits > wait.began
+        if came:
             self._lacking.pop(wait.owner, None)
         if coming is not None and coming.owner != wait.owner:
             wait.owner, wait.owned = coming.owner, now
@@ -118,7 +117,7 @@ class Waits:
         if not why:
             wait.promised |= coming is not None
             return True
-        if why == "late" and coming is not None and not some:
+        if why == "late" and coming is not None and not came:
             self._lacks(coming, wait, now)
         self.over(tracked, why, answer.hits)
         return False
@@ -174,10 +173,10 @@ class Waits:
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             here = LONGER * own * missing
-            seconds = here + min(self._pace.delay(), LONGEST_STEP_SECONDS)
+            seconds = here + min(here, self._pace.under_way())
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
-            if expected > seconds:
+            if expected > here:
                 return False
         if coming is not None and self._is_silent(tracked, coming, now):
             return False
