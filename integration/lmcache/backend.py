@@ -19,7 +19,7 @@ from vcache_backend.transfer.arguments import as_slots
 
 from .. import logs
 from ..guard import answers
-from .memory import NoAllocator, StoredObj, described
+from .memory import NoAllocator, NotedSlots, StoredObj, described
 from .patches import StepAside
 from .startup import Starter
 from .worker import PoolWorker
@@ -81,10 +81,15 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def note_sources(
         self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
     ) -> None:
-        """See `PoolWorker.note`. more: LMCache's keyword arguments."""
+        """Note the places of a store's chunks, for the next put. starts: the first token of each
+        chunk. more: LMCache's keyword arguments."""
         worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
-        if worker is not None:
-            worker.note(objs, starts, as_slots(mapping, len(mapping), 0))
+        if worker is None:
+            return
+        slots = as_slots(mapping, len(mapping), 0)
+        for obj, start in zip(objs, starts, strict=True):
+            if isinstance(obj, StoredObj):
+                obj.source = NotedSlots(worker.kvcaches, slots, start)
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:

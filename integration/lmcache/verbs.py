@@ -96,9 +96,9 @@ class Verbs:
         stats = engine.stats_monitor.on_lookup_request(asked)
         try:
             hashes = self._hashes(tokens) if hashes is None else hashes
-            find = worker.promise
-            chunks = self._look_up(worker, find, lookup_id, hashes, request_configs, search_range)
-            hit_tokens = chunks * self._size
+            hit = worker.promise(self._names(worker, hashes, request_configs, search_range))
+            self._hits.keep(lookup_id, hit)
+            hit_tokens = len(hit.names) * self._size
         except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
             self._backend.note_failure("lookup", error)
         finally:
@@ -119,24 +119,19 @@ class Verbs:
         database = self._engine.token_database
         return [value for _, _, value in database.process_tokens(tokens, make_key=False)]
 
-    def _look_up(
+    def _names(
         self,
         worker: PoolWorker,
-        find: Callable[[list[ChunkKey]], Hit],
-        request: str,
         hashes: Sequence[int],
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
-    ) -> int:
-        """Look up the leading chunks, keep the hit for the request, and return how many can be
-        loaded. find: asks the server."""
-        manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
-        tiers = manager.get_active_storage_backends(
+    ) -> list[ChunkKey]:
+        """The keys of a request's chunks. Empty if LMCache does not want to search our tier."""
+        tiers = self._engine.storage_manager.get_active_storage_backends(
             search_range=search_range or self._engine.retrieve_locations
         )
-        hit = find(names) if names and any(tier is self._backend for _, tier in tiers) else Hit()
-        self._hits.keep(request, hit)
-        return len(hit.names)
+        ours = any(tier is self._backend for _, tier in tiers)
+        return worker.names(hashes, tags_of(configs)) if ours else []
 
     # ---- loads
 
@@ -179,11 +174,11 @@ class Verbs:
         kwargs: dict[str, Any],
     ) -> int:
         """Load the chunks from number `first` on. Returns how many are in place, or will be."""
-        hit, own = self._hits.take(request), f"{request} of vcache"
+        hit = self._hits.take(request)
         if hit is None:
             # No look-up was made, or its hit was dropped.
-            self._look_up(worker, Hit, own, self._hashes(tokens), kwargs.get("request_configs"))
-            hit = self._hits.take(own) or Hit()
+            configs = kwargs.get("request_configs")
+            hit = Hit(self._names(worker, self._hashes(tokens), configs))
         try:
             count = min(len(hit.names), len(tokens) // self._size)
             if first >= count:
