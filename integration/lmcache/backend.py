@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryAllocatorInterface
 from lmcache.v1.storage_backend.abstract_backend import (
     AllocatorBackendInterface,
     StoragePluginInterface,
 )
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.arguments import as_slots
 
 from .. import logs
 from ..guard import answers
-from .memory import NoAllocator, NotedSlots, StoredObj, described
 from .patches import StepAside
 from .startup import Starter
+from .unused import NoAllocator
 from .worker import PoolWorker
 
 log = logging.getLogger(__name__)
@@ -64,7 +61,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
             self._step_aside(error)
 
-    # ---- for the GPU connector and `Verbs`
+    # ---- for `Verbs`
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
         """Return the worker for these KV caches. None if the plugin stepped aside."""
@@ -76,20 +73,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             except Exception as error:  # noqa: BLE001 as in the constructor
                 self._step_aside(error)
         return self.worker
-
-    @answers(None)
-    def note_sources(
-        self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
-    ) -> None:
-        """Note the places of a store's chunks, for the next put. starts: the first token of each
-        chunk. more: LMCache's keyword arguments."""
-        worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
-        if worker is None:
-            return
-        slots = as_slots(mapping, len(mapping), 0)
-        for obj, start in zip(objs, starts, strict=True):
-            if isinstance(obj, StoredObj):
-                obj.source = NotedSlots(worker.kvcaches, slots, start)
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
@@ -120,50 +103,12 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """Return None for each key; see `get_blocking`."""
         return [None] * len(keys)
 
-    # ---- stores
+    # ---- stores: `Verbs.store` stores chunks straight out of the paged KV cache
 
-    def allocate(
-        self,
-        shapes: Any,
-        dtypes: Any,
-        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
-        eviction: bool = True,
-        busy_loop: bool = True,
-    ) -> MemoryObj | None:
-        """Make a memory object for one whole chunk. None for less than a chunk: then LMCache stops
-        storing the request."""
-        return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
+    def allocate(self, *_: Any, **__: Any) -> None:
+        """Return None, with which LMCache stores nothing."""
 
-    @answers(None)
-    def batched_allocate(
-        self,
-        shapes: Any,
-        dtypes: Any,
-        batch_size: int,
-        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
-        eviction: bool = True,
-        busy_loop: bool = True,
-    ) -> list[MemoryObj] | None:
-        listed = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
-        kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-        if self.reason or listed != self.metadata.get_shapes(self.config.chunk_size):
-            return None
-        return [StoredObj(described(listed, kinds, fmt)) for _ in range(batch_size)]
-
-    @answers(None)
-    def batched_submit_put_task(
-        self,
-        keys: Sequence[CacheEngineKey],
-        objs: list[MemoryObj],
-        transfer_spec: Any = None,
-        on_complete_callback: Any = None,
-    ) -> None:
-        """Reserve slots, launch one copy, and return. Chunks that the pool has are not copied. The
-        commit follows in the background.
-
-        `on_complete_callback` is not called: LMCache's storage manager passes none."""
-        if self.worker is not None:
-            self.worker.put(keys, objs)
+    batched_allocate = batched_submit_put_task = allocate
 
     # ---- the rest
 

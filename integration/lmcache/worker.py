@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryObj
 
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import KVCaches
@@ -134,25 +132,16 @@ class PoolWorker:
                 bad |= set((tokens // block_size).tolist())
         return bad
 
-    # ---- stores
+    # ---- stores and removals
 
-    def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks, those that were noted together in one launch. Skips what the pool
-        has.
+    def store(self, names: Sequence[ChunkKey], first: int, slots: Slots) -> None:
+        """Store the chunks from number `first` on: reserve slots, launch one copy, and return.
+        Skips what the pool has. The commit follows in the background.
 
-        Memory objects of other allocators are skipped: their bytes may differ from vLLM's blocks,
-        and no reader could notice."""
-        pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
-        sources = [(key, source) for key, source in pairs if source is not None]
-        names = self._named([key for key, _ in sources])
-        # What was noted together has one `slots`.
-        named = [(name, source) for name, (_, source) in zip(names, sources, strict=False)]
-        for _, noted in groupby(named, lambda pair: (id(pair[1].kvcaches), id(pair[1].slots))):
-            part = list(noted)
-            (kvcaches, slots, _), starts = part[0][1], [source.start for _, source in part]
-            kv, size = self.session.bind(kvcaches), self.session.chunk_size
-            places = SlotPlaces(kv, size, slots, starts)
-            store(self.session, places, [name for name, _ in part], range(len(part)))
+        slots: int64, the slots of the request's tokens."""
+        kv, size = self.session.bind(self.kvcaches), self.session.chunk_size
+        places = SlotPlaces(kv, size, slots, range(first * size, len(names) * size, size))
+        store(self.session, places, names[first:], range(len(names) - first))
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> int:
         """Remove chunks of this rank. Returns how many."""
