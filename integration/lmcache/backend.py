@@ -29,9 +29,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     see docs/lmcache.md.
 
     LMCache calls `contains` and its variants in the look-up thread, and the rest in the worker's
-    main thread. Nothing raises, and no call
-    waits longer than the client's deadlines. If the plugin must not work here (see `checks`), the
-    backend stays as an allocator that always returns None."""
+    main thread. Nothing raises, and no call waits longer than the client's deadlines. The backend
+    is LMCache's allocator, which always returns None, also if the plugin must not work here (see
+    `checks`)."""
 
     is_vcache = True
 
@@ -53,7 +53,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         )
         logs.join_vllm()
         self.worker: PoolWorker | None = None
-        self._failures: set[str] = set()
         self.reason = ""
         self._starter = Starter(config, metadata, self)
         try:
@@ -99,10 +98,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def get_blocking(self, key: CacheEngineKey) -> None:
         """Return None: `Verbs.retrieve` loads hits straight into the paged KV cache."""
 
-    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
-        """Return None for each key; see `get_blocking`."""
-        return [None] * len(keys)
-
     # ---- stores: `Verbs.store` stores chunks straight out of the paged KV cache
 
     def allocate(self, *_: Any, **__: Any) -> None:
@@ -134,10 +129,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     initialize_allocator = get_memory_allocator
 
-    def calculate_chunk_budget(self) -> int:
-        """How many chunks may be loaded at once: any number, our objects hold no memory."""
-        return 1 << 20
-
     @answers(None)
     def close(self) -> None:
         """Finish stores and leave the pool. The chunks stay in the pool."""
@@ -147,13 +138,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             worker.session.close()
 
     def note_failure(self, call: str, error: Exception) -> None:
-        """Count a failure, and log each cause once."""
-        cause = f"{call}: {type(error).__name__}"
+        """Count a failure, and log each cause once. Without a worker only `close` can fail."""
         if self.worker is not None:
             self.worker.session.miss(call, error)
-        elif cause not in self._failures:
-            log.warning("%s failed, which counts as a miss: %s", call, error)
-        self._failures.add(cause)
+        else:
+            log.warning("%s failed: %s", call, error)
 
     def _step_aside(self, error: Exception) -> None:
         self.reason = str(error) or type(error).__name__
