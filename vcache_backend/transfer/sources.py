@@ -154,8 +154,8 @@ class _OffloadedPart(Part):
     def settle(self) -> Settled:
         context, stop, seconds = self.context, self.first + self.count, self.copy.seconds
         self.give_back()
-        keys, waited = context.keys[self.first : stop], perf_counter() - context.idle_since
-        context.stats.offloaded(self.first, keys, self.tokens(self.count), waited, seconds)
+        waited = perf_counter() - context.idle_since
+        context.stats.offloaded(self.first, self.count, self.tokens(self.count), waited, seconds)
         context.epochs |= self.epochs
         context.fetched += range(self.first, stop)
         return Settled(self.count)
