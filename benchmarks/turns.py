@@ -177,7 +177,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
     hangs up."""
     each, most = 16, m.MAX_PUBLISHED
     keys = [m.ChunkKey(key(n)[: -m.RANK_BYTES] + bytes(m.RANK_BYTES)) for n in range(m.MAX_KEYS)]
-    instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
+    instance, blocks = m.InstanceId(os.urandom(m.INSTANCE_BYTES)), m.MAX_BLOCKS // 2
     shape = m.CacheShape(
         "host", "host", "x", [m.LayerKind(1, 1, 4096, 4096)], 1, 16, [(0, 0)], [4096]
     )
@@ -189,9 +189,8 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
             first = turn * most * each % (blocks - most * each)
             numbers = struct.pack(f"<{most * each}I", *range(first, first + most * each))
             start = turn % 4 * most
-            client.publish(
-                instance, turn, keys[start : start + most], numbers, os.urandom(8 * most * each)
-            )
+            some, generations = keys[start : start + most], os.urandom(8 * most * each)
+            client.publish(m.Publish(instance, turn, some, numbers, generations))
             client.find(m.Find(keys))
             if turn % 50 == 49:
                 client.retract(instance, turn)

@@ -274,11 +274,7 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
     with pytest.raises(Refused, match="this connection is no part of it"):
         reader.retract(A, 100)
     assert found(reader) == 3
-    assert (
-        reader.publish(B, 1, keys(1), chunk_blocks(0), chunk_generations(2))
-        == reader.retract(B, 1)
-        == 0
-    )
+    assert publish(reader, B, keys(1)) == reader.retract(B, 1) == 0
 
 
 def test_the_same_process_takes_its_place_again_while_its_old_connection_is_still_there(
@@ -584,12 +580,8 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
     owner, each, count = alone.client(), 64, 300
     join(owner, A, blocks=each * count, each=each)
     show(owner, A)
-    assert (
-        owner.publish(
-            A, 1, keys(count), chunk_blocks(0, count, each), chunk_generations(2, count, each)
-        )
-        == count
-    )
+    packed = chunk_blocks(0, count, each), chunk_generations(2, count, each)
+    assert owner.publish(m.Publish(A, 1, keys(count), *packed)) == count
     sent = reader.send_find(m.Find(keys(count)), SECONDS)
     assert sent is not None
     part = sent.answer()

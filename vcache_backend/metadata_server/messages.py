@@ -501,6 +501,11 @@ class Publish(Request, frozen=True, tag="publish"):
     generations: bytes
     epoch: int = 0
 
+    def cut(self, first: int, stop: int) -> Publish:
+        """Return a publication of the chunks [first, stop) of this one alone."""
+        packed = _part(self.blocks, self.generations, len(self.keys), first, stop)
+        return Publish(self.instance, self.sequence, self.keys[first:stop], *packed, self.epoch)
+
 
 class Retract(Request, frozen=True, tag="retract"):
     """Void the instance's publications with a lower sequence, past and future → `Count` of chunks
@@ -680,11 +685,9 @@ class ResidentRun(NamedTuple):
         """Return the run of the chunks [first, stop), which are some of this run's."""
         if (first, stop) == (self.first, self.stop):
             return self
-        number, counter = len(self.blocks) // self.chunks, len(self.generations) // self.chunks
         begin, end = first - self.first, stop - self.first
-        blocks = self.blocks[begin * number : end * number]
-        generations = self.generations[begin * counter : end * counter]
-        return ResidentRun(first, stop - first, self.instance, blocks, generations)
+        packed = _part(self.blocks, self.generations, self.chunks, begin, end)
+        return ResidentRun(first, stop - first, self.instance, *packed)
 
     def numbered(self, first: int) -> ResidentRun:
         """Return the same chunks, numbered from `first` on."""
@@ -694,6 +697,14 @@ class ResidentRun(NamedTuple):
         """Whether the chunks have `each` blocks."""
         number, counter = self.chunks * each * NUMBER_BYTES, self.chunks * each * GENERATION_BYTES
         return (len(self.blocks), len(self.generations)) == (number, counter)
+
+
+def _part(
+    blocks: bytes, generations: bytes, chunks: int, first: int, stop: int
+) -> tuple[bytes, bytes]:
+    """Of the packed blocks and generations of some chunks those of [first, stop)."""
+    number, counter = len(blocks) // chunks, len(generations) // chunks
+    return blocks[first * number : stop * number], generations[first * counter : stop * counter]
 
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from vcache_backend.metadata_server.messages import InstanceId, Reads
+from vcache_backend.metadata_server.messages import InstanceId, Publish, Reads
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
-from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.exports.memory import Region
@@ -85,11 +85,7 @@ class InPlace:
             return
         written = session.copier.mark()
         for spec in specs:
-            keys = session.own(spec.keys)
-            publication = Publication(
-                keys, spec.blocks, spec.generations, spec.sequence, spec.epoch
-            )
-            publisher.submit(publication, written, soon=not spec.loaded)
+            publisher.submit(self._publication(session, spec), written, soon=not spec.loaded)
 
     def save(self, spec: PublicationSpec, stores: Stores) -> None:
         """Store those chunks in the pool that are published. A chunk that loses a block during the
@@ -98,14 +94,15 @@ class InPlace:
         session, publisher = self._session, self.publisher
         if session is None or publisher is None:
             return
-        keys = session.own(spec.keys)
-        for published in publisher.known(
-            Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
-        ):
+        for published in publisher.known(self._publication(session, spec)):
             blocks: list[int] = np.frombuffer(published.blocks, dtype="<u4").tolist()
             stores.save(
                 published.keys, blocks, published.epoch, partial(publisher.holds, published)
             )
+
+    def _publication(self, session: Session, spec: PublicationSpec) -> Publish:
+        keys, packed = session.own(spec.keys), (spec.blocks, spec.generations)
+        return Publish(self._instance, spec.sequence, keys, *packed, spec.epoch)
 
     def measure(self, meter: Meter) -> None:
         """Tell the meter how many chunks were published since the last call."""

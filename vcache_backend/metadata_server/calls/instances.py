@@ -37,31 +37,15 @@ class InstanceCalls(Channel):
         request = m.ShowCache(m.InstanceId(instance), rank, shape)
         self._call(request, m.Count, self._config.control_seconds, fds)
 
-    def publish(
-        self,
-        instance: bytes,
-        sequence: int,
-        keys: list[m.ChunkKey],
-        blocks: bytes,
-        generations: bytes,
-        epoch: int = 0,
-    ) -> int:
+    def publish(self, whole: m.Publish) -> int:
         """Publish chunks of one rank, in several requests if many. Returns how many were taken."""
-        each = len(blocks) // m.NUMBER_BYTES // max(1, len(keys))
-        chunk_bytes = _KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
-        most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // chunk_bytes))
+        count = len(whole.keys)
+        packed_bytes = (len(whole.blocks) + len(whole.generations)) // max(1, count)
+        most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + packed_bytes)))
         deadline, taken = time.perf_counter() + self._config.request_seconds, 0
-        for start in range(0, len(keys), most):
-            first, stop = start * each, (start + most) * each
-            request = m.Publish(
-                m.InstanceId(instance),
-                sequence,
-                keys[start : start + most],
-                blocks[first * m.NUMBER_BYTES : stop * m.NUMBER_BYTES],
-                generations[first * m.GENERATION_BYTES : stop * m.GENERATION_BYTES],
-                epoch,
-            )
-            taken += self._call(request, m.Count, deadline - time.perf_counter()).count
+        for start in range(0, count, most):
+            part = whole.cut(start, start + most)
+            taken += self._call(part, m.Count, deadline - time.perf_counter()).count
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
