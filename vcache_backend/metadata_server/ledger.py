@@ -142,8 +142,8 @@ class Ledger:
 class _Area:
     """One of the two areas: a sequence of frames."""
 
-    def __init__(self, file: int, number: int, size: int = 0) -> None:
-        self._file, self.number, self.size = file, number, size
+    def __init__(self, file: int, number: int) -> None:
+        self._file, self.number, self.size = file, number, 0
 
     @property
     def valid(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 
 import msgspec
 
@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.messages import (
     Medium,
     SegmentId,
 )
-from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, padded
+from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents, padded
 
 SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
@@ -222,19 +222,13 @@ class LedgerState(msgspec.Struct):
             if (
                 len(key) != KEY_BYTES
                 or location.length < 1
-                or start < 0
                 or start % ALIGNMENT
                 or location.segment not in taken
             ):
                 raise ValueError(f"chunk {key.hex()} at {location} cannot be")
-            taken[location.segment].append((start, start + padded(location.length)))
+            taken[location.segment].append((start, padded(location.length)))
         for id_, slots in taken.items():
-            slots.sort()
-            for (start, end), (after, _) in pairwise(
-                [*slots, (self.segments[id_].nbytes // ALIGNMENT * ALIGNMENT, 0)]
-            ):
-                if end > after:
-                    raise ValueError(f"slot [{start}, {end}) of segment {id_} ends behind {after}")
+            Extents(self.segments[id_].nbytes, slots)
 
 
 def _without(held: Held, segment: SegmentId) -> Held | None:
