@@ -201,9 +201,9 @@ def _promise(client: Client, path: Path, end: float, number: int) -> None:
     promised; looks the same up; hangs up now and then."""
     for turn in _turns(end, 100):
         keys = [key(10**13 + turn // 2 * m.MAX_KEYS + n) for n in range(m.MAX_KEYS)]
-        client.promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9)
+        client.promise(m.Promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9))
         client.find(m.Find(keys, promise=turn))
-        client.promise(turn - 1 if turn % 3 else turn, [])
+        client.promise(m.Promise(turn - 1 if turn % 3 else turn, []))
 
 
 def _hello(client: Client, path: Path, end: float, number: int) -> None:

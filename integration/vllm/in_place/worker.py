@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from vcache_backend.metadata_server.messages import InstanceId, Publish, Reads
+from vcache_backend.metadata_server.messages import InstanceId, Publish
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
@@ -43,10 +43,6 @@ class InPlace:
         """The instance's name for others; empty before `show`."""
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
-        self._told: list[Reads] = []
-        """The reads that this worker last reported to the server. Only the client's
-        thread uses it.
-        """
 
     def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Find the exportable memory of vLLM's new KV cache. LayoutError or SegmentError if others
@@ -64,8 +60,6 @@ class InPlace:
         self._shape = cache_shape(kv, self._regions, device)
         self.neighbours = Neighbours(session.client, device, kv, session.rank)
         self._session = session
-        session.client.on_beat.append(self._show_reads)
-        session.client.on_return.append(self._told.clear)
 
     def show(self, instance: InstanceId) -> None:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
@@ -110,12 +104,6 @@ class InPlace:
             published = self._session.stats.counted("chunks_").get("published", 0)
             meter.count("published_chunks", published - self._measured)
             self._measured = published
-
-    def _show_reads(self) -> None:
-        reads = self._session.stats.reads() if self._session is not None else []
-        if self._session is not None and reads != self._told:
-            self._session.client.show_reads(reads, self._instance)
-            self._told[:] = reads
 
     def close(self) -> None:
         """Idempotent. Call it after the last load is over, and before the session is closed."""

@@ -79,26 +79,11 @@ class InstanceCalls(Channel):
         fits = len(request.keys) <= _most_found(request)
         return self._send(request, m.Found, seconds) if fits else None
 
-    def promise(
-        self,
-        number: int,
-        keys: list[m.ChunkKey],
-        ranks: int = 1,
-        instance: bytes = b"",
-        epoch: int = 0,
-        chunk_seconds: float = 0.0,
-        step_seconds: float = 0.0,
-        begun: bool = True,
-    ) -> m.Promised:
-        """Say that a request has begun to compute these chunks; none: no more. See `Promise`."""
-        some = keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)]
-        terms = m.InstanceId(instance), epoch, chunk_seconds, step_seconds, begun
-        return self._call(m.Promise(number, some, ranks, *terms), m.Promised)
-
-    def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
-        """Report for the statistics how much this process of `instance` has read out of other
-        instances' KV caches so far: at most `MAX_OWNERS` rows."""
-        self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
+    def promise(self, request: m.Promise) -> m.Promised:
+        """Say that a request has begun to compute chunks: as many of them as one request may have.
+        See `Promise`."""
+        some = request.keys[: _most_found(request)]
+        return self._call(msgspec.structs.replace(request, keys=some), m.Promised)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
         """Open an instance. Fds: its generation table, pidfds of the scheduler and each rank."""
@@ -116,8 +101,8 @@ class InstanceCalls(Channel):
         self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
 
 
-def _most_found(request: m.Find) -> int:
-    """How many keys of a look-up fit into one request."""
+def _most_found(request: m.Find | m.Promise) -> int:
+    """How many keys of a look-up or a promise fit into one request."""
     return min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)
 
 

@@ -177,8 +177,6 @@ class Contents:
         """Add a reader to each of these different chunks, which keeps them from eviction."""
         for entry in entries:
             if not entry.leases:
-                segment = entry.segment
-                segment.leased += 1
                 remove(entry)
             entry.leases += 1
 
@@ -188,12 +186,10 @@ class Contents:
         for use, entry in enumerate(reversed(entries), self._uses):
             entry.leases -= 1
             if not entry.leases:
-                segment = entry.segment
-                segment.leased -= 1
                 if entry.doomed:
-                    segment.free(entry)
+                    entry.segment.free(entry)
                 else:
-                    segment.append(entry, use)
+                    entry.segment.append(entry, use)
         self._uses += len(entries)
 
     # ---- chunks go
