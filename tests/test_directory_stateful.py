@@ -257,8 +257,7 @@ class DirectoryMachine(Clients):
             )
             assert segment.reserved == sum(slot.state in ("open", "void") for slot in mine)
             assert info.chunks == len(mine) - segment.reserved
-            leased = sum(entry.leases > 0 for entry in segment.ending)
-            assert leased == sum(self.model.leased(slot) for slot in mine)
+            assert info.leased == sum(self.model.leased(slot) for slot in mine)
 
     @invariant()
     def the_order_of_eviction_is_the_order_of_use(self) -> None:

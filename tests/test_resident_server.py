@@ -126,7 +126,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     stats = reader.stats()
     (told,) = stats.instances
     assert msgspec.structs.replace(told, silent=0.0) == m.InstanceStats(
-        A.hex(), "host", os.getpid(), 3, namespace=NAMESPACE.hex()
+        A.hex(), "host", os.getpid(), 64, 3, namespace=NAMESPACE.hex()
     )
     assert stats.counters["published"] == 3
     assert stats.counters["resident_hits"] == 5

@@ -144,6 +144,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     used: int = 0
     chunks: int = 0
+    leased: int = 0
     evictions: int = 0
     state: SegmentState = "live"
 
@@ -241,7 +242,9 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     id: str
     device: str
     pid: int
+    blocks: int
     resident: int
+    ranks: int = 1
     missing: str = ""
     name: str = ""
     namespace: str = ""

@@ -177,6 +177,7 @@ class Contents:
         """Add a reader to each of these different chunks, which keeps them from eviction."""
         for entry in entries:
             if not entry.leases:
+                entry.segment.leased += 1
                 remove(entry)
             entry.leases += 1
 
@@ -186,10 +187,12 @@ class Contents:
         for use, entry in enumerate(reversed(entries), self._uses):
             entry.leases -= 1
             if not entry.leases:
+                segment = entry.segment
+                segment.leased -= 1
                 if entry.doomed:
-                    entry.segment.free(entry)
+                    segment.free(entry)
                 else:
-                    entry.segment.append(entry, use)
+                    segment.append(entry, use)
         self._uses += len(entries)
 
     # ---- chunks go

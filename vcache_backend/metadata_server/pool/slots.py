@@ -147,7 +147,7 @@ class Segment:
         self.returning: list[Entry] = []
         """Chunks that an absent segment will bring back unless they are removed first; the least
         recently used last."""
-        self.reserved = self.evictions = 0
+        self.reserved = self.leased = self.evictions = 0
 
     def info(self) -> SegmentInfo:
         """The segment as the protocol describes it."""
@@ -158,6 +158,7 @@ class Segment:
             nbytes=self.nbytes,
             used=self.capacity - self.extents.free,
             chunks=len(self.ending) - self.reserved,
+            leased=self.leased,
             evictions=self.evictions,
             state=self.state,
         )

@@ -105,6 +105,7 @@ class Layouts:
                 next((peer.device for peer in peers if peer.medium == "cuda"), peers[0].device),
                 peers[0].process.pid,
                 0,
+                0,
                 name=peers[0].name,
                 namespace=namespace,
                 **liveness(peers[: m.MAX_RANKS]),
