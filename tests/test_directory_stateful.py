@@ -207,11 +207,7 @@ class DirectoryMachine(Clients):
             s.key: s.location for s in self.model.slots if s.state in ("live", "resting")
         }
         assert set(state.segments) == set(self.model.segments) | set(self.model.absent)
-        held = {
-            id_: dict(zip(held.keys, held.locations, strict=True))
-            for id_, held in state.held.items()
-        }
-        assert held == {
+        assert {id_: held.chunks for id_, held in state.held.items()} == {
             id_: {s.key: s.location for s in write.slots}
             for id_, write in self.model.writes.items()
         }

@@ -88,14 +88,13 @@ class SegmentDirectory:
         self,
         client: Peer,
         reservation: int,
-        keys: list[m.ChunkKey],
-        locations: list[m.Location],
+        chunks: dict[m.ChunkKey, m.Location],
         tenant: Tenant | None,
     ) -> None:
         """Open a reservation: from now on the client may write these slots."""
-        entries = self.contents.occupy(keys, locations, reservation, tenant)
+        entries = self.contents.occupy(chunks, reservation, tenant)
         self.reservations.open(reservation, client.id, client.process, entries, self._now())
-        self.records.append(records.Held(reservation, client.process, keys, locations))
+        self.records.append(records.Held(reservation, client.process, chunks))
 
     def _not_now(self, client: Peer) -> str:
         """Explain why this client can reserve nothing at present; empty if it can."""
