@@ -109,5 +109,12 @@ def publish(
     )
 
 
+def share(client: Client, instance: bytes, count: int = 3) -> None:
+    """All of it: an instance of one rank that has published so many chunks."""
+    join(client, instance)
+    show(client, instance)
+    assert publish(client, instance, keys(count)) == count
+
+
 def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:
     return [chunk_key(number, rank, NAMESPACE) for number in range(start, start + count)]

@@ -213,11 +213,11 @@ def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(
 ) -> None:
     server = alone.server()
     layout = {"model": "m", "namespace": "aa", "field": "x"}
-    alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)
+    alone.raw(hello=False).hello(layout)
     for number in range(100):
         with Raw(alone.path, hello=False) as raw:
             other = layout | {"namespace": str(number), "field": str(number)}
-            assert raw.ask("hello", m.PROTOCOL_VERSION, "host", "host", other)[0] == "welcome"
+            assert raw.hello(other)[0] == "welcome"
             raw.ask("report", "info", f"{number} " + "x" * 1000)
             raw.send_bytes(b"\xc1")
             assert raw.closed()

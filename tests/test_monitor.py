@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from engine_cases import Cache, layout_of, node
-from instance_cases import instance_id, join, keys, publish, show
+from instance_cases import instance_id, join, keys, share
 from processes import ROOT, SECONDS, Child, Stage, eventually, ran
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
@@ -116,9 +116,7 @@ def used(alone: Stage) -> Client:
     """
     owner = alone.client()
     reader = alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
-    join(owner, A)
-    show(owner, A)
-    publish(owner, A, keys(3))
+    share(owner, A)
     looked_for(reader)
     owner.find(m.Find(keys(5)))  # as vLLM's workers, it has told no layout
     reader.show_reads([m.Reads(A, 1010 << 20, 2)])

@@ -6,7 +6,7 @@ import os
 
 import msgspec
 import pytest
-from instance_cases import NAMESPACE, instance_id, join, keys, publish, show
+from instance_cases import NAMESPACE, instance_id, join, keys, publish, share, show
 from model import FakeClock, chunk_key
 from processes import Stage, eventually, info, make_memfd
 from test_directory import work_of
@@ -70,9 +70,7 @@ def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> No
 def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: Stage) -> None:
     """In place what its own instance has; in a pool what all ranks have."""
     owner, reader = stage.client(), stage.client()
-    join(owner, A)
-    show(owner, A)
-    publish(owner, A, keys(2))
+    share(owner, A, 2)
     assert owner.promise(1, keys(4), instance=A).chunks == 2
     assert chunks(reader, 6) == (2, 2)
     publish(owner, A, keys(2, start=2), first=8)
