@@ -25,10 +25,10 @@ def instance_id(number: int) -> m.InstanceId:
     return m.InstanceId(number.to_bytes(16, "big"))
 
 
-def make_table(blocks: int, seals: int = FUTURE_WRITE) -> int:
+def make_table(blocks: int) -> int:
     """A generation table's memfd: nobody but who has mapped it already can write."""
     fd = make_memfd(4096 + blocks * 8, seals=False)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | seals)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
     return fd
 
 

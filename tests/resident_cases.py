@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import neighbour_cases
 import numpy as np
 import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, layout_of
 from neighbour_cases import Owner, instance, mapped
-from processes import PATIENT, SECONDS, Worker, eventually, with_torch
+from processes import PATIENT, Worker, eventually
 
 from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
@@ -33,16 +34,9 @@ def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     return made
 
 
-def owner_process(here: Node, name: int = 1, device: str = "host") -> Worker:
-    """An `Owner` in a process of its own."""
-    home, patience = with_torch(), 120.0 if device.startswith("cuda") else 2 * SECONDS
-    made = Worker(
-        *(home, Owner, here.path, PATIENT, instance(name), 1, 0, True, SMALL, SMALL.layers, device),
-        name=f"owner {name}",
-        patience=patience,
-        start_seconds=patience,
-    )
-    return here.undo.enter_context(made).made()
+def owner_apart(here: Node, name: int = 1, device: str = "host") -> Worker:
+    """In a process of its own."""
+    return neighbour_cases.owner(here.stage, name, regions=SMALL.layers, device=device)
 
 
 class StoppingCopier(HostCopier):

@@ -37,8 +37,8 @@ MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
 
 
-def peer(pid: int = 7, number: int = 1, uid: int = 1000) -> Peer:
-    return Peer(number, ProcessId(pid, 1), "host", "host", uid=uid)
+def peer(pid: int = 7, number: int = 1) -> Peer:
+    return Peer(number, ProcessId(pid, 1), "host", "host", uid=1000)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from engine_cases import Copied, Node, here, put
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import SECONDS, eventually, hasty, hung
+from processes import SECONDS, asked, eventually, hasty, hung
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
@@ -50,11 +50,7 @@ class Reading:
 
     def answered(self) -> tuple[int, int]:
         """Renewals and releases that the server answered."""
-        latency = self.bystander.stats().latency
-        renewals, releases = (
-            latency[name].count if name in latency else 0 for name in ("Renew", "Release")
-        )
-        return renewals, releases
+        return asked(self.bystander, "Renew"), asked(self.bystander, "Release")
 
     def leases(self) -> int:
         return self.bystander.stats().leases

@@ -71,9 +71,10 @@ def beside(alone: Stage) -> str:
     return monitoring(alone)[1]
 
 
-def get(address: str, path: str = "/metrics") -> tuple[int, str]:
+def get(address: str, path: str = "/metrics", **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{address}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -82,15 +83,7 @@ def get(address: str, path: str = "/metrics") -> tuple[int, str]:
 
 def asked_as(address: str, host: str) -> int:
     """The status for whoever reached this address by that name."""
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"http://{address}/stats.json", headers={"Host": host}),
-            timeout=20,
-        ) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+    return get(address, "/stats.json", Host=host)[0]
 
 
 def answers(address: str) -> bool:

@@ -221,10 +221,10 @@ def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(
 # ---- one client's requests and the others'
 
 
-def unread(raw: Raw, *message: Any, seconds: float = 0.3) -> int:
+def unread(raw: Raw, *message: Any) -> int:
     """Send a request as often as the server takes it, without reading an answer; how often."""
     sent = 0
-    raw.socket.settimeout(seconds)
+    raw.socket.settimeout(0.3)
     with suppress(TimeoutError):
         while True:
             raw.send(*message)
