@@ -21,7 +21,7 @@ import pytest
 import yaml
 from engine_cases import Node
 from engine_cases import node as engine_node
-from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Sizes
+from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache
 from processes import PATIENT, Worker, eventually
 from vllm_cases import changed, home
 
@@ -92,12 +92,8 @@ class Setup(NamedTuple):
 
     yaml: Path
     arrangement: Arrangement
-    sizes: Sizes
-    chunk_size: int = CHUNK
     rank: int = 0
     ranks: int = 1
-    model: str = "test"
-    seed: str = "0"
     bind: bool = True
     service: str = ""
     before: Callable[[], None] | None = None
@@ -112,7 +108,6 @@ class Retrieved(NamedTuple):
     first: int
     tokens: int
     right: bool
-    seconds: float
 
 
 @functools.cache
@@ -146,19 +141,15 @@ class Engine(Worker):
         )
         self.made()
 
-    def do(self, function: Callable[..., Any] | str, *arguments: Any, **more: Any) -> Any:
-        """Call `function(inside, ...)`, or the method of `Inside` of that name, in there."""
-        return self.ask(function, *arguments, **more)
+    def store(self, tokens: list[int]) -> None:
+        assert self.ask("store", tokens)
 
-    def store(self, tokens: list[int], **more: Any) -> None:
-        assert self.do("store", tokens, **more)
-
-    def lookup(self, tokens: list[int], request: str = "", **more: Any) -> int:
-        found: int = self.do("lookup", tokens, request, **more)
+    def lookup(self, tokens: list[int], request: str = "") -> int:
+        found: int = self.ask("lookup", tokens, request)
         return found
 
-    def retrieve(self, tokens: list[int], **more: Any) -> Retrieved:
-        found: Retrieved = self.do("retrieve", tokens, **more)
+    def retrieve(self, tokens: list[int], request: str = "r", cached: int = 0) -> Retrieved:
+        found: Retrieved = self.ask("retrieve", tokens, request, cached)
         return found
 
 
@@ -179,7 +170,6 @@ class Pool:
     def engine(
         self,
         arrangement: Arrangement = PACKED,
-        sizes: Sizes = SMALL,
         lent: int = CHUNKS,
         process: dict[str, Any] | None = None,
         **options: Any,
@@ -187,17 +177,8 @@ class Pool:
         """An engine in a process of its own, lending room for `lent` chunks. process: of `Setup`;
         options: see `settings`.
         """
-        nbytes = (
-            lent
-            * Cache(arrangement, sizes._replace(blocks=1)).token_bytes
-            * options.get("chunk_size", CHUNK)
-        )
-        setup = Setup(
-            yaml=self.yaml(nbytes, **options),
-            arrangement=arrangement,
-            sizes=sizes,
-            **{"chunk_size": options.get("chunk_size", CHUNK)} | (process or {}),
-        )
+        nbytes = lent * Cache(arrangement, SMALL._replace(blocks=1)).chunk_bytes
+        setup = Setup(self.yaml(nbytes, **options), arrangement, **(process or {}))
         return self.node.undo.enter_context(Engine(setup))
 
     def stats(self) -> Any:
@@ -228,7 +209,7 @@ def lmcache_pool(folder: Path) -> Iterator[Pool]:
         yield Pool(folder, here)
 
 
-# ---- what test modules import: fixtures, and how they say what a retrieval should have brought
+# ---- what test modules import: fixtures, and what a retrieval should have brought
 
 
 @pytest.fixture
@@ -265,12 +246,8 @@ def pair(shared: Pair) -> Pair:
     return shared
 
 
-def all_of(count: int, first: int = 0) -> tuple[int, int, bool]:
+def all_of(count: int, first: int = 0) -> Retrieved:
     """What a retrieval says that brought `count` tokens from `first` on, and every byte is
     right.
     """
-    return first, count, True
-
-
-def said(found: Retrieved) -> tuple[int, int, bool]:
-    return (found.first, found.tokens, found.right)
+    return Retrieved(first, count, True)

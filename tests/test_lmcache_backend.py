@@ -16,7 +16,6 @@ from lmcache_cases import (
     needs_lmcache,
     pair,
     pool,
-    said,
     served,
     shared,
 )
@@ -40,9 +39,9 @@ def test_chunks_are_removed_and_who_has_looked_them_up_still_loads_them(pair: Pa
     served, writer, reader = pair
     writer.store(chunks(3))
     assert reader.lookup(chunks(2), "r") == 2 * CHUNK
-    assert writer.do(remove, chunks(4)) == (True, 2)
+    assert writer.ask(remove, chunks(4)) == (True, 2)
     assert writer.lookup(chunks(3)) == 0
-    assert said(reader.retrieve(chunks(2), request="r")) == all_of(2 * CHUNK)
+    assert reader.retrieve(chunks(2), request="r") == all_of(2 * CHUNK)
     assert served.settled()
     assert served.stats().chunks == 0
 
@@ -67,7 +66,7 @@ def test_what_another_allocator_made_is_not_stored(pair: Pair) -> None:
     pool.
     """
     served, engine, _ = pair
-    assert engine.do(put_anothers, chunks(2))
+    assert engine.ask(put_anothers, chunks(2))
     assert (served.stats().chunks, served.stats().reservations) == (0, 0)
 
 
@@ -96,10 +95,10 @@ def test_what_another_tier_has_under_our_keys_is_not_read(served: Pool) -> None:
     """Its keys say nothing of the layout of the bytes."""
     engine = served.engine(**HOST_TIER)
     engine.store(chunks(1))
-    assert engine.do(fill_host_tier, chunks(3)) == 3
+    assert engine.ask(fill_host_tier, chunks(3)) == 3
     assert engine.lookup(chunks(3), "r") == CHUNK
-    assert said(engine.retrieve(chunks(3), request="r")) == all_of(CHUNK)
-    assert said(engine.retrieve(chunks(3))) == all_of(CHUNK)
+    assert engine.retrieve(chunks(3), request="r") == all_of(CHUNK)
+    assert engine.retrieve(chunks(3)) == all_of(CHUNK)
 
 
 # ---- the allocator's role
@@ -110,12 +109,12 @@ def allocators(inside: Inside) -> tuple[bool, list[str]]:
 
 
 def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
-    assert served.engine().do(allocators) == (True, ["vcache"])
+    assert served.engine().ask(allocators) == (True, ["vcache"])
     engine = served.engine(**HOST_TIER)
-    assert engine.do(allocators) == (True, ["LocalCPUBackend", "vcache"])
+    assert engine.ask(allocators) == (True, ["LocalCPUBackend", "vcache"])
     engine.store(chunks(3))
-    assert engine.do(in_hot_cache) == 0
-    assert said(engine.retrieve(chunks(3))) == all_of(3 * CHUNK)
+    assert engine.ask(in_hot_cache) == 0
+    assert engine.retrieve(chunks(3)) == all_of(3 * CHUNK)
 
 
 def put_two_requests_at_once(inside: Inside, prompts: list[list[int]]) -> bool:
@@ -136,9 +135,9 @@ def put_two_requests_at_once(inside: Inside, prompts: list[list[int]]) -> bool:
 def test_chunks_of_two_requests_put_at_once_are_stored_each_from_its_own_slots(pair: Pair) -> None:
     _, engine, _ = pair
     prompts = [chunks(1), chunks(1, family=2)]
-    assert engine.do(put_two_requests_at_once, prompts)
+    assert engine.ask(put_two_requests_at_once, prompts)
     for prompt in prompts:
-        assert said(engine.retrieve(prompt)) == all_of(CHUNK)
+        assert engine.retrieve(prompt) == all_of(CHUNK)
 
 
 # ---- forgetting
@@ -149,10 +148,10 @@ def test_clear_forgets_the_namespace(served: Pool) -> None:
     for one in (engine, other):
         one.store(chunks(3))
     assert served.stats().chunks == 6
-    assert engine.do(clear) == 3 * CHUNK
+    assert engine.ask(clear) == 3 * CHUNK
     assert (engine.lookup(chunks(3)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
     other.store(chunks(2, family=2))
-    assert other.do(clear, chunks(2, family=2)) == 2
+    assert other.ask(clear, chunks(2, family=2)) == 2
     assert (other.lookup(chunks(2, family=2)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
 
 
@@ -170,9 +169,9 @@ def recreate(inside: Inside) -> bool:
 def test_a_backend_made_again_works_as_before(served: Pool) -> None:
     engine, reader = served.engine(), served.engine()
     engine.store(chunks(2))
-    assert engine.do(recreate)
-    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    assert engine.ask(recreate)
+    assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
     engine.store(chunks(2, family=2))
-    assert said(reader.retrieve(chunks(2, family=2))) == all_of(2 * CHUNK)
-    assert engine.do("healthy")
+    assert reader.retrieve(chunks(2, family=2)) == all_of(2 * CHUNK)
+    assert engine.ask("healthy")
     assert served.settled()

@@ -19,7 +19,6 @@ from lmcache_cases import (
     needs_lmcache,
     pair,
     pool,
-    said,
     served,
     shared,
     tokens,
@@ -47,7 +46,7 @@ def test_what_one_engine_stores_another_retrieves_byte_for_byte(served: Pool) ->
     writer.store(prompt)
     assert reader.lookup(prompt, "r") == 5 * CHUNK
     for engine in (reader, writer):
-        assert said(engine.retrieve(prompt[: 5 * CHUNK])) == all_of(5 * CHUNK)
+        assert engine.retrieve(prompt[: 5 * CHUNK]) == all_of(5 * CHUNK)
     assert served.settled()
 
 
@@ -69,7 +68,7 @@ def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
     for cached in (CHUNK, CHUNK + 16, 2 * CHUNK + 5, 4 * CHUNK - 1):
         first = cached // CHUNK * CHUNK
         assert reader.lookup(chunks(4), f"r{cached}") == 4 * CHUNK
-        assert said(reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)) == all_of(
+        assert reader.retrieve(chunks(4), request=f"r{cached}", cached=cached) == all_of(
             4 * CHUNK - first, first
         )
     assert served.settled()
@@ -82,7 +81,7 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored_even_if_lmcache_would(served:
     writer.store(tokens(CHUNK - 1, family=2))
     assert served.stats().chunks == 2
     assert reader.lookup(prompt, "r") == 2 * CHUNK
-    assert said(reader.retrieve(prompt)) == all_of(2 * CHUNK)
+    assert reader.retrieve(prompt) == all_of(2 * CHUNK)
 
 
 # ---- leases
@@ -104,14 +103,14 @@ def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_man
     for length in (3, 2):
         assert engine.lookup(chunks(length), "r") == length * CHUNK
         eventually(lambda: served.leases() == 1)
-    engine.do("unpin", "r")
+    engine.ask("unpin", "r")
     assert served.settled()
-    engine.do(remember_at_most, 2)
+    engine.ask(remember_at_most, 2)
     for request in ("1", "2", "3", "4"):
         assert engine.lookup(chunks(3), request) == 3 * CHUNK
     eventually(lambda: served.leases() == 2)
     # One that is forgotten is looked up anew.
-    assert said(engine.retrieve(chunks(3), request="1")) == all_of(3 * CHUNK)
+    assert engine.retrieve(chunks(3), request="1") == all_of(3 * CHUNK)
 
 
 # ---- several ranks
@@ -129,7 +128,7 @@ def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Po
     prompt = tokens(4 * CHUNK)
     for rank in (first, second):
         rank.store(prompt[: 3 * CHUNK])
-    assert first.do("ask", prompt, "r") == 3 * CHUNK
+    assert first.ask("ask", prompt, "r") == 3 * CHUNK
     for rank in (first, second):
         rank.retrieve(prompt[: 3 * CHUNK], request="r")
     eventually(lambda: status.tokens(served.stats()) == (4 * CHUNK, 3 * CHUNK))
@@ -138,12 +137,12 @@ def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Po
 def test_a_chunk_counts_when_both_ranks_have_stored_their_part(served: Pool) -> None:
     first, second = ranks(served)
     first.store(chunks(3))
-    assert first.do("ask", chunks(3), "early") == 0
+    assert first.ask("ask", chunks(3), "early") == 0
     second.store(chunks(2))
-    assert first.do("ask", chunks(3), "r") == 2 * CHUNK
+    assert first.ask("ask", chunks(3), "r") == 2 * CHUNK
     assert served.leases() == 2
     for rank in (first, second):
-        assert said(rank.retrieve(chunks(2))) == all_of(2 * CHUNK)
+        assert rank.retrieve(chunks(2)) == all_of(2 * CHUNK)
     assert served.settled()
 
 
@@ -152,7 +151,7 @@ def test_mla_is_stored_once_and_every_rank_reads_it(served: Pool) -> None:
     first.store(chunks(3))
     second.store(chunks(3))
     assert served.stats().counters["committed"] == served.stats().chunks == 3
-    assert first.do("ask", chunks(3), "r") == 3 * CHUNK
+    assert first.ask("ask", chunks(3), "r") == 3 * CHUNK
     for rank in (first, second):
-        assert said(rank.retrieve(chunks(3))) == all_of(3 * CHUNK)
+        assert rank.retrieve(chunks(3)) == all_of(3 * CHUNK)
     assert served.settled()
