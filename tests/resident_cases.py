@@ -80,20 +80,14 @@ class Reader:
     """
 
     def __init__(
-        self,
-        here: Node,
-        split: int = 1,
-        segment_bytes: int = 0,
-        device: str = "host",
-        **engine: Any,
+        self, here: Node, split: int = 1, segment_bytes: int = 0, device: str = "host"
     ) -> None:
         self.cache = Cache(device=device)
         self.copier = StoppingCopier()
         self.size = SMALL.block_size * split
         copier = self.copier if device.startswith("host") else None
-        self.session = Session(
-            here.config(device, segment_bytes, **engine), layout_of(self.cache), copier=copier
-        )
+        config = here.config(device, segment_bytes)
+        self.session = Session(config, layout_of(self.cache), copier=copier)
         here.undo.callback(self.session.close)
         self.kv = self.session.bind(self.cache.tensors)
         self.neighbours = Neighbours(self.session.client, self.session.device, self.kv, 0)
@@ -128,11 +122,7 @@ class Reader:
         return BlockPlaces(self.kv, CHUNK, self.blocks(tokens), self.size)
 
     def load(
-        self,
-        tokens: torch.Tensor,
-        residents: Sequence[ResidentRun],
-        known: bool = True,
-        **more: Any,
+        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], known: bool = True
     ) -> Load:
         """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped
         already.
@@ -148,7 +138,6 @@ class Reader:
             mark=self.session.copier.mark(),
             residents=residents,
             neighbours=self.neighbours,
-            **more,
         )
 
     def check(self, load: Load, tokens: torch.Tensor) -> int:
@@ -158,10 +147,10 @@ class Reader:
         return load.loaded
 
     def loaded(
-        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], **more: Any
+        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], known: bool = True
     ) -> tuple[int, str]:
         """A load to its end: how many chunks, and why not all."""
-        load = self.load(tokens, residents, **more)
+        load = self.load(tokens, residents, known)
         load.run(10)
         return self.check(load, tokens), load.cause
 
