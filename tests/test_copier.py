@@ -27,12 +27,12 @@ POISON = 0xA5
 BLOCK, CHUNK = 4, 8
 
 
-def tensors(device: str = "cpu", layers: int = 3, blocks: int = 12, dim: int = 20) -> list[Tensor]:
-    shape = (2, blocks, BLOCK, 2, dim)
-    generator = torch.Generator().manual_seed(layers)
+def tensors(device: str = "cpu") -> list[Tensor]:
+    """Three layers of twelve blocks."""
+    generator = torch.Generator().manual_seed(3)
     return [
-        torch.randint(-99, 99, shape, generator=generator).to(torch.float16).to(device)
-        for _ in range(layers)
+        torch.randint(-99, 99, (2, 12, BLOCK, 2, 20), generator=generator).half().to(device)
+        for _ in range(3)
     ]
 
 
@@ -61,20 +61,6 @@ def raw(page: Tensor) -> Tensor:
 
 
 # ---- bytes
-
-
-def test_a_chunk_is_layers_of_blocks_of_parts() -> None:
-    caches = tensors()
-    kv = PagedKV.describe(caches, BLOCK)
-    slots = slots_of(kv, 1)
-    HostCopier().gather(kv, plan_blocks(kv, CHUNK, np.array([7, 3])), views(slots))
-    expected = [
-        raw(caches[layer][part, block])
-        for layer in range(3)
-        for block in (7, 3)
-        for part in range(2)
-    ]
-    assert torch.equal(slots[0], torch.cat(expected))
 
 
 COPIERS = pytest.mark.parametrize(

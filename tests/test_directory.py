@@ -204,15 +204,12 @@ def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(
 # ---- the work of a turn
 
 
-def filled(
-    directory: Directory, count: int, medium: str = "cuda", name: str = "s0", first: int = 0
-) -> list[m.ChunkKey]:
+def filled(directory: Directory, count: int) -> list[m.ChunkKey]:
     """So many chunks of 1 KiB in a segment of their own, which they fill."""
-    client = Peer(1, ProcessId(11, 5), "host" if medium == "host" else "gpu-0", medium)
-    lend(directory, name, count, client.device, medium)
-    keys = [chunk_key(first + n) for n in range(count)]
+    lend(directory, chunks=count)
+    keys = [chunk_key(n) for n in range(count)]
     for at in range(0, count, m.MAX_SLOTS):
-        put(directory, *keys[at : at + m.MAX_SLOTS], client=client)
+        put(directory, *keys[at : at + m.MAX_SLOTS])
     return keys
 
 

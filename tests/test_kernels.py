@@ -176,13 +176,12 @@ def check(
     assert changed == bool(copy.nbytes)
 
 
-def some(kv: PagedKV, count: int, seed: int = 0, first: int = 0) -> CopyPlan:
+def some(kv: PagedKV, count: int, first: int = 0) -> CopyPlan:
     """A plan for chunks of two blocks: `count` blocks from anywhere, of which those from `first` on
     are wanted.
     """
-    return plan_blocks(
-        kv, 2 * kv.block_size, np.random.default_rng(seed).permutation(kv.num_blocks)[:count], first
-    )
+    blocks = np.random.default_rng(0).permutation(kv.num_blocks)[:count]
+    return plan_blocks(kv, 2 * kv.block_size, blocks, first)
 
 
 # A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is no multiple of 16 nor
