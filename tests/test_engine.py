@@ -15,7 +15,6 @@ from engine_cases import (
     fresh,
     get,
     pair,
-    prompt_node,
     put,
     said,
     shared,
@@ -25,7 +24,7 @@ from processes import SECONDS
 
 from vcache_backend.transfer import store
 
-__all__ = ["folder", "fresh", "pair", "prompt_node", "shared"]
+__all__ = ["folder", "fresh", "pair", "shared"]
 
 
 # ---- the bytes

@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from engine_cases import WrongCopier
 from kv_cases import CHUNK, FLASH, MLA, PACKED, Arrangement
-from lmcache_cases import (
-    Engine,
-    Pool,
-    all_of,
-    chunks,
-    needs_lmcache,
-    pair,
-    pool,
-    served,
-    shared,
-    tokens,
-)
+from lmcache_cases import Engine, Pool, all_of, chunks, needs_lmcache, pool, served, tokens
 from processes import QUICK, eventually
 
 from vcache_backend import status
@@ -30,7 +19,7 @@ from vcache_backend import status
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
-__all__ = ["pair", "pool", "served", "shared"]
+__all__ = ["pool", "served"]
 pytestmark = needs_lmcache
 FP8 = Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn)
 """Other layouts are in test_paged, and the plugin's usual one is in every test here."""
