@@ -281,28 +281,20 @@ class Node:
         self.server = self.stage.server(**options)
         return self.server
 
-    def config(
-        self, device: str, segment_bytes: int = 0, chunk_size: int = CHUNK, **engine: Any
-    ) -> Config:
+    def config(self, device: str, segment_bytes: int = 0, chunk_size: int = CHUNK) -> Config:
         return Config(
             server=ServerConfig(socket=str(self.path)),
             client=self._client,
             pool=PoolConfig(device=device, segment_bytes=ByteSize(segment_bytes)),
-            engine=EngineConfig(chunk_size=chunk_size, **engine),
+            engine=EngineConfig(chunk_size=chunk_size),
         )
 
     def engine(
         self, device: str, segment_bytes: int, layout: Layout, **options: Any
     ) -> VCacheEngine:
-        """An engine of this process. options: of the engine section and of
-        VCacheEngine.
-        """
-        section = {
-            name: options.pop(name) for name in EngineConfig.__struct_fields__ if name in options
-        }
-        section.setdefault("chunk_size", layout.chunk_size)
+        """An engine of this process. options: of VCacheEngine."""
         return self.undo.enter_context(
-            VCacheEngine(self.config(device, segment_bytes, **section), layout, **options)
+            VCacheEngine(self.config(device, segment_bytes), layout, **options)
         )
 
     def worker(
@@ -339,29 +331,21 @@ def node(folder: Path, client: ClientConfig = PATIENT) -> Iterator[Node]:
         yield made
 
 
-def put(
-    engine: VCacheEngine,
-    cache: Cache,
-    tokens: torch.Tensor,
-    slots: torch.Tensor | None = None,
-    **more: Any,
-) -> None:
+def put(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor) -> None:
     """Prefill into `cache`, store, and wait until it is visible."""
-    slots = places(cache.sizes, len(tokens)) if slots is None else slots
+    slots = places(cache.sizes, len(tokens))
     cache.fill(tokens, slots)
-    engine.store(tokens, None, cache.tensors, slots, **more)
+    engine.store(tokens, None, cache.tensors, slots)
     assert engine.flush(SECONDS)
 
 
-def get(
-    engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, seed: int = 1, **more: Any
-) -> int:
+def get(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, seed: int = 1) -> int:
     """Retrieve into poisoned blocks; how many tokens came. Fails unless every byte of the whole
     cache is as it should be.
     """
     cache.poison()
     slots = places(cache.sizes, len(tokens), seed)
-    mask = engine.retrieve(tokens, None, cache.tensors, slots, **more)
+    mask = engine.retrieve(tokens, None, cache.tensors, slots)
     count = int(mask.sum())
     assert mask[:count].all()
     assert cache.holds_only(tokens[mask], slots[mask])
@@ -373,10 +357,8 @@ class Pair:
     of each.
     """
 
-    def __init__(
-        self, here: Node, arrangement: Arrangement = FLASH, chunks: int = 0, sizes: Sizes = SMALL
-    ) -> None:
-        self.mine, self.theirs = Cache(arrangement, sizes), Cache(arrangement, sizes)
+    def __init__(self, here: Node, arrangement: Arrangement = FLASH, chunks: int = 0) -> None:
+        self.mine, self.theirs = Cache(arrangement), Cache(arrangement)
         self.layout = layout_of(self.mine)
         self.writer = here.engine("host:a", chunks * self.mine.chunk_bytes or ROOMY, self.layout)
         self.reader = here.engine("host:b", 0, self.layout)

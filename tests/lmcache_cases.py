@@ -12,7 +12,6 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,10 +181,10 @@ class Pool:
         return self.node.undo.enter_context(Engine(setup))
 
     def stats(self) -> Any:
-        return self.client.stats()
+        return self._client.stats()
 
     @functools.cached_property
-    def client(self) -> Client:
+    def _client(self) -> Client:
         """A bystander's."""
         return self.node.client()
 
@@ -202,48 +201,20 @@ class Pool:
         )
 
 
-@contextmanager
-def lmcache_pool(folder: Path) -> Iterator[Pool]:
-    """Without its server yet: `pool.node.serve()`."""
-    with engine_node(folder) as here:
-        yield Pool(folder, here)
-
-
 # ---- what test modules import: fixtures, and what a retrieval should have brought
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    with lmcache_pool(tmp_path) as made:
-        yield made
+    """Without its server yet: `pool.node.serve()`."""
+    with engine_node(tmp_path) as here:
+        yield Pool(tmp_path, here)
 
 
 @pytest.fixture
 def served(pool: Pool) -> Pool:
     pool.node.serve()
     return pool
-
-
-class Pair(NamedTuple):
-    """A pool with nothing in it and two engines, which the tests of this module share."""
-
-    pool: Pool
-    writer: Engine
-    reader: Engine
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with lmcache_pool(tmp_path_factory.mktemp("shared")) as made:
-        made.node.serve()
-        yield Pair(made, made.engine(), made.engine())
-
-
-@pytest.fixture
-def pair(shared: Pair) -> Pair:
-    assert shared.pool.settled()
-    shared.pool.client.clear()
-    return shared
 
 
 def all_of(count: int, first: int = 0) -> Retrieved:

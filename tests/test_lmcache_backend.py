@@ -8,42 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kv_cases import CHUNK
-from lmcache_cases import (
-    Pair,
-    Pool,
-    all_of,
-    chunks,
-    needs_lmcache,
-    pair,
-    pool,
-    served,
-    shared,
-)
+from lmcache_cases import Pool, all_of, chunks, needs_lmcache, pool, served
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
-__all__ = ["pair", "pool", "served", "shared"]
+__all__ = ["pool", "served"]
 pytestmark = needs_lmcache
 
 
 # ---- what others ask of a storage backend
-
-
-def remove(inside: Inside, prompt: list[int]) -> tuple[bool, int]:
-    keys = inside.keys(prompt)
-    return inside.backend.remove(keys[0]), inside.backend.batched_remove(keys)
-
-
-def test_chunks_are_removed_and_who_has_looked_them_up_still_loads_them(pair: Pair) -> None:
-    served, writer, reader = pair
-    writer.store(chunks(3))
-    assert reader.lookup(chunks(2), "r") == 2 * CHUNK
-    assert writer.ask(remove, chunks(4)) == (True, 2)
-    assert writer.lookup(chunks(3)) == 0
-    assert reader.retrieve(chunks(2), request="r") == all_of(2 * CHUNK)
-    assert served.settled()
-    assert served.stats().chunks == 0
 
 
 def put_anothers(inside: Inside, prompt: list[int]) -> bool:
@@ -61,12 +35,11 @@ def put_anothers(inside: Inside, prompt: list[int]) -> bool:
     return inside.flush()
 
 
-def test_what_another_allocator_made_is_not_stored(pair: Pair) -> None:
+def test_what_another_allocator_made_is_not_stored(served: Pool) -> None:
     """Its bytes need not be laid out as the KV blocks of those who would read them from the
     pool.
     """
-    served, engine, _ = pair
-    assert engine.ask(put_anothers, chunks(2))
+    assert served.engine().ask(put_anothers, chunks(2))
     assert (served.stats().chunks, served.stats().reservations) == (0, 0)
 
 
@@ -132,9 +105,10 @@ def put_two_requests_at_once(inside: Inside, prompts: list[list[int]]) -> bool:
     return inside.flush()
 
 
-def test_chunks_of_two_requests_put_at_once_are_stored_each_from_its_own_slots(pair: Pair) -> None:
-    _, engine, _ = pair
-    prompts = [chunks(1), chunks(1, family=2)]
+def test_chunks_of_two_requests_put_at_once_are_stored_each_from_its_own_slots(
+    served: Pool,
+) -> None:
+    engine, prompts = served.engine(), [chunks(1), chunks(1, family=2)]
     assert engine.ask(put_two_requests_at_once, prompts)
     for prompt in prompts:
         assert engine.retrieve(prompt) == all_of(CHUNK)

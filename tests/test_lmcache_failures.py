@@ -223,18 +223,21 @@ def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_o
     served: Pool,
 ) -> None:
     engine, other = served.engine(), served.engine()
-    engine.store(chunks(4))
-    assert engine.lookup(chunks(4), "r") == 4 * CHUNK
-    other.ask(remove, chunks(4)[: 3 * CHUNK], 2)
-    assert engine.lookup(chunks(4), "later") == 2 * CHUNK
+    engine.store(chunks(5))
+    assert engine.lookup(chunks(5), "r") == 5 * CHUNK
+    assert other.ask(remove, chunks(6), 2) == (True, 2)
+    assert engine.lookup(chunks(5), "later") == 2 * CHUNK
     # The look-up's lease keeps their places until it ends.
-    assert engine.retrieve(chunks(4), request="r") == all_of(4 * CHUNK)
-    assert engine.retrieve(chunks(4), request="later") == all_of(2 * CHUNK)
+    assert engine.retrieve(chunks(5), request="r") == all_of(5 * CHUNK)
+    assert engine.retrieve(chunks(5), request="later") == all_of(2 * CHUNK)
     assert served.settled()
+    assert served.stats().chunks == 2
 
 
-def remove(inside: Inside, prompt: list[int], chunk: int) -> None:
-    inside.backend.batched_remove(inside.keys(prompt)[chunk:])
+def remove(inside: Inside, prompt: list[int], first: int) -> tuple[bool, int]:
+    """The chunk of this number, and then all from it on."""
+    keys = inside.keys(prompt)[first:]
+    return inside.backend.remove(keys[0]), inside.backend.batched_remove(keys)
 
 
 # ---- stepping aside
