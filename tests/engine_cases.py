@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +30,7 @@ from vcache_backend.config import (
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.copies.copier import Finished, HostCopier, Mark
-from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.slots import SlotView
 
 ROOMY = 1 << 20
@@ -53,9 +51,7 @@ class PausingCopier(HostCopier):
         self._wait = wait
         self.armed = False
 
-    def gather(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
+    def gather(self, kv: Any, plan: Any, slots: Any, after: Any = None) -> Finished:
         whole = [torch.empty_like(slot.tensor) for slot in slots]
         finished = super().gather(
             kv, plan, [SlotView.over(tensor, local=True) for tensor in whole], after
@@ -67,11 +63,9 @@ class PausingCopier(HostCopier):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         return finished
 
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
+    def scatter(self, *given: Any) -> Finished:
         self._pause()
-        return super().scatter(kv, plan, slots, after)
+        return super().scatter(*given)
 
     def _pause(self) -> None:
         if self.armed:
@@ -87,10 +81,8 @@ class UnfinishedCopier(HostCopier):
     def __init__(self) -> None:
         self.finished = threading.Event()
 
-    def gather(  # type: ignore[override]
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Copied:
-        super().gather(kv, plan, slots, after)
+    def gather(self, *given: Any) -> Copied:  # type: ignore[override]
+        super().gather(*given)
         return Copied(self.finished)
 
 
@@ -112,10 +104,8 @@ class Copied:
 class WrongCopier(HostCopier):
     """A planted bug: one byte of what it loads is wrong."""
 
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
-        finished = super().scatter(kv, plan, slots, after)
+    def scatter(self, kv: Any, plan: Any, *given: Any) -> Finished:
+        finished = super().scatter(kv, plan, *given)
         kv.pages[-1][int(plan.blocks[-1, 2]), -1] ^= 1
         return finished
 

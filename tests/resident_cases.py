@@ -23,7 +23,7 @@ from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
+from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 
@@ -52,14 +52,7 @@ class StoppingCopier(HostCopier):
         self.local: list[bool] = []
 
     def pull(  # type: ignore[override]
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        after: Mark | None = None,
-        keep: object = None,
-        *,
-        local: bool = False,
+        self, kv: PagedKV, rows: Int64s, origins: Int64s, *_: object, local: bool = False
     ) -> Copied:
         self.pulls.append(len(rows))
         self.local.append(local)
@@ -69,9 +62,9 @@ class StoppingCopier(HostCopier):
         super().pull(kv, rows[half:], origins)
         return Copied(self.finished)
 
-    def scatter(self, kv: Any, plan: Any, slots: Any, after: Mark | None = None) -> Any:
+    def scatter(self, kv: Any, plan: Any, *given: Any) -> Any:
         self.scatters.append(len(plan.blocks))
-        return super().scatter(kv, plan, slots, after)
+        return super().scatter(kv, plan, *given)
 
 
 class Reader:

@@ -41,11 +41,6 @@ def peer(pid: int = 7, number: int = 1) -> Peer:
     return Peer(number, ProcessId(pid, 1), "host", "host", uid=1000)
 
 
-@pytest.fixture
-def directory() -> Directory:
-    return Directory(ServerConfig(), FakeClock())
-
-
 @contextmanager
 def grows_by_less_than(nbytes: int) -> Iterator[None]:
     gc.collect()
@@ -95,7 +90,7 @@ SHAPES = {"a block a chunk": (1, 1), "chunks that wait for another rank": (1, 2)
 
 @pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)
 def test_what_all_publish_is_bounded_in_bytes(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
+    monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
 ) -> None:
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -19,10 +19,7 @@ from vcache_backend.metadata_server.messages import GRACE_SECONDS
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
-from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.copies.copier import HostCopier
 
 __all__ = ["here"]
 
@@ -129,9 +126,7 @@ class HalfFailing(HostCopier):
         self.failing, self.finished = threading.Event(), threading.Event()
         self.launched = 0
 
-    def scatter(  # type: ignore[override]
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Copied:
+    def scatter(self, *_: object) -> Copied:  # type: ignore[override]
         self.launched += 1
         return Failed(self.failing) if self.launched == 1 else Copied(self.finished)
 
