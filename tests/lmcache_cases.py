@@ -140,8 +140,8 @@ class Engine(Worker):
         )
         self.made()
 
-    def store(self, tokens: list[int]) -> None:
-        assert self.ask("store", tokens)
+    def store(self, tokens: list[int], skip: int = 0) -> None:
+        assert self.ask("store", tokens, skip)
 
     def lookup(self, tokens: list[int], request: str = "") -> int:
         found: int = self.ask("lookup", tokens, request)

@@ -61,7 +61,7 @@ class Inside:
 
     def show_kv_caches(self) -> None:
         """Under vLLM the plugin finds them by itself."""
-        self.engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=self.cache.tensors)
+        self.backend.bind(self.cache.tensors)
 
     @property
     def manager(self) -> Any:
@@ -79,11 +79,13 @@ class Inside:
 
     # ---- what vLLM's adapter does
 
-    def store(self, tokens: list[int]) -> bool:
-        """Prefill, store, and reuse the blocks at once. True when all is visible or given up."""
-        slots, mask = self.prefill(tokens), torch.ones(len(tokens), dtype=torch.bool)
+    def store(self, tokens: list[int], skip: int) -> bool:
+        """Prefill, store all but the first `skip` tokens, and reuse the blocks at once. True when
+        all is visible or given up.
+        """
+        slots, mask = self.prefill(tokens), torch.arange(len(tokens)) >= skip
         where = {"kvcaches": self.cache.tensors, "slot_mapping": slots}
-        self.engine.store(tokens, mask=mask, offset=0, **where)
+        self.engine.store(tokens, mask=mask, offset=skip, **where)
         self.cache.poison()
         return self.flush()
 

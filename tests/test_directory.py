@@ -387,5 +387,5 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
     added = SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB)
     directory.restore(LedgerState(segments={m.SegmentId("s0"): added}))
     assert directory.lend(WRITER, 4 * KIB) == 0
-    directory.forget_absent([m.SegmentId("s0")])
+    directory.forget_absent()
     assert directory.lend(WRITER, 4 * KIB) == 4 * KIB

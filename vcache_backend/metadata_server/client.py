@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,7 +47,11 @@ class Client(InstanceCalls):
         layout, name: the instance's, for the hello."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         """Called with the server's segments every `heartbeat_seconds` and after a reconnection."""
-        self._untold = [0] * 4
+        self.reads: Callable[[], list[m.Reads]] = list
+        """Called with every heartbeat: what this process has read in other instances so far."""
+        self.unmappable: set[m.SegmentId] = set()
+        """Segments that this process cannot map. The server hears of them with every heartbeat."""
+        self._untold = Counter[str]()
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -136,23 +141,20 @@ class Client(InstanceCalls):
         opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 1)
         return opened.segment, fds[0]
 
-    def avoid(self, id_: m.SegmentId) -> None:
-        """Have the server give this process no slot there. Repeat after each reconnection."""
-        self._call(m.Unusable(id_), m.Count)
-
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """List all segments. Also sends the counts from `count`."""
+        """List all segments. Also sends the counts from `count`, `reads` and `unmappable`."""
         with self._telling:
             counts = self._untold
-            self._untold = [0] * 4
+            self._untold = Counter()
+        most = {name: min(count, m.MAX_TOKENS) for name, count in counts.items()}
         try:
-            most = (min(count, m.MAX_TOKENS) for count in counts)
-            return self._call(m.ListSegments(*most), m.Segments).segments
+            request = m.ListSegments(**most, reads=self.reads(), unmappable=list(self.unmappable))
+            return self._call(request, m.Segments).segments
         except VCacheError:
-            self.count(*counts)
+            self.count(**counts)
             raise
 
     def count(self, asked: int = 0, found: int = 0, awaited: int = 0, waited_ms: int = 0) -> None:
@@ -160,11 +162,7 @@ class Client(InstanceCalls):
         heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            untold = self._untold
-            untold[0] += asked
-            untold[1] += found
-            untold[2] += awaited
-            untold[3] += waited_ms
+            self._untold.update(asked=asked, found=found, awaited=awaited, waited_ms=waited_ms)
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

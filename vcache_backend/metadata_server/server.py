@@ -138,19 +138,11 @@ class Server:
         self._clients.tick()
         if self._monitor is not None:
             self._monitor.tick()
-        absent = self._directory.absent_segments()
-        if (
-            absent
-            and time.monotonic() > self._predecessors.until
-            and (lost := self._directory.forget_absent(absent))
-        ):
-            seconds = self._config.recover_seconds
-            log.warning(
-                "%d segments were not offered again within %g s; %d chunks are lost",
-                len(absent),
-                seconds,
-                lost,
-            )
+        if time.monotonic() > self._predecessors.until:
+            absent, lost = self._directory.forget_absent()
+            if lost:
+                said = "%d segments were not offered again within %g s; %d chunks are lost"
+                log.warning(said, absent, self._config.recover_seconds, lost)
 
     def _busy(self) -> bool:
         directory = self._directory

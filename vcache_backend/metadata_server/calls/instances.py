@@ -37,31 +37,15 @@ class InstanceCalls(Channel):
         request = m.ShowCache(m.InstanceId(instance), rank, shape)
         self._call(request, m.Count, self._config.control_seconds, fds)
 
-    def publish(
-        self,
-        instance: bytes,
-        sequence: int,
-        keys: list[m.ChunkKey],
-        blocks: bytes,
-        generations: bytes,
-        epoch: int = 0,
-    ) -> int:
+    def publish(self, whole: m.Publish) -> int:
         """Publish chunks of one rank, in several requests if many. Returns how many were taken."""
-        each = len(blocks) // m.NUMBER_BYTES // max(1, len(keys))
-        chunk_bytes = _KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
-        most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // chunk_bytes))
+        count = len(whole.keys)
+        packed_bytes = (len(whole.blocks) + len(whole.generations)) // max(1, count)
+        most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + packed_bytes)))
         deadline, taken = time.perf_counter() + self._config.request_seconds, 0
-        for start in range(0, len(keys), most):
-            first, stop = start * each, (start + most) * each
-            request = m.Publish(
-                m.InstanceId(instance),
-                sequence,
-                keys[start : start + most],
-                blocks[first * m.NUMBER_BYTES : stop * m.NUMBER_BYTES],
-                generations[first * m.GENERATION_BYTES : stop * m.GENERATION_BYTES],
-                epoch,
-            )
-            taken += self._call(request, m.Count, deadline - time.perf_counter()).count
+        for start in range(0, count, most):
+            part = whole.cut(start, start + most)
+            taken += self._call(part, m.Count, deadline - time.perf_counter()).count
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
@@ -95,26 +79,11 @@ class InstanceCalls(Channel):
         fits = len(request.keys) <= _most_found(request)
         return self._send(request, m.Found, seconds) if fits else None
 
-    def promise(
-        self,
-        number: int,
-        keys: list[m.ChunkKey],
-        ranks: int = 1,
-        instance: bytes = b"",
-        epoch: int = 0,
-        chunk_seconds: float = 0.0,
-        step_seconds: float = 0.0,
-        begun: bool = True,
-    ) -> m.Promised:
-        """Say that a request has begun to compute these chunks; none: no more. See `Promise`."""
-        some = keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)]
-        terms = m.InstanceId(instance), epoch, chunk_seconds, step_seconds, begun
-        return self._call(m.Promise(number, some, ranks, *terms), m.Promised)
-
-    def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
-        """Report for the statistics how much this process of `instance` has read out of other
-        instances' KV caches so far: at most `MAX_OWNERS` rows."""
-        self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
+    def promise(self, request: m.Promise) -> m.Promised:
+        """Say that a request has begun to compute chunks: as many of them as one request may have.
+        See `Promise`."""
+        some = request.keys[: _most_found(request)]
+        return self._call(msgspec.structs.replace(request, keys=some), m.Promised)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
         """Open an instance. Fds: its generation table, pidfds of the scheduler and each rank."""
@@ -132,8 +101,8 @@ class InstanceCalls(Channel):
         self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
 
 
-def _most_found(request: m.Find) -> int:
-    """How many keys of a look-up fit into one request."""
+def _most_found(request: m.Find | m.Promise) -> int:
+    """How many keys of a look-up or a promise fit into one request."""
     return min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)
 
 

@@ -149,21 +149,19 @@ class Directory(SegmentDirectory):
             reason = full if len(locations) < len(some) else _ENOUGH
         if refusal is not None:
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
-        new = some[: len(locations)]
+        given = dict(zip(some, locations, strict=False))
         slots = list[m.Location | int](locations)
-        if len(new) < len(keys):
-            slots = _answers(
-                keys, dict(zip(new, locations, strict=True)), live.among(keys), busy, refusal
-            )
+        if len(given) < len(keys):
+            slots = _answers(keys, given, live.among(keys), busy, refusal)
         self.promises.refused(
             key
             for key, slot in zip(keys, slots, strict=True)
             if isinstance(slot, int) and slot != m.Refusal.BUSY
         )
-        if not new:
+        if not given:
             return m.Reserved(0, 0.0, slots, reason)
-        self._open(client, reservation, new, locations, payer)
-        self.counters["reserved"] += len(new)
+        self._open(client, reservation, given, payer)
+        self.counters["reserved"] += len(given)
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
@@ -290,16 +288,12 @@ class Directory(SegmentDirectory):
                 yield from map(added, self.segments.values())
             case records.Held(reservation=number):
                 if (held := self.reservations.get(number)) is not None:
-                    yield records.Held(
-                        number,
-                        held.process,
-                        [e.key for e in held.entries],
-                        [e.location for e in held.entries],
-                    )
+                    chunks = {entry.key: entry.location for entry in held.entries}
+                    yield records.Held(number, held.process, chunks)
                 else:
-                    yield from self.contents.lying(record.keys[::-1], record.locations[::-1])
-            case records.Live(keys=keys, locations=locations):
-                yield from self.contents.lying(keys, locations)
+                    yield from self.contents.lying(dict(reversed(record.chunks.items())))
+            case records.Live(chunks=chunks):
+                yield from self.contents.lying(chunks)
             case records.Inherited():
                 yield record
 
@@ -374,8 +368,8 @@ def _answers(
     """For each key its slot or a refusal: FULL also for a chunk that this request evicted."""
     slots: list[m.Location | int] = []
     for key in keys:
-        if (location := given.pop(key, None)) is not None:
-            slots.append(location)
+        if key in given and key not in busy:
+            slots.append(given[key])
             busy.add(key)
         elif key in stored:
             slots.append(int(m.Refusal.EXISTS))

@@ -125,8 +125,6 @@ class Service:
             case m.Listen(instance):
                 epoch = directory.epochs.of([m.ChunkKey(instances.listens(client, instance))])
                 return m.Heard(epoch, directory.residents.copies(instance))
-            case m.ShowReads():
-                return instances.note_reads(client, request)
             case m.CloseInstance(instance):
                 return instances.close_instance(client, instance)
             case _:
@@ -141,12 +139,10 @@ class Service:
                 return m.Count(self.directory.lend(client, nbytes)), ()
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
-            case m.Unusable(id_):
-                return m.Count(self.directory.avoid(client, id_)), ()
             case m.DropSegment(id_):
                 return self._drop_segment(id_), ()
             case m.ListSegments():
-                self._count(client, request)
+                self._note(client, request)
                 return m.Segments(self.directory.segment_infos()), ()
             case m.Join():
                 return self.instances.join(client, request, fds), ()
@@ -262,8 +258,10 @@ class Service:
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
 
-    def _count(self, client: Peer, request: m.ListSegments) -> None:
-        """Count what an instance has looked up and waited for."""
+    def _note(self, client: Peer, request: m.ListSegments) -> None:
+        """Note the news of a client's heartbeat."""
+        client.avoids = set(request.unmappable)
+        self.instances.note_reads(client, request.reads)
         self.layouts.looked_up(client.id, request.asked, request.found)
         counters = self.directory.counters
         counters["awaited_tokens"] += request.awaited
