@@ -155,7 +155,7 @@ class ResidentDirectory:
         """Take the oldest news for an instance's scheduler: chunks that another instance holds as
         well. At most `MOST_COPIES`."""
         publications = self._of.get(instance)
-        taken = publications.copies.take(MOST_COPIES) if publications is not None else {}
+        taken = publications.take_copies(MOST_COPIES) if publications is not None else {}
         copies = list[m.Copy]()
         for key, other in taken.items():
             holder = self._of.get(other)
@@ -174,9 +174,9 @@ class ResidentDirectory:
         keys = keys[::-1]
         for other, there in random.sample(others, room) if len(others) > room else others:
             both = list(filter(there.complete.__contains__, keys))
-            there.copies.note(dict.fromkeys(both, instance))
+            there.note_copies(dict.fromkeys(both, instance))
             own.update(dict.fromkeys(both, other))
-        publications.copies.note(own)
+        publications.note_copies(own)
 
     def _alike(
         self, instance: m.InstanceId, namespace: bytes, ranks: int
@@ -194,12 +194,16 @@ class ResidentDirectory:
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
         """Find the leading chunks that are in the pool for all ranks, or resident in an instance
         other than the asker."""
-        others = [] if request.pool_only else self._others(request)
-        keys = request.keys[: MAX_CELLS // max(1, len(others))]
+        keys, others = request.keys, list[tuple[m.InstanceId, InstancePublications]]()
+        if keys and not request.pool_only:
+            namespace = keys[0][: m.NAMESPACE_BYTES]
+            others = self._alike(request.instance, namespace, request.ranks)
+            random.shuffle(others)
+        keys = keys[: MAX_CELLS // max(1, len(others))]
         columns = {
             instance: column
-            for instance, published in others
-            if (column := _column(published, keys))
+            for instance, there in others
+            if (column := _column(there.complete, keys))
         }
         if columns:
             each = max(self._of[instance].each for instance in columns)
@@ -212,20 +216,6 @@ class ResidentDirectory:
             if len(answer.pooled) == len(keys) < len(request.keys)
             else answer
         )
-
-    def _others(
-        self, request: m.Find
-    ) -> list[tuple[m.InstanceId, dict[m.ChunkKey, PublishedChunk]]]:
-        """List the instances that may hold some of the keys, with their chunks, in random order."""
-        if not self._of or not request.keys:
-            return []
-        namespace = request.keys[0][: m.NAMESPACE_BYTES]
-        others = [
-            (instance, publications.complete)
-            for instance, publications in self._alike(request.instance, namespace, request.ranks)
-        ]
-        random.shuffle(others)
-        return others
 
 
 def _column(published: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey]) -> Column:
