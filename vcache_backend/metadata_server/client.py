@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,8 +17,6 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.calls.channel import R
 from vcache_backend.metadata_server.calls.instances import InstanceCalls
-
-log = logging.getLogger(__name__)
 
 
 class Client(InstanceCalls):
@@ -192,7 +190,5 @@ class Client(InstanceCalls):
             yield self._call(part, kind, deadline - time.perf_counter())
 
     def _list(self) -> None:
-        try:
+        with suppress(VCacheError):
             self.on_segments(self.list_segments())
-        except VCacheError as error:
-            log.debug("heartbeat: %s", error)
