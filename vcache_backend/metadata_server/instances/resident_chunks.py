@@ -207,7 +207,7 @@ class ResidentDirectory:
         }
         if columns:
             each = max(self._of[instance].each for instance in columns)
-            answer = _assemble(_present(keys, request.ranks, pooled), columns, each)
+            answer = _assemble(pooled.of_all(keys, request.ranks), columns, each)
         else:
             chunks = pooled.leading_of_all(keys, request.ranks)
             answer = m.Found(b"\1" * chunks)
@@ -222,20 +222,6 @@ def _column(published: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey])
     """One instance's publication for each key; empty if the instance holds none of them."""
     column = list(map(published.get, keys))
     return column if column.count(None) < len(column) else []
-
-
-def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
-    """For each chunk whether it is in the pool for all ranks."""
-    present = list(map(pooled.among(keys).__contains__, keys))
-    for rank in range(1, ranks):
-        if not any(present):
-            break
-        part = of_rank(keys, rank)
-        present = [
-            a and b
-            for a, b in zip(present, map(pooled.among(part).__contains__, part), strict=True)
-        ]
-    return present
 
 
 class _Run(NamedTuple):

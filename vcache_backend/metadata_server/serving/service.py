@@ -232,7 +232,7 @@ class Service:
         coming = directory.promises.coming(client, missing, begins)
         if request.promise and coming is not None:
             # Who waits computes nothing yet.
-            directory.promises.begin(client, m.Promise(request.promise), {})
+            directory.promises.begin(client, m.Promise(request.promise), [])
         elif request.promise and missing:
             lacking = directory.lacking(request, missing)
             directory.promises.intend(client, request.promise, lacking, request.ranks, begins)
