@@ -194,7 +194,8 @@ class ResidentDirectory:
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
         """Find the leading chunks that are in the pool for all ranks, or resident in an instance
         other than the asker."""
-        keys, others = request.keys, list[tuple[m.InstanceId, InstancePublications]]()
+        keys = request.keys
+        others = list[tuple[m.InstanceId, InstancePublications]]()
         if keys and not request.pool_only:
             namespace = keys[0][: m.NAMESPACE_BYTES]
             others = self._alike(request.instance, namespace, request.ranks)

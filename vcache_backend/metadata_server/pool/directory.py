@@ -67,7 +67,8 @@ class Directory(SegmentDirectory):
     def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> list[m.ChunkKey]:
         """Those of `keys` (of rank 0), each once, that the request's instance has not published,
         and that the pool lacks for some of its ranks."""
-        own, keys = self.residents.of(request.instance), list(dict.fromkeys(keys))
+        own = self.residents.of(request.instance)
+        keys = list(dict.fromkeys(keys))
         pairs = zip(keys, self.contents.live.of_all(keys, request.ranks), strict=True)
         return [key for key, stored in pairs if not stored and key not in own]
 

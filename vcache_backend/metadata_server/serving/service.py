@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.serving.connection import Answer, Longest
+from vcache_backend.metadata_server.serving.connection import Answer
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
@@ -51,7 +51,6 @@ class Service:
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
-        self.longest = Longest()
         self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
