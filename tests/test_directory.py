@@ -183,7 +183,7 @@ def test_a_share_is_that_of_the_segments_there_are_and_given_back_slots_do_not_c
     lend(directory, "s1", device="gpu-1")
     put(directory, A, B, C, D, tenant="acme")
     directory.drop_segment(m.SegmentId("s0"))
-    directory.go_on(100)
+    directory.backlog.run(100)
     (stats,) = directory.quotas.stats(0)
     assert stats.used == used(directory, "s1")
 

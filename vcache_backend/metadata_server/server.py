@@ -104,7 +104,7 @@ class Server:
             began = time.thread_time()
             for fd, mask in events:
                 clients.on_ready(fd, mask)
-            directory.go_on(BACKLOG_STEPS)
+            directory.backlog.run(BACKLOG_STEPS)
             clients.answer_some()
             if now >= next_tick:
                 self._tick()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -61,13 +61,8 @@ class ResidentDirectory:
         self.nbytes = 0
         """About how many bytes all publications take."""
 
-    def count(self, instance: m.InstanceId) -> int:
-        """How many chunks look-ups can return from an instance, once it is whole."""
-        publications = self._of.get(instance)
-        return 0 if publications is None else len(publications.complete)
-
-    def of(self, instance: m.InstanceId) -> Container[m.ChunkKey]:
-        """The chunks that the instance has published, keys of rank 0."""
+    def of(self, instance: m.InstanceId) -> Collection[m.ChunkKey]:
+        """The chunks that look-ups can return from an instance once it is whole, keys of rank 0."""
         publications = self._of.get(instance)
         return () if publications is None else publications.complete
 

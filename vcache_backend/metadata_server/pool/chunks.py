@@ -73,10 +73,6 @@ class Chunks:
             space[key] = entry
             self._count += 1
 
-    def holds(self, entry: Entry) -> bool:
-        """Whether the table holds this very entry."""
-        return self.get(entry.key) is entry
-
     def drop(self, entries: Iterable[Entry]) -> list[ChunkKey]:
         """Remove entries. Returns the keys of the entries that the table held."""
         spaces, gone = self._spaces, list[ChunkKey]()

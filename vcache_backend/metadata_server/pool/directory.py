@@ -31,7 +31,7 @@ class Directory(SegmentDirectory):
     `now` is a monotonic clock in seconds.
 
     Each call takes a bounded time. `add_segment`, `clear`, `drop_segment` and `disconnect` leave
-    long work to `go_on` in later turns of the loop.
+    long work to the backlog, for later turns of the loop.
 
     Ids of leases and reservations count up from `first_id`, far from the ids of earlier servers.
     Generations continue after the newest generation that `restore` brings."""
@@ -241,9 +241,6 @@ class Directory(SegmentDirectory):
         for segment in self.contents.placement.in_state("draining"):
             self._close(segment)
 
-    def go_on(self, steps: int) -> None:
-        self.backlog.run(steps)
-
     # ---- ledger
 
     def restore(self, state: records.LedgerState) -> None:
@@ -276,8 +273,8 @@ class Directory(SegmentDirectory):
 
         The new ledger also gets every change since the turn of its first record."""
         match record:
-            case records.Counted():  # begins the ledger of this or of an earlier server
-                yield records.Counted(next(self.contents.placement.generations))
+            case records.Counted(servers=servers):  # begins this or an earlier server's ledger
+                yield records.Counted(next(self.contents.placement.generations), servers)
                 yield records.EpochTable(self.epochs.all())
                 yield from map(added, self.segments.values())
             case records.Held(reservation=number):
@@ -288,8 +285,6 @@ class Directory(SegmentDirectory):
                     yield from self.contents.lying(dict(reversed(record.chunks.items())))
             case records.Live(chunks=chunks):
                 yield from self.contents.lying(chunks)
-            case records.Inherited():
-                yield record
 
     # ---- inside
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import assert_never
 
@@ -48,7 +49,7 @@ class Service:
         self.predecessors = predecessors
         self.epoch = epoch
         self.layouts = Layouts()
-        self.latency: dict[str, Histogram] = {}
+        self.latency = defaultdict[str, Histogram](Histogram)
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
         self.started = time.monotonic()
@@ -70,11 +71,7 @@ class Service:
             instance = getattr(request, "instance", b"")
             which = f" {instance.hex()}" if instance else ""
             answer = m.Error(f"{request.__struct_config__.tag}{which}: {refusal}"), ()
-        name = type(request).__name__
-        histogram = self.latency.get(name)
-        if histogram is None:
-            histogram = self.latency[name] = Histogram()
-        histogram.add((time.perf_counter() - started) * 1e6)
+        self.latency[type(request).__name__].add((time.perf_counter() - started) * 1e6)
         return answer
 
     def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
