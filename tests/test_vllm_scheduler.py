@@ -124,6 +124,17 @@ def ends(engine: Engine, request_id: str = "r") -> None:
     engine.ran = ran
 
 
+def test_a_later_request_of_a_name_is_looked_at_though_the_earlier_one_had_far_to_go(
+    engine: Engine,
+) -> None:
+    """Beside another one, which has far to go, too."""
+    engine.add(new_tokens(CHUNK + 1), max_tokens=CHUNK)
+    engine.finish(engine.add(new_tokens(CHUNK + 1), name="same"))
+    later = engine.add(new_tokens(CHUNK - 2), name="same", max_tokens=CHUNK)
+    engine.step()
+    assert [engine.stored(later, engine.step()) for _ in range(3)] == [[], [0], []]
+
+
 def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
     here: Node, engine: Engine
 ) -> None:

@@ -200,10 +200,11 @@ def beside_vllm(log: Path | None = None) -> Worker:
 def doctor_report(model: Path, settings: Config) -> ModelReport:
     """What `vcache doctor --model` hears of its child process, from one that has vLLM already."""
     with beside_vllm() as worker:
-        return msgspec.convert(worker.ask(_report, str(model), settings), ModelReport)
+        report: ModelReport = worker.ask(_report, str(model), settings)
+    return report
 
 
-def _report(_: object, model: str, settings: Config) -> dict[str, Any]:
+def _report(_: object, model: str, settings: Config) -> ModelReport:
     from vcache_backend.integration.vllm.model.report import report
 
     return report(model, settings)
