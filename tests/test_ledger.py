@@ -147,7 +147,7 @@ def test_compaction_gives_memory_back_and_loses_nothing_that_happens_meanwhile(
     directory = Directory(ServerConfig(), FakeClock())
     directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 5 * KIB))
     directory.clear(b"another!", reset=True)
-    directory.records.append(r.Inherited([EPOCH - 1]))
+    directory.records.append(r.Counted(0, [EPOCH - 1]))
     written = directory.reserve(CLIENT, [chunk_key(1000)], KIB).reservation
     most = 0
     for number in range(3000):
