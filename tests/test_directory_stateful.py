@@ -263,7 +263,12 @@ class DirectoryMachine(Clients):
             for segment in self.directory.segments.values()
             for order in segment.orders.values()
         ]
-        uses = {entry.use: entry.key for order in orders for entry in order if live.holds(entry)}
+        uses = {
+            entry.use: entry.key
+            for order in orders
+            for entry in order
+            if live.get(entry.key) is entry
+        }
         assert orders == [sorted(order, key=lambda entry: entry.use) for order in orders]
         assert [uses[use] for use in sorted(uses)] == self.model.order
 

@@ -7,14 +7,14 @@ import os
 import threading
 from pathlib import Path
 
-from engine_cases import ROOMY, Node, Pair, folder, get, node, pair, put, shared
+from engine_cases import ROOMY, Node, Pair, folder, get, node, put, shared
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
 from processes import SECONDS, eventually
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.engine import VCacheEngine
 
-__all__ = ["folder", "pair", "shared"]
+__all__ = ["folder", "shared"]
 
 
 # ---- threads, and the end

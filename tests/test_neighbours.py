@@ -222,6 +222,8 @@ def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next_one(
         generations = one.ask("write", [1], 11)
         neighbour = reader.there(ONE)
         first.kill()
+        eventually(lambda: not reader.client.connected)
+        assert reader.there(ONE) is neighbour
         assert neighbour.enter()
         assert read(neighbour, reader.cache, 1) == 11
         assert still(neighbour.view, [1], generations)

@@ -6,7 +6,7 @@ import os
 
 import msgspec
 import pytest
-from instance_cases import NAMESPACE, instance_id, join, keys, publish, show
+from instance_cases import NAMESPACE, instance_id, join, keys, publish, share, show
 from model import FakeClock, chunk_key
 from processes import Stage, eventually, info, make_memfd
 from test_directory import work_of
@@ -70,9 +70,7 @@ def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> No
 def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: Stage) -> None:
     """In place what its own instance has; in a pool what all ranks have."""
     owner, reader = stage.client(), stage.client()
-    join(owner, A)
-    show(owner, A)
-    publish(owner, A, keys(2))
+    share(owner, A, 2)
     assert owner.promise(m.Promise(1, keys(4), instance=A)).chunks == 2
     assert chunks(reader, 6) == (2, 2)
     publish(owner, A, keys(2, start=2), first=8)
@@ -118,6 +116,7 @@ def test_a_promise_ends_when_it_is_withdrawn_or_replaced_or_its_client_is_gone(
     stage: Stage,
 ) -> None:
     owner, reader = stage.client(), stage.client()
+    assert owner.promise(m.Promise(1, keys(1) * 2)).chunks == 1, "a chunk that is named twice"
     owner.promise(m.Promise(1, keys(4)))
     assert chunks(reader, 6) == (0, 4)
     owner.promise(m.Promise(1, keys(2)))
@@ -205,7 +204,7 @@ def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock.advance(2)
     directory.tick()
     assert directory.promises.coming(BOB, keys(1, start=1)) is None
-    directory.go_on(1 << 10)
+    directory.backlog.run(1 << 10)
     assert len(directory.promises) == 0
 
 
@@ -221,7 +220,7 @@ def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
     assert work_of(lambda: directory.disconnect(ALICE)) <= a_turn
     assert directory.promises.coming(BOB, [chunk_key(0)]) is None
     while directory.backlog:
-        assert work_of(lambda: directory.go_on(backlog.AT_ONCE)) <= a_turn
+        assert work_of(lambda: directory.backlog.run(backlog.AT_ONCE)) <= a_turn
     assert len(directory.promises) == 0
     # Many promises of one chunk each, from many connections, are dropped in one turn.
     for number in range(2 * promises.MAX_PROMISES):
@@ -229,7 +228,7 @@ def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
         directory.promise(crowd, m.Promise(number, [chunk_key(1 << 50 | number)]))
     assert len(directory.promises) == promises.MAX_PROMISES
     assert work_of(lambda: directory.clear(b"")) <= a_turn
-    directory.go_on(1 << 20)
+    directory.backlog.run(1 << 20)
     for number in range(2 * promises.MAX_OF_CLIENT):
         directory.promise(ALICE, m.Promise(number, [chunk_key(number)]))
     assert len(directory.promises) == promises.MAX_OF_CLIENT

@@ -25,6 +25,7 @@ from instance_cases import (
     numbers,
     publish,
     shape,
+    share,
     show,
 )
 from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, make_memfd, running
@@ -43,13 +44,11 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from processes import PATIENT
-from instance_cases import instance_id, join, keys, publish, show
+from instance_cases import instance_id, share
 from vcache_backend.metadata_server.client import Client
 client = Client(Path(sys.argv[1]), PATIENT)
 A = instance_id(1)
-join(client, A)
-show(client, A)
-publish(client, A, keys(3))
+share(client, A)
 """
 
 
@@ -241,9 +240,7 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
     owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
     for owner, instance in zip(owners, ids, strict=True):
-        join(owner, instance)
-        show(owner, instance)
-        publish(owner, instance, keys(8))
+        share(owner, instance, 8)
     firsts = set()
     for _ in range(50):
         there = reader.find(m.Find(keys(8)))
@@ -286,9 +283,7 @@ def test_the_same_process_takes_its_place_again_while_its_old_connection_is_stil
     alone: Stage, reader: Client
 ) -> None:
     before, after = alone.client(), alone.client()
-    join(before, A)
-    show(before, A)
-    publish(before, A, keys(3))
+    share(before, A)
     show(after, A)
     assert found(reader) == 3
     with pytest.raises(Refused, match="has shown no cache"):
@@ -383,9 +378,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     """With any answer to their schedulers, not to others who use their name."""
     a, b = alone.client(), alone.client()
     for client, name, count in ((a, A, 3), (b, B, 2)):
-        join(client, name)
-        show(client, name)
-        publish(client, name, keys(count))
+        share(client, name, count)
     assert reader.find(m.Find(keys(1), 1, A)).copies == []
     assert a.listen(A).copies == copies(B, 1, 0)
     assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
@@ -399,9 +392,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     with running(alone.path):
         a, b = alone.client(), alone.client()
         for client, name in ((a, A), (b, B)):
-            join(client, name)
-            show(client, name)
-            publish(client, name, keys(3))
+            share(client, name)
         assert a.listen(A).copies == copies(B, 1, 0)
 
 
@@ -413,9 +404,7 @@ def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
-            join(client, name)
-            show(client, name)
-            publish(client, name, keys(1))
+            share(client, name, 1)
             client.listen(name)
         (last, name), silent = clients[2], {A, B}
         for sequence in range(2, 200):

@@ -82,9 +82,10 @@ def test_a_table_outlives_the_server_and_an_owner_that_dies_meanwhile_is_noticed
     stage_: Stage,
 ) -> None:
     server = stage_.server()
-    with owner(stage_, 1, QUICK) as part, closing(Tables(stage_.client(QUICK))) as tables:
+    with owner(stage_, 1, QUICK) as part, closing(Tables(client := stage_.client(QUICK))) as tables:
         view = there(tables)
         server.kill()
+        eventually(lambda: not client.connected)
         assert tables.view(ONE) is view
         assert tables.view(TWO) is None
         part.kill()

@@ -35,7 +35,7 @@ pytestmark = needs_vllm
 
 VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler.side:SchedulerSide.allocated"
-MAPPING = "vcache_backend.metadata_server.calls.instances:InstanceCalls.open_cache"
+MAPPING = "vcache_backend.metadata_server.client:Client.open_cache"
 STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
 """Places: a copy is over, and was it right; a hit was found, its load is not described
 yet; a worker asks for another one's KV cache; a step is over, and the scheduler learns so."""

@@ -118,9 +118,7 @@ class PoolWorker:
         if lease is None or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
             return None
         hit.lease = None
-        return msgspec.structs.replace(
-            lease, keys=lease.keys[first:count], locations=lease.locations[first:count]
-        )
+        return msgspec.structs.replace(lease, locations=lease.locations[first:count])
 
     def settle(self, block_size: int) -> set[int]:
         """Wait for the launched loads. Returns the unfilled KV blocks, of `block_size` tokens."""

@@ -82,21 +82,17 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The first record of a ledger: all generations up to this one may have been used."""
+    """The first record of a ledger: all generations up to this one may have been used, and the
+    ledgers of these earlier servers, named by their epochs, are in this ledger, too."""
 
     generation: int
+    servers: list[int] = []
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     """All namespaces' epochs, see `epochs.Epochs`. b"" stands for those not listed."""
 
     epochs: dict[bytes, int]
-
-
-class Inherited(msgspec.Struct, frozen=True, array_like=True, tag="I"):
-    """The ledgers of these earlier servers, named by their epochs, are in this ledger, too."""
-
-    servers: list[int]
 
 
 Record = (
@@ -110,7 +106,6 @@ Record = (
     | Cleared
     | Counted
     | EpochTable
-    | Inherited
 )
 
 
@@ -156,15 +151,14 @@ class LedgerState(msgspec.Struct):
                 self._publish(chunks)
             case Cleared(namespace=namespace):
                 self._clear(namespace)
-            case Counted(generation=generation):
+            case Counted(generation=generation, servers=servers):
                 self.generation = max(self.generation, generation)
+                self.servers += servers
             case Gone(keys=keys):
                 for key in keys:
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
-            case Inherited(servers=servers):
-                self.servers += servers
 
     def _publish(self, chunks: dict[ChunkKey, Location]) -> None:
         self.chunks.update(chunks)
@@ -198,9 +192,8 @@ class LedgerState(msgspec.Struct):
 
     def records(self) -> Iterator[Record]:
         """A short sequence of records that describes this state."""
-        yield Counted(self.generation)
+        yield Counted(self.generation, self.servers)
         yield EpochTable(self.epochs)
-        yield Inherited(self.servers)
         yield from self.segments.values()
         yield from self.held.values()
         chunks = iter(self.chunks.items())

@@ -3,7 +3,6 @@ the offload tier."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -24,8 +23,6 @@ from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
-
-log = logging.getLogger(__name__)
 
 ABSENT = "absent"
 """The cause of a load that ended because no source has a chunk."""
@@ -153,10 +150,8 @@ class Load:
             if self._offload is None or not self._offload.wait(seconds):
                 time.sleep(min(seconds, POLL_SECONDS))
             return
-        try:
+        with suppress(VCacheError):  # a copy failed; `advance` will say so
             self._parts[0].copy.moving.wait(seconds)
-        except VCacheError:
-            log.debug("a copy failed; `advance` will say so", exc_info=True)
 
     @property
     def reached(self) -> int:

@@ -63,8 +63,9 @@ class Publisher(Outbox):
         self._kept: dict[bytes, Publish] = {}
         """Publications of one chunk each, by the bytes of the first block's number."""
         self._tables = Tables(client)
-        self._due, self._pause = math.inf, outbox.RETRY_SECONDS
+        self._due = math.inf
         """When to publish all kept chunks again; infinite while the server knows them."""
+        self._pause = outbox.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
 
@@ -115,7 +116,8 @@ class Publisher(Outbox):
         """Publish everything again: the client has reached a server, maybe a new one. Runs in the
         client's thread."""
         with self._changed:
-            self._due, self._pause = 0.0, outbox.RETRY_SECONDS
+            self._due = 0.0
+            self._pause = outbox.RETRY_SECONDS
             self._changed.notify_all()
 
     def _has_work(self) -> bool:

@@ -88,7 +88,12 @@ class ResidentRuns:
             return None
         run = self._runs[0]
         neighbour = self._neighbours.get(run.instance)
-        if neighbour is None or not _fits(run, neighbour, context):
+        here = context.places.kv.blocks_in(context.session.chunk_size)
+        if (
+            neighbour is None
+            or not run.fits(neighbour.each)
+            or neighbour.each * neighbour.split != here
+        ):
             lost = [other for other in self._runs if other.instance == run.instance]
             self._runs = deque(other for other in self._runs if other.instance != run.instance)
             context.session.stats.count(chunks_stale=sum(other.chunks for other in lost))
@@ -105,9 +110,3 @@ class ResidentRuns:
 
     def clear(self) -> None:
         self._runs.clear()
-
-
-def _fits(run: ResidentRun, neighbour: Neighbour, context: LoadContext) -> bool:
-    """Whether the run's chunks have the neighbour's size, and that is the reader's."""
-    here = context.places.kv.blocks_in(context.session.chunk_size)
-    return run.fits(neighbour.each) and neighbour.each * neighbour.split == here

@@ -222,7 +222,8 @@ class OffloadSource:
         if not staged:
             return []
         self._next += len(staged)
-        epochs, give_back = {each.epoch for each in staged}, partial(fetch.give_back, staged)
+        epochs = {each.epoch for each in staged}
+        give_back = partial(fetch.give_back, staged)
         part = _OffloadedPart(context, chunk, len(staged), epochs, give_back)
         scatter = partial(uploader.scatter, context.places.kv, chunks=staged, after=context.mark)
         launch(context, [part], scatter)

@@ -177,9 +177,8 @@ class LoadStats:
             if brought:
                 self.tokens[where(device, owner)] += brought
         self.data_seconds += seconds
-        bytes_own, bytes_peer = own * each, (count - own) * each
         self._session.stats.count(
-            chunks_retrieved=count, bytes_own=bytes_own, bytes_peer=bytes_peer
+            chunks_retrieved=count, bytes_own=own * each, bytes_peer=(count - own) * each
         )
         asking = f"asking the server {1e3 * self.metadata_seconds:.2f} ms"
         source = f"the pool, {own} of them on {device}, {asking}"

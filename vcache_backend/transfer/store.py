@@ -182,7 +182,8 @@ def store(
     if copy is None:
         committer.give_back(reserved.reservation)
         return None
-    named, before = [keys[chunk] for chunk in slots], [*prefix, *keys[: chunks[0]]]
+    named = [keys[chunk] for chunk in slots]
+    before = [*prefix, *keys[: chunks[0]]]
     pending = PendingStore(
         reserved.reservation, named, before, len(slots) * session.chunk_size, *copy, holds
     )
@@ -199,7 +200,8 @@ def _gather(
 ) -> tuple[Completion, int, Any] | None:
     """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
     the copy, its bytes, and what must live until it is complete."""
-    stats, count = session.stats, len(slots)
+    stats = session.stats
+    count = len(slots)
     views = session.views(list(slots.values()))
     with stats.timed("plan"):
         plan = places.store_plan(list(slots))

@@ -248,7 +248,7 @@ class InstanceRegistry:
         ]
 
     def stats(self) -> list[m.InstanceStats]:
-        return [each.stats(id_, self._residents.count(id_)) for id_, each in self._of.items()]
+        return [each.stats(id_, len(self._residents.of(id_))) for id_, each in self._of.items()]
 
     def still_mapped(self) -> list[m.StillMapped]:
         """List readers that still map memory of ended instances, up to a limit."""

@@ -126,7 +126,7 @@ class Contents:
         removed or are being stored anew."""
         while segment.returning and segment.state == "live":
             entry = segment.returning.pop()
-            if self.resting.holds(entry):
+            if self.resting.get(entry.key) is entry:
                 if pending(entry.key):
                     self.forget([entry])
                 else:

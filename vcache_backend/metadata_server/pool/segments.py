@@ -73,7 +73,8 @@ class SegmentDirectory:
         """Stop waiting for segments from before a restart whose fd no client has offered yet.
         Returns how many, and how many chunks are lost. The memory stays unused, since an earlier
         writer may write to it."""
-        absent, lost = self.contents.placement.in_state("absent"), 0
+        absent = self.contents.placement.in_state("absent")
+        lost = 0
         for segment in absent:
             lost += len(self.contents.resting.drop(segment.returning))
             self._remove(segment, [entry for entry in segment.occupants if entry.reservation])

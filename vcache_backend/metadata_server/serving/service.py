@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import assert_never
 
@@ -17,7 +18,7 @@ from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.serving.connection import Answer, Longest
+from vcache_backend.metadata_server.serving.connection import Answer
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
@@ -48,10 +49,9 @@ class Service:
         self.predecessors = predecessors
         self.epoch = epoch
         self.layouts = Layouts()
-        self.latency: dict[str, Histogram] = {}
+        self.latency = defaultdict[str, Histogram](Histogram)
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
-        self.longest = Longest()
         self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
@@ -71,11 +71,7 @@ class Service:
             instance = getattr(request, "instance", b"")
             which = f" {instance.hex()}" if instance else ""
             answer = m.Error(f"{request.__struct_config__.tag}{which}: {refusal}"), ()
-        name = type(request).__name__
-        histogram = self.latency.get(name)
-        if histogram is None:
-            histogram = self.latency[name] = Histogram()
-        histogram.add((time.perf_counter() - started) * 1e6)
+        self.latency[type(request).__name__].add((time.perf_counter() - started) * 1e6)
         return answer
 
     def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
@@ -232,7 +228,7 @@ class Service:
         coming = directory.promises.coming(client, missing, begins)
         if request.promise and coming is not None:
             # Who waits computes nothing yet.
-            directory.promises.begin(client, m.Promise(request.promise), {})
+            directory.promises.begin(client, m.Promise(request.promise), [])
         elif request.promise and missing:
             lacking = directory.lacking(request, missing)
             directory.promises.intend(client, request.promise, lacking, request.ranks, begins)
