@@ -6,8 +6,10 @@ places, and every byte of the whole KV cache is compared."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from engine_cases import WrongCopier
 from kv_cases import CHUNK, MLA, PACKED, Arrangement
@@ -93,16 +95,23 @@ def test_lmcaches_own_events_tell_of_the_stored_chunks(served: Pool) -> None:
     ]
 
 
-def freeze(inside: Inside, frozen: bool) -> None:
-    inside.engine.freeze(frozen)
+def freeze(inside: Inside, on: bool) -> None:
+    inside.engine.freeze(on)
 
 
-def test_a_frozen_engine_stores_nothing(served: Pool) -> None:
+def bypass(inside: Inside, on: bool) -> None:
+    inside.manager.set_backend_bypass("vcache", on)
+
+
+@pytest.mark.parametrize("stop", [freeze, bypass])
+def test_while_lmcache_is_frozen_or_goes_round_the_plugin_nothing_is_stored(
+    served: Pool, stop: Callable[[Inside, bool], None]
+) -> None:
     engine = served.engine()
-    engine.ask(freeze, True)
+    engine.ask(stop, True)
     engine.store(chunks(2))
     assert served.stats().chunks == 0
-    engine.ask(freeze, False)
+    engine.ask(stop, False)
     engine.store(chunks(2))
     assert served.stats().chunks == 2
 

@@ -221,7 +221,7 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     from .unused import NoGPUConnector
     from .verbs import Verbs
 
-    parts = "token_database retrieve_locations is_healthy is_frozen kv_events_enabled stats_monitor"
+    parts = "token_database retrieve_locations is_healthy kv_events_enabled stats_monitor"
     _must_have(engine, parts)
     for call in ("lookup", "retrieve", "store"):
         _must_have(engine.stats_monitor, f"on_{call}_request on_{call}_finished")

@@ -128,7 +128,8 @@ class Verbs:
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
     ) -> list[ChunkKey]:
-        """The keys of a request's chunks. Empty if LMCache does not want to search our tier."""
+        """The keys of a request's chunks. Empty if LMCache does not want to use our tier: if it is
+        frozen, say, or our tier is bypassed."""
         tiers = self._engine.storage_manager.get_active_storage_backends(
             search_range=search_range or self._engine.retrieve_locations
         )
@@ -199,15 +200,14 @@ class Verbs:
         """Store a request's whole chunks, see `PoolWorker.store`. mask: as in `retrieve`."""
         engine, size, first = self._engine, self._size, _left_out(mask)
         worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
-        idle = not engine.is_healthy() or engine.is_frozen()
-        if worker is None or idle or tokens is None or first % size:
+        if worker is None or tokens is None or first % size or not engine.is_healthy():
             return theirs(tokens, hashes, offsets, mask, **kwargs)
         started = engine.stats_monitor.on_store_request(len(tokens) - first)
         stored = 0
         try:
             count = len(tokens) // size
             hashes = self._hashes(tokens)[:count]
-            names = worker.names(hashes, tags_of(kwargs.get("request_configs")))
+            names = self._names(worker, hashes, kwargs.get("request_configs"))
             if first // size < len(names):
                 mapping = kwargs["slot_mapping"]
                 worker.store(names, first // size, as_slots(mapping, len(mapping), 0))
