@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -30,7 +28,7 @@ from neighbour_cases import (
     still,
     threads,
 )
-from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd
+from processes import QUICK, Stage, asked, eventually, make_memfd
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
@@ -163,48 +161,6 @@ def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(
         eventually(lambda: kv_mapped() == 0)
         assert not neighbour.enter()
         assert reader.neighbours.get(ONE) is None
-
-
-def test_readers_in_many_threads_live_through_the_deaths_of_many_owners(
-    stage: Stage, reader: Reader
-) -> None:
-    """Whoever read wrong bytes that the generations call right, or touched what is unmapped, would
-    fail, or end, here.
-    """
-    stop, names = threading.Event(), list[bytes]()
-    right: Counter[bytes] = Counter()
-    wrong: list[int | None] = []
-
-    def work() -> None:
-        with closing(SharedCache()) as mine:
-            while not stop.wait(0.001):
-                for name in list(names):
-                    neighbour = reader.neighbours.get(name)
-                    if neighbour is None or not neighbour.enter():
-                        continue
-                    value = read(neighbour, mine, 3)
-                    if still(neighbour.view, [3], [4]):
-                        right[name] += 1
-                        wrong.extend([value] if value != name[-1] else [])
-                    neighbour.leave()
-
-    threads_ = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads_:
-        thread.start()
-    try:
-        for life in range(1, 3):
-            with owner(stage, life) as there:
-                assert there.ask("write", [3], life) == [4]
-                name = instance(life)
-                names.append(name)
-                eventually(lambda name=name: right[name] > 20)
-                there.kill()
-    finally:
-        stop.set()
-        for thread in threads_:
-            thread.join(SECONDS)
-    assert wrong == []
-    eventually(lambda: kv_mapped() == 0)
 
 
 # ---- the server comes and goes
