@@ -52,9 +52,7 @@ class Reader:
 
     def there(self, name: bytes = ONE) -> Neighbour:
         """Once its owner has shown all."""
-        found = eventually(lambda: self.neighbours.get(name))
-        assert isinstance(found, Neighbour)
-        return found
+        return eventually(lambda: self.neighbours.get(name))
 
 
 @pytest.fixture
