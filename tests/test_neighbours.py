@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -28,13 +29,14 @@ from neighbour_cases import (
     still,
     threads,
 )
-from processes import QUICK, Stage, asked, eventually, make_memfd
+from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import cache_shape
+from vcache_backend.resident.unmapper import LOOK_SECONDS, Unmapper
 
 ONE, TWO = instance(1), instance(2)
 
@@ -58,6 +60,31 @@ class Reader:
 @pytest.fixture
 def reader(stage: Stage) -> Iterator[Reader]:
     with closing(Reader(stage.client())) as made:
+        yield made
+
+
+class Owners:
+    """KV caches that this process maps as if they were others'."""
+
+    def __init__(self) -> None:
+        self.cache = SharedCache()
+        self.shape = cache_shape(self.cache.kv, self.cache.regions, HOST)
+        self.table = Generations(ONE, self.shape.num_blocks)
+
+    def neighbour(self, fd: int | None = None) -> Neighbour:
+        view = GenerationView.open(self.table.fd, ONE, self.shape.num_blocks)
+        made = Neighbour(ONE, self.shape, view, EACH)
+        made.map([self.cache.regions[0].fd if fd is None else fd], HOST)
+        return made
+
+    def close(self) -> None:
+        self.table.close()
+        self.cache.close()
+
+
+@pytest.fixture
+def owners() -> Iterator[Owners]:
+    with closing(Owners()) as made:
         yield made
 
 
@@ -250,18 +277,14 @@ def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_ag
         assert (mapped(reader.neighbours, TWO), kv_mapped()) == (None, 0)
 
 
-def test_an_fd_of_something_else_is_never_mapped() -> None:
+def test_an_fd_of_something_else_is_never_mapped(owners: Owners) -> None:
     """Whatever the server lets pass. More of that: test_segments."""
-    cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
-    shape = cache_shape(cache.kv, cache.regions, HOST)
-    view = GenerationView.open(table.fd, ONE, SMALL.blocks)
-    nbytes = cache.regions[0].nbytes
+    nbytes = owners.cache.regions[0].nbytes
     short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
     for fd, why in ((short, "holds"), (unsealed, "not sealed against")):
         with pytest.raises(SegmentError, match=why):
-            Neighbour(ONE, shape, view, EACH).map([fd], HOST)
+            owners.neighbour(fd)
         os.close(fd)
-    table.close()
 
 
 # ---- closing
@@ -297,3 +320,54 @@ def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
         assert reader.neighbours.get(ONE) is None
         neighbour.leave()
         eventually(lambda: kv_mapped() == 0)
+
+
+# ---- the thread that unmaps what was a dead owner's
+
+
+def test_the_end_of_one_owner_ends_no_other_that_was_admitted_meanwhile(owners: Owners) -> None:
+    """While the first end is dealt with, somebody admits a living owner: its pidfds may get the
+    same numbers.
+    """
+    living: list[Neighbour] = []
+
+    def admit_another(ended: Neighbour) -> None:
+        if not living:
+            living.append(owners.neighbour())
+            assert unmapper.admit(living[0], [os.pidfd_open(os.getpid()) for _ in ends])
+
+    unmapper = Unmapper(admit_another)
+    with script("input()") as process:
+        ends = [os.pidfd_open(process.pid) for _ in range(8)]
+        dead = owners.neighbour()
+        assert unmapper.admit(dead, ends)
+        process.kill()
+    eventually(lambda: not enters(dead))
+    eventually(lambda: living)
+    eventually(lambda: kv_mapped() == 1)
+    time.sleep(3 * LOOK_SECONDS)
+    assert enters(living[0])
+    unmapper.close(SECONDS)
+    assert kv_mapped() == 0
+    assert not unmapper.admit(owners.neighbour(), [])
+
+
+def test_when_the_thread_fails_nothing_is_read_any_more(
+    owners: Owners, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or an owner's end would never be noticed."""
+
+    def fail(ended: Neighbour) -> None:
+        if ended is first:
+            raise RuntimeError("planted")
+
+    unmapper = Unmapper(fail)
+    first, second = owners.neighbour(), owners.neighbour()
+    with script("input()") as process:
+        assert unmapper.admit(second, [os.pidfd_open(os.getpid())])
+        assert unmapper.admit(first, [os.pidfd_open(process.pid)])
+        process.kill()
+    eventually(lambda: unmapper.closed and kv_mapped() == 0)
+    assert not second.enter()
+    unmapper.close(SECONDS)
+    assert "their ends would go unnoticed" in caplog.text

@@ -257,12 +257,8 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
 ) -> None:
     owner = owning(alone)
     owner.expect("shown")
-    table = make_table(64)
-    try:
-        with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
-            reader.join(A, NAMESPACE, 64, 1, EACH, table)
-    finally:
-        os.close(table)
+    with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
+        join(reader, A)
     with pytest.raises(Refused, match=f"pid {owner.pid} is this part"):
         show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
@@ -540,19 +536,17 @@ def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
 
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
-    table = make_table(m.MAX_BLOCKS)
     with alone.client() as greedy:
         for number in range(3):
-            greedy.join(instance_id(number), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+            join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):
-            greedy.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+            join(greedy, instance_id(11), m.MAX_BLOCKS)
         for number in range(3, instances.MAX_INSTANCES):
             show(greedy, instance_id(number))
         with pytest.raises(Refused, match="64 instances share in place already"):
             show(reader, instance_id(99))
     eventually(lambda: not reader.stats().instances)
-    reader.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
-    os.close(table)
+    join(reader, instance_id(11), m.MAX_BLOCKS)
 
 
 def test_memory_of_instances_leaves_descriptors_for_clients(alone: Stage, memfd: int) -> None:
