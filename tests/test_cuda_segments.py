@@ -110,7 +110,7 @@ def test_a_mapping_is_readable_on_its_reader_and_gone_after_close(
     cuda: FakeCuda, owned: OwnedSegment, reader: Device
 ) -> None:
     with map_segment(owned.info, owned.fd, reader) as mapped:
-        assert cuda.allowed[mapped.tensor(0, 1).data_ptr()] == reader.ordinal
+        assert cuda.allowed[mapped.whole[:1].data_ptr()] == reader.ordinal
         assert cuda.holds() == NOTHING | {"contexts": 1, "handles": 1, "ranges": 1, "mapped": 1}
     assert cuda.holds() == NOTHING
 
@@ -135,7 +135,7 @@ def test_unmapping_waits_for_the_devices_work_and_runs_backwards(
 
 def test_a_live_tensor_keeps_the_gpu_mapping(cuda: FakeCuda, owned: OwnedSegment) -> None:
     mapped = map_segment(owned.info, owned.fd, GPU0)
-    part = mapped.tensor(0, 64)[8:16]
+    part = mapped.whole[:64][8:16]
     mapped.close()
     del mapped
     assert cuda.holds()["mapped"] == 1

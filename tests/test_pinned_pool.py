@@ -60,7 +60,7 @@ def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(
     with create(HOST, nbytes) as owned:
         assert cuda.holds() == NOTHING
         mapped = map_segment(owned.info, owned.fd, HOST)
-    part = mapped.tensor(0, 64)[8:16]
+    part = mapped.whole[:64][8:16]
     part.fill_(7)
     assert cuda.registered == {mapped.whole.data_ptr(): -(-nbytes // 4096) * 4096}
     mapped.close()
@@ -98,7 +98,7 @@ def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
     with create(HOST, MIB - 12_345) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
         start, steps = mapped.whole.data_ptr(), [MIB // 4, MIB // 4, MIB // 4, MIB // 4 - 12_288]
         assert cuda.registered == {start + at * (MIB // 4): size for at, size in enumerate(steps)}
-        mapped.tensor(0, owned.nbytes).fill_(3)
+        mapped.whole[: owned.nbytes].fill_(3)
     assert cuda.registered == {}
     cuda.most_registered = MIB // 2
     with create(HOST, MIB) as owned:
