@@ -327,8 +327,7 @@ def meddled(
     instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER
 ) -> Iterator[None]:
     """Every call of `place`, at most `times`: `raise`, `count`, `count here` (in the main thread),
-    `slow` (what it returns is done `value` seconds later, or at the end), or `late` (of a copier's
-    copies and its `fence`: bytes move once they are waited for).
+    or `slow` (what it returns is done `value` seconds later, or at the end).
 
     Fails if no call came by, except of `count` and `count here`. After a test that fails the instance is not
     `untouched`."""
