@@ -44,7 +44,6 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm_cases import BLOCK, CHUNK, FOREVER, TOKEN_BYTES, Answer, Prompt
-from vllm_models import picture
 
 from benchmarks.vllm.answers import RANKED
 
@@ -369,14 +368,8 @@ class Serving:
     # ---- requests
 
     def _prompt(self, request: Prompt) -> Any:
-        given = {"prompt_token_ids": request.tokens} | (
-            {"cache_salt": request.salt} if request.salt is not None else {}
-        )
-        return (
-            given
-            if request.image is None
-            else given | {"multi_modal_data": {"image": picture(request.image)}}
-        )
+        salt = {"cache_salt": request.salt} if request.salt is not None else {}
+        return {"prompt_token_ids": request.tokens} | salt
 
     def _sampling(self, request: Prompt) -> Any:
         return vllm.SamplingParams(
