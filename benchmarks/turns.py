@@ -177,7 +177,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
     hangs up."""
     each, most = 16, m.MAX_PUBLISHED
     keys = [m.ChunkKey(key(n)[: -m.RANK_BYTES] + bytes(m.RANK_BYTES)) for n in range(m.MAX_KEYS)]
-    instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
+    instance, blocks = m.InstanceId(os.urandom(m.INSTANCE_BYTES)), m.MAX_BLOCKS // 2
     shape = m.CacheShape(
         "host", "host", "x", [m.LayerKind(1, 1, 4096, 4096)], 1, 16, [(0, 0)], [4096]
     )
@@ -189,9 +189,8 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
             first = turn * most * each % (blocks - most * each)
             numbers = struct.pack(f"<{most * each}I", *range(first, first + most * each))
             start = turn % 4 * most
-            client.publish(
-                instance, turn, keys[start : start + most], numbers, os.urandom(8 * most * each)
-            )
+            some, generations = keys[start : start + most], os.urandom(8 * most * each)
+            client.publish(m.Publish(instance, turn, some, numbers, generations))
             client.find(m.Find(keys))
             if turn % 50 == 49:
                 client.retract(instance, turn)
@@ -202,9 +201,9 @@ def _promise(client: Client, path: Path, end: float, number: int) -> None:
     promised; looks the same up; hangs up now and then."""
     for turn in _turns(end, 100):
         keys = [key(10**13 + turn // 2 * m.MAX_KEYS + n) for n in range(m.MAX_KEYS)]
-        client.promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9)
+        client.promise(m.Promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9))
         client.find(m.Find(keys, promise=turn))
-        client.promise(turn - 1 if turn % 3 else turn, [])
+        client.promise(m.Promise(turn - 1 if turn % 3 else turn, []))
 
 
 def _hello(client: Client, path: Path, end: float, number: int) -> None:

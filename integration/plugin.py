@@ -55,21 +55,15 @@ def mistake(transfer: Any) -> str:
     empty if there is none. Never raises."""
     try:
         for where, extra in _connectors(transfer):
-            if said := _refused(extra):
-                return where + said
+            from .vllm import settings  # only where our connector is asked for
+
+            try:
+                settings.read(extra)
+            except ConfigError as error:
+                return f"{where}{error}"
     except Exception as error:  # noqa: BLE001 - vLLM must start; our connector reads them again
         said = "vcache could not read its settings before vLLM starts: %s: %s"
         log.warning(said, type(error).__name__, error)
-    return ""
-
-
-def _refused(extra: Mapping[str, Any]) -> str:
-    from .vllm import settings  # only where our connector is asked for
-
-    try:
-        settings.read(extra)
-    except ConfigError as error:
-        return str(error)
     return ""
 
 

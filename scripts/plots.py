@@ -18,7 +18,7 @@ from benchmarks.serving.summary import case  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 ONCE = RESULTS / "h100x4-vllm-0.33-routed-later-2026-11-26.json"
 THREE_RUNS = RESULTS / "h100x4-vllm-0.33-routed-2026-11-27.json"
-RANKS = RESULTS / "h100x4-vllm-0.33-ranks-2026-11-27.json"
+RANKS = RESULTS / "h100x4-vllm-0.33-ranks-later-2026-11-27.json"
 ARMS = {
     "alone_turn": ("vLLM, in turn", "#b0b0b0"),
     "alone_cache_aware16": ("vLLM behind vllm-router, 16", "#6f6f6f"),

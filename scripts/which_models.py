@@ -144,16 +144,14 @@ def _ask(name: str) -> dict[str, str]:
         Path(folder, "config.json").write_text(json.dumps(config | {"architectures": [name]}))
         found = report.report(folder, from_dict({}))
         # Another chunk size is a setting, and no refusal.
-        fitting = _FITTING.search(found["refused"])
+        fitting = _FITTING.search(found.refused)
         if fitting:
             size = {"engine": {"chunk_size": int(fitting[1])}}
             found = report.report(folder, from_dict(size))
-    layers = " + ".join(
-        f"{layer['kind']}{layer['window'] or ''}" for layer in found.get("layers", ())
-    )
-    if found["refused"]:
-        return {"how": "refused", "why": found["refused"], "layers": layers}
-    return {"how": "in place" if found["in_place"] else "pool", "layers": layers}
+    layers = " + ".join(f"{layer.kind}{layer.window or ''}" for layer in found.layers)
+    if found.refused:
+        return {"how": "refused", "why": found.refused, "layers": layers}
+    return {"how": "in place" if found.in_place else "pool", "layers": layers}
 
 
 def _as_on_a_gpu(**given: Any) -> Any:

@@ -136,7 +136,7 @@ class Clients(RuleBasedStateMachine):
             elif slot.state == "resting" and not kept:
                 assert slot.location.segment in model.segments
                 model.slots.remove(slot)
-            elif slot.state == "resting" and self.directory.contents.live.holds(entry):
+            elif slot.state == "resting" and self.directory.contents.live.get(entry.key) is entry:
                 assert not model.pending(slot.key)
                 model.back(slot)
         for name in [

@@ -42,8 +42,9 @@ from vcache_backend.integration.vllm.metadata import (
 )
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import lookups, tracked
+from vcache_backend.metadata_server.messages import Publish
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
-from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Finished
 
@@ -182,7 +183,8 @@ class Engine:
         """The step is over: its worker publishes."""
         assert self.publisher is not None
         for spec in meta.publications:
-            one = Publication(spec.keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
+            instance, packed = self.half.publications.instance, (spec.blocks, spec.generations)
+            one = Publish(instance, spec.sequence, spec.keys, *packed, spec.epoch)
             self.publisher.submit(one, Finished(0.0))
 
     def flush(self) -> None:

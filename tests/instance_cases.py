@@ -99,14 +99,8 @@ def publish(
 ) -> int:
     """Publish chunks in blocks from `first` on."""
     size = len(keys)
-    return client.publish(
-        instance,
-        sequence,
-        list(keys),
-        chunk_blocks(first, size),
-        chunk_generations(generation, size),
-        epoch,
-    )
+    packed = chunk_blocks(first, size), chunk_generations(generation, size)
+    return client.publish(m.Publish(m.InstanceId(instance), sequence, list(keys), *packed, epoch))
 
 
 def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:

@@ -63,7 +63,7 @@ class Inside:
 
     def show_kv_caches(self) -> None:
         """Under vLLM the plugin finds them by itself."""
-        self.engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=self.cache.tensors)
+        self.backend.bind(self.cache.tensors)
 
     @property
     def manager(self) -> Any:

@@ -146,10 +146,10 @@ def test_what_is_void_counts_until_it_is_out_of_memory(
         join(directory, A, 128 if does is not retract_old_ones else 1)
         does(directory)
     while directory.backlog:
-        directory.go_on(1000)
+        directory.backlog.run(1000)
     directory.residents.close(A)
     while directory.backlog:
-        directory.go_on(1000)
+        directory.backlog.run(1000)
     assert directory.residents.nbytes == 0
 
 

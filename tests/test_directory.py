@@ -183,7 +183,7 @@ def test_a_share_is_that_of_the_segments_there_are_and_given_back_slots_do_not_c
     lend(directory, "s1", device="gpu-1")
     put(directory, A, B, C, D, tenant="acme")
     directory.drop_segment(m.SegmentId("s0"))
-    directory.go_on(100)
+    directory.backlog.run(100)
     (stats,) = directory.quotas.stats(0)
     assert stats.used == used(directory, "s1")
 
@@ -425,5 +425,5 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
     added = SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB)
     directory.restore(LedgerState(segments={m.SegmentId("s0"): added}))
     assert directory.lend(WRITER, 4 * KIB) == 0
-    directory.forget_absent([m.SegmentId("s0")])
+    directory.forget_absent()
     assert directory.lend(WRITER, 4 * KIB) == 4 * KIB

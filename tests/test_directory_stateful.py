@@ -97,9 +97,8 @@ class DirectoryMachine(Clients):
             for s in self.model.slots
             if s.location.segment in self.model.absent and s.state != "void"
         ]
-        assert self.directory.forget_absent(self.directory.absent_segments()) == sum(
-            s.state == "resting" for s in lying
-        )
+        resting = sum(s.state == "resting" for s in lying)
+        assert self.directory.forget_absent() == (len(self.model.absent), resting)
         for slot in lying:
             self.model.slots.remove(slot)
         for name in self.model.absent:
@@ -185,7 +184,7 @@ class DirectoryMachine(Clients):
             self.directory.disconnect(client)
         for process in {*self.processes, *self.directory.reservations.processes()}:
             self.directory.process_gone(process)
-        self.directory.forget_absent(self.directory.absent_segments())
+        self.directory.forget_absent()
         self.clock.advance(LIMITS.lease_seconds + LIMITS.reservation_seconds)
         self.directory.tick()
         self.directory.backlog.run(10_000)
@@ -208,11 +207,7 @@ class DirectoryMachine(Clients):
             s.key: s.location for s in self.model.slots if s.state in ("live", "resting")
         }
         assert set(state.segments) == set(self.model.segments) | set(self.model.absent)
-        held = {
-            id_: dict(zip(held.keys, held.locations, strict=True))
-            for id_, held in state.held.items()
-        }
-        assert held == {
+        assert {id_: held.chunks for id_, held in state.held.items()} == {
             id_: {s.key: s.location for s in write.slots}
             for id_, write in self.model.writes.items()
         }
@@ -247,7 +242,8 @@ class DirectoryMachine(Clients):
         for name, place in (self.model.segments | self.model.absent).items():
             mine = [slot for slot in self.model.slots if slot.location.segment == name]
             info = infos[SegmentId(name)]
-            holes = self.directory.segments[SegmentId(name)].extents
+            segment = self.directory.segments[SegmentId(name)]
+            holes = segment.extents
             assert (info.used, holes.largest) == (
                 self.model.used(name),
                 self.model.largest_gap(name),
@@ -255,8 +251,8 @@ class DirectoryMachine(Clients):
             assert info.state == (
                 "absent" if name in self.model.absent else "draining" if place.draining else "live"
             )
-            assert info.reserved == sum(slot.state in ("open", "void") for slot in mine)
-            assert info.chunks == len(mine) - info.reserved
+            assert segment.reserved == sum(slot.state in ("open", "void") for slot in mine)
+            assert info.chunks == len(mine) - segment.reserved
             assert info.leased == sum(self.model.leased(slot) for slot in mine)
 
     @invariant()
@@ -267,7 +263,12 @@ class DirectoryMachine(Clients):
             for segment in self.directory.segments.values()
             for order in segment.orders.values()
         ]
-        uses = {entry.use: entry.key for order in orders for entry in order if live.holds(entry)}
+        uses = {
+            entry.use: entry.key
+            for order in orders
+            for entry in order
+            if live.get(entry.key) is entry
+        }
         assert orders == [sorted(order, key=lambda entry: entry.use) for order in orders]
         assert [uses[use] for use in sorted(uses)] == self.model.order
 

@@ -92,7 +92,7 @@ def test_a_provider_that_died_is_a_failure_before_the_master_knows(own_depot: De
     own_depot.providers[0].kill()
     found = findings(config(own_depot.master.address))
     assert (found[MASTER].status, found[PROVIDER].status) == ("ok", "fail")
-    assert found[PROVIDER].detail.startswith("put of 1 MiB: ")
+    assert found[PROVIDER].detail.startswith("1 MiB: put: ")
     assert "client_ttl" in found[PROVIDER].advice
 
 

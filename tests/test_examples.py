@@ -72,7 +72,7 @@ def known_keys() -> set[str]:
 
     ours = configuration.dump(configuration.Config())
     del ours["connector"]
-    own = dict.fromkeys(settings._Own.__struct_fields__)
+    own = dict.fromkeys(settings.Settings.__struct_fields__)
     return {*names(ours | own, settings.PREFIX)}
 
 

@@ -35,9 +35,9 @@ A, B, C = (chunk_key(n) for n in range(3))
 PLACE = [Location(S0, at * KIB, KIB, 100 + at) for at in range(8)]
 HISTORY: list[r.Record] = [
     r.SegmentAdded(S0, "gpu-0", "cuda", 8 * KIB),
-    r.Held(1, WRITER, [A, B], PLACE[:2]),
+    r.Held(1, WRITER, {A: PLACE[0], B: PLACE[1]}),
     r.Published(1),
-    r.Held(2, WRITER, [C], [PLACE[2]]),
+    r.Held(2, WRITER, {C: PLACE[2]}),
 ]
 
 
@@ -103,7 +103,7 @@ def test_resets_go_through_the_other_namespaces_chunks_once_however_many_there_a
     )
     for space in spaces[1:]:
         state.apply(r.Cleared(space))
-        state.apply(r.Live([ChunkKey(space + bytes(18))], [PLACE[1]]))
+        state.apply(r.Live({ChunkKey(space + bytes(18)): PLACE[1]}))
         state.apply(r.Cleared(space))
     assert {key[:8] for key in dict.keys(state.chunks)} == {spaces[0]}
     assert isinstance(state.chunks, CountedChunks)
@@ -123,14 +123,13 @@ def test_what_was_written_is_read_back(ledger: Ledger) -> None:
 @pytest.mark.parametrize(
     "records",
     [
-        [r.Live([A], [Location(S0, 0, KIB, 1)])],
-        [HISTORY[0], r.Held(1, WRITER, [A, B], [PLACE[0], PLACE[0]])],
-        [HISTORY[0], r.Live([A], [Location(S0, 8 * KIB, KIB, 1)])],
-        [HISTORY[0], r.Live([A], [Location(S0, 0, 0, 1)])],
-        [HISTORY[0], r.Live([ChunkKey(b"short")], [PLACE[0]])],
-        [HISTORY[0], r.Live([A, B], [PLACE[0]])],
+        [r.Live({A: Location(S0, 0, KIB, 1)})],
+        [HISTORY[0], r.Held(1, WRITER, {A: PLACE[0], B: PLACE[0]})],
+        [HISTORY[0], r.Live({A: Location(S0, 8 * KIB, KIB, 1)})],
+        [HISTORY[0], r.Live({A: Location(S0, 0, 0, 1)})],
+        [HISTORY[0], r.Live({ChunkKey(b"short"): PLACE[0]})],
     ],
-    ids=["no segment", "one slot twice", "outside", "no bytes", "no key", "uneven"],
+    ids=["no segment", "one slot twice", "outside", "no bytes", "no key"],
 )
 def test_records_that_cannot_all_be_true_are_damage(
     ledger: Ledger, records: list[r.Record]
@@ -150,7 +149,7 @@ def test_compaction_gives_memory_back_and_loses_nothing_that_happens_meanwhile(
     directory = Directory(ServerConfig(), FakeClock())
     directory.add_segment(SegmentInfo(S0, "gpu-0", "cuda", 5 * KIB))
     directory.clear(b"another!", reset=True)
-    directory.records.append(r.Inherited([EPOCH - 1]))
+    directory.records.append(r.Counted(0, [EPOCH - 1]))
     written = directory.reserve(CLIENT, [chunk_key(1000)], KIB).reservation
     most = 0
     for number in range(3000):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from kv_cases import CHUNK
 from lmcache_cases import (
     Pair,
@@ -45,30 +44,6 @@ def test_chunks_are_removed_and_who_has_looked_them_up_still_loads_them(pair: Pa
     assert said(reader.retrieve(chunks(2), request="r")) == all_of(2 * CHUNK)
     assert served.settled()
     assert served.stats().chunks == 0
-
-
-def put_anothers(inside: Inside, prompt: list[int]) -> bool:
-    """Put chunks that another allocator made; whether nothing of it is under way any more."""
-    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
-
-    keys, slots = inside.keys(prompt), inside.prefill(prompt)
-    shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
-    where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
-    theirs = [AdHocMemoryAllocator(device="cpu").allocate(shapes, dtypes) for _ in keys]
-    inside.engine.gpu_connector.batched_from_gpu(
-        theirs, [i * CHUNK for i in range(len(keys))], [], **where
-    )
-    inside.backend.batched_submit_put_task(keys, theirs)
-    return inside.flush()
-
-
-def test_what_another_allocator_made_is_not_stored(pair: Pair) -> None:
-    """Its bytes need not be laid out as the KV blocks of those who would read them from the
-    pool.
-    """
-    served, engine, _ = pair
-    assert engine.do(put_anothers, chunks(2))
-    assert (served.stats().chunks, served.stats().reservations) == (0, 0)
 
 
 # ---- LMCache's host tier beside us
@@ -116,29 +91,6 @@ def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
     engine.store(chunks(3))
     assert engine.do(in_hot_cache) == 0
     assert said(engine.retrieve(chunks(3))) == all_of(3 * CHUNK)
-
-
-def put_two_requests_at_once(inside: Inside, prompts: list[list[int]]) -> bool:
-    keys, objs = [], []
-    inside.cache.poison()
-    for seed, prompt in enumerate(prompts):
-        shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
-        keys.append(inside.keys(prompt)[0])
-        objs.append(inside.backend.allocate(shapes, dtypes))
-        slots = torch.arange(CHUNK) + seed * CHUNK
-        inside.cache.fill(inside.shard(prompt), slots)
-        where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
-        inside.engine.gpu_connector.batched_from_gpu([objs[-1]], [0], [CHUNK], **where)
-    inside.backend.batched_submit_put_task(keys, objs)
-    return inside.flush()
-
-
-def test_chunks_of_two_requests_put_at_once_are_stored_each_from_its_own_slots(pair: Pair) -> None:
-    _, engine, _ = pair
-    prompts = [chunks(1), chunks(1, family=2)]
-    assert engine.do(put_two_requests_at_once, prompts)
-    for prompt in prompts:
-        assert said(engine.retrieve(prompt)) == all_of(CHUNK)
 
 
 # ---- forgetting

@@ -13,6 +13,7 @@ from engine_cases import WrongCopier
 from kv_cases import CHUNK, FLASH, MLA, PACKED, Arrangement
 from lmcache_cases import (
     Engine,
+    Pair,
     Pool,
     all_of,
     chunks,
@@ -92,6 +93,42 @@ def remember_at_most(inside: Inside, count: int) -> None:
     from vcache_backend.integration.lmcache import verbs
 
     verbs.MOST = count
+
+
+def events(inside: Inside) -> list[tuple[Any, Any, Any, int]]:
+    told = inside.engine.get_kv_events()
+    return [
+        (event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size)
+        for event in told
+    ]
+
+
+def hashes(inside: Inside, prompt: list[int]) -> list[int]:
+    return [key.chunk_hash for key in inside.keys(prompt)]
+
+
+def test_lmcaches_own_events_tell_of_the_stored_chunks(served: Pool) -> None:
+    engine, prompt = served.engine(enable_kv_events=True), tokens(3 * CHUNK + 9)
+    engine.store(prompt, skip=CHUNK)
+    first, second, third = engine.do(hashes, prompt)
+    assert engine.do(events) == [
+        ([second], first, prompt[CHUNK : 2 * CHUNK], CHUNK),
+        ([third], second, prompt[2 * CHUNK : 3 * CHUNK], CHUNK),
+    ]
+
+
+def freeze(inside: Inside, frozen: bool) -> None:
+    inside.engine.freeze(frozen)
+
+
+def test_a_frozen_engine_stores_nothing(pair: Pair) -> None:
+    served, engine, _ = pair
+    engine.do(freeze, True)
+    engine.store(chunks(2))
+    assert served.stats().chunks == 0
+    engine.do(freeze, False)
+    engine.store(chunks(2))
+    assert served.stats().chunks == 2
 
 
 def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_many(

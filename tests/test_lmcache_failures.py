@@ -69,12 +69,8 @@ def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, 
     """What methods that LMCache calls answer, if it is not what they answer of nothing. And all
     answer: nothing may be raised.
     """
-    there, connector = inside.backend, inside.engine.gpu_connector
-    key = keys[0] if keys else None
+    there, key = inside.backend, keys[0] if keys else None
     shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
-    where = {"kvcaches": inside.cache.tensors, "slot_mapping": torch.arange(len(objs) * CHUNK)}
-    starts = [at * CHUNK for at in range(len(objs))]
-    ends = [start + CHUNK for start in starts]
     answers: dict[str, tuple[Any, Any]] = {
         "contains": (there.contains(key), False),
         "contains, pinned": (there.contains(key, pin=True), False),
@@ -95,20 +91,14 @@ def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, 
         "touch_cache": (there.touch_cache(), None),
         "cancel_request": (there.cancel_request("id"), None),
         "memcheck": (there.get_memory_allocator().memcheck(), True),
-        "allocate": (there.allocate(shapes, dtypes) is not None, True),
-        "allocate, too small": (there.allocate([torch.Size([1])], dtypes), None),
-        "batched_from_gpu": (connector.batched_from_gpu(objs, starts, ends, **where), None),
+        "allocate": (there.allocate(shapes, dtypes), None),
     }
     return {name: answer for name, (answer, nothing) in answers.items() if answer != nothing}
 
 
 def every_method_for(inside: Inside, prompt: list[int]) -> dict[str, Any]:
     keys = inside.keys(prompt)
-    objs = [
-        inside.backend.allocate(inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes())
-        for _ in keys
-    ]
-    return every_method(inside, keys, objs)
+    return every_method(inside, keys, [None] * len(keys))
 
 
 def wait_by(inside: Inside, config: ClientConfig) -> None:
@@ -151,9 +141,25 @@ def every_method_for_garbage(inside: Inside) -> list[dict[str, Any]]:
     return [every_method(inside, keys, objs) for keys, objs in garbage]
 
 
+def store_garbage(inside: Inside) -> list[Any]:
+    tensors, tokens = inside.cache.tensors, chunks(2)
+    whole = torch.arange(len(tokens))
+    garbage: list[dict[str, Any]] = [
+        {"tokens": tokens, "kvcaches": tensors, "slot_mapping": whole[:-1]},
+        {"tokens": tokens, "kvcaches": tensors, "slot_mapping": whole + (1 << 40)},
+        {"tokens": tokens, "kvcaches": tensors, "slot_mapping": "no slots"},
+        {"tokens": tokens, "kvcaches": tensors},
+        {"tokens": tokens, "kvcaches": tensors[:1], "slot_mapping": whole},
+        {"tokens": [None], "kvcaches": tensors, "slot_mapping": whole},
+    ]
+    return [inside.engine.store(**given) for given in garbage]
+
+
 def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
     engine = served.engine()
     assert not any(engine.do(every_method_for_garbage))
+    assert not any(engine.do(store_garbage))
+    assert served.stats().chunks == 0
     engine.store(chunks(2))
     assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
     assert served.settled()
@@ -273,7 +279,7 @@ def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool,
 
 def test_a_backend_that_stepped_aside_answers_every_method(served: Pool) -> None:
     engine = served.engine(use_layerwise=True, process={"bind": False})
-    assert engine.do(every_method_for_stepped_aside) == {"allocate": False}
+    assert engine.do(every_method_for_stepped_aside) == {}
 
 
 def every_method_for_stepped_aside(inside: Inside) -> dict[str, Any]:

@@ -337,11 +337,6 @@ def test_the_example_is_supported_without_a_remark() -> None:
         ({"external_lookup_client": "mooncakestore://x"}, {}, "remove external_lookup_client"),
         ({"retrieve_locations": ["LocalCPUBackend"]}, {}, "add vcache to it"),
         (
-            {"store_location": None, "max_local_cpu_size": 1},
-            {},
-            "not set, so that LMCache would fill other tiers",
-        ),
-        (
             {"store_location": "LocalCPUBackend"},
             {},
             "store_location is LocalCPUBackend, .* set store_location: vcache",
@@ -349,7 +344,7 @@ def test_the_example_is_supported_without_a_remark() -> None:
         (
             {
                 "storage_plugins": ["other", "pool"],
-                "store_location": None,
+                "store_location": "other",
                 "extra_config": {
                     "storage_plugin.pool.module_path": "vcache_backend.integration.lmcache",
                     "save_only_first_rank": False,

@@ -121,7 +121,8 @@ def used(alone: Stage) -> Client:
     publish(owner, A, keys(3))
     looked_for(reader)
     owner.find(m.Find(keys(5)))  # as vLLM's workers, it has told no layout
-    reader.show_reads([m.Reads(A, 1010 << 20, 2)])
+    reader.reads = lambda: [m.Reads(A, 1010 << 20, 2)]
+    reader.list_segments()  # which tells the reads
     reader.report("error", MARKUP)
     return reader
 

@@ -44,7 +44,7 @@ def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage:
     assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None, "nobody waits for oneself"
     assert first.find(m.Find(keys(6), 1, A)).coming is None, "who waits promises nothing"
     paces = {"chunk_seconds": 0.5, "step_seconds": 2.0}
-    assert first.promise(1, keys(5), **paces) == m.Promised(5)
+    assert first.promise(m.Promise(1, keys(5), **paces)) == m.Promised(5)
     told = coming(second, 6)
     assert told is not None
     assert (told.chunks, told.begun, told.chunk_seconds, told.step_seconds) == (5, True, 0.5, 2.0)
@@ -73,12 +73,12 @@ def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: St
     join(owner, A)
     show(owner, A)
     publish(owner, A, keys(2))
-    assert owner.promise(1, keys(4), instance=A).chunks == 2
+    assert owner.promise(m.Promise(1, keys(4), instance=A)).chunks == 2
     assert chunks(reader, 6) == (2, 2)
     publish(owner, A, keys(2, start=2), first=8)
-    assert owner.promise(1, keys(4), instance=A).chunks == 0
+    assert owner.promise(m.Promise(1, keys(4), instance=A)).chunks == 0
     # Another instance computes these chunks for itself.
-    assert reader.promise(1, keys(4), instance=B).chunks == 4
+    assert reader.promise(m.Promise(1, keys(4), instance=B)).chunks == 4
     pooled = [chunk_key(1 << 40 | at) for at in range(3)]
     memory = make_memfd(1 << 20)
     owner.add_segment(info("s", 1 << 20), memory)
@@ -89,7 +89,7 @@ def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: St
 
     store(0, pooled[:2])
     store(1, pooled[:1])
-    assert owner.promise(2, pooled, 2).chunks == 2
+    assert owner.promise(m.Promise(2, pooled, 2)).chunks == 2
     store(1, pooled[1:2])
     found = reader.find(m.Find(pooled, 2, pool_only=True))
     assert len(found.pooled) == 2
@@ -107,10 +107,10 @@ def test_a_promise_from_before_a_reset_is_refused(stage: Stage) -> None:
     owner.clear(NAMESPACE, reset=True)
     owner.find(m.Find(keys(4), 1, A, promise=1))
     assert chunks(reader, 4) == (0, 4)
-    refused = owner.promise(1, keys(4))
+    refused = owner.promise(m.Promise(1, keys(4)))
     assert (refused.chunks, refused.epoch > 0) == (0, True)
     assert chunks(reader, 4) == (0, 0)
-    assert owner.promise(2, keys(4), epoch=refused.epoch) == m.Promised(4, refused.epoch)
+    assert owner.promise(m.Promise(2, keys(4), epoch=refused.epoch)) == m.Promised(4, refused.epoch)
     assert chunks(reader, 4) == (0, 4)
 
 
@@ -118,22 +118,23 @@ def test_a_promise_ends_when_it_is_withdrawn_or_replaced_or_its_client_is_gone(
     stage: Stage,
 ) -> None:
     owner, reader = stage.client(), stage.client()
-    owner.promise(1, keys(4))
+    assert owner.promise(m.Promise(1, keys(1) * 2)).chunks == 1, "a chunk that is named twice"
+    owner.promise(m.Promise(1, keys(4)))
     assert chunks(reader, 6) == (0, 4)
-    owner.promise(1, keys(2))
+    owner.promise(m.Promise(1, keys(2)))
     assert chunks(reader, 6) == (0, 2)
-    owner.promise(1, [])
+    owner.promise(m.Promise(1, []))
     assert chunks(reader, 6) == (0, 0)
-    owner.promise(2, keys(3))
+    owner.promise(m.Promise(2, keys(3)))
     owner.clear(NAMESPACE)
     assert chunks(reader, 6) == (0, 0)
     # Who begins to compute takes the promise over.
-    owner.promise(3, keys(3))
-    reader.promise(1, keys(1))
+    owner.promise(m.Promise(3, keys(3)))
+    reader.promise(m.Promise(1, keys(1)))
     assert chunks(reader, 6) == (0, 0)
     assert chunks(owner, 6) == (0, 1)
-    reader.promise(1, [])
-    owner.promise(4, keys(3))
+    reader.promise(m.Promise(1, []))
+    owner.promise(m.Promise(4, keys(3)))
     owner.close()
     eventually(lambda: chunks(reader, 6) == (0, 0))
     assert reader.stats().counters["promised_chunks_broken"] > 0
@@ -144,7 +145,7 @@ def test_a_promised_chunk_of_a_pool_comes_until_all_ranks_have_stored_it(stage: 
     memory = make_memfd(1 << 20)
     owner.add_segment(info("s", 1 << 20), memory)
     os.close(memory)
-    owner.promise(1, keys(2), ranks=2)
+    owner.promise(m.Promise(1, keys(2), ranks=2))
 
     def seen() -> tuple[int, int]:
         found = reader.find(m.Find(keys(3), 2, pool_only=True))
@@ -205,7 +206,7 @@ def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock.advance(2)
     directory.tick()
     assert directory.promises.coming(BOB, keys(1, start=1)) is None
-    directory.go_on(1 << 10)
+    directory.backlog.run(1 << 10)
     assert len(directory.promises) == 0
 
 
@@ -221,7 +222,7 @@ def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
     assert work_of(lambda: directory.disconnect(ALICE)) <= a_turn
     assert directory.promises.coming(BOB, [chunk_key(0)]) is None
     while directory.backlog:
-        assert work_of(lambda: directory.go_on(backlog.AT_ONCE)) <= a_turn
+        assert work_of(lambda: directory.backlog.run(backlog.AT_ONCE)) <= a_turn
     assert len(directory.promises) == 0
     # Many promises of one chunk each, from many connections, are dropped in one turn.
     for number in range(2 * promises.MAX_PROMISES):
@@ -229,7 +230,7 @@ def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
         directory.promise(crowd, m.Promise(number, [chunk_key(1 << 50 | number)]))
     assert len(directory.promises) == promises.MAX_PROMISES
     assert work_of(lambda: directory.clear(b"")) <= a_turn
-    directory.go_on(1 << 20)
+    directory.backlog.run(1 << 20)
     for number in range(2 * promises.MAX_OF_CLIENT):
         directory.promise(ALICE, m.Promise(number, [chunk_key(number)]))
     assert len(directory.promises) == promises.MAX_OF_CLIENT

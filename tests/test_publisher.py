@@ -18,11 +18,11 @@ from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Find, Found
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Find, Found, Publish
 from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer import outbox, publisher
-from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 
 NAME = instance(7)
@@ -64,9 +64,8 @@ class Owner:
         """Chunk `number`, in blocks of its own."""
         blocks = [2 * number, 2 * number + 1]
         generations = self.table.counters[blocks].astype("<u8").tobytes()
-        publication = Publication(
-            [key(number)], np.array(blocks, dtype="<u4").tobytes(), generations, sequence
-        )
+        numbers = np.array(blocks, dtype="<u4").tobytes()
+        publication = Publish(NAME, sequence, [key(number)], numbers, generations)
         self.publisher.submit(publication, step, soon)
 
     def found(self, *numbers: int) -> list[bool]:
@@ -164,11 +163,11 @@ def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(
     told = list[list[ChunkKey]]()
     publish = owner.client.publish
 
-    def slowly(name: Any, sequence: int, keys: list[ChunkKey], *rest: Any) -> int:
-        told.append(keys)
+    def slowly(publication: Publish) -> int:
+        told.append(publication.keys)
         asked.set()
         assert answers.wait(SECONDS)
-        return publish(name, sequence, keys, *rest)
+        return publish(publication)
 
     monkeypatch.setattr(owner.client, "publish", slowly)
     for number in range(3):

@@ -114,7 +114,7 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
     one, reader, tokens = owner(here), Reader(here), prompt(4 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8])
     reader.cache.poison()
-    where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens)), reader.size, 1, 7)
+    where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens))[:7], reader.size, 1)
     load = loads.Load(
         reader.session, where, reader.keys(tokens), residents=[there], neighbours=reader.neighbours
     )

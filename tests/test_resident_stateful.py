@@ -132,7 +132,7 @@ class ResidentMachine(RuleBasedStateMachine):
         self.model.pop(instance, None)
 
     @rule(instance=st.sampled_from(IDS))
-    @precondition(lambda self: self.residents.count(IDS[0]))
+    @precondition(lambda self: self.residents.of(IDS[0]))
     def change(self, instance: m.InstanceId) -> None:
         self.residents.empty(instance)
         if instance in self.model:
@@ -249,7 +249,7 @@ class ResidentMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 20))
     def go_on(self, steps: int) -> None:
-        self.directory.go_on(steps)
+        self.directory.backlog.run(steps)
 
     @rule()
     def go_on_to_the_end(self) -> None:
@@ -257,7 +257,7 @@ class ResidentMachine(RuleBasedStateMachine):
         chunks that are.
         """
         while self.directory.backlog:
-            self.directory.go_on(100)
+            self.directory.backlog.run(100)
         for instance, model in self.model.items():
             holders = self.residents._of[instance].holders
             told = {bytes(one.place[0]): one.blocks() for one in model.told.values()}
@@ -314,7 +314,7 @@ class ResidentMachine(RuleBasedStateMachine):
     def the_tables_are_as_large_as_they_should_be(self) -> None:
         for instance in IDS:
             model = self.model.get(instance)
-            assert self.residents.count(instance) == (0 if model is None else len(model.found()))
+            assert len(self.residents.of(instance)) == (0 if model is None else len(model.found()))
         assert sum(len(model.told) for model in self.model.values()) <= MAX_CHUNKS
 
 

@@ -85,7 +85,7 @@ def test_every_request_and_its_answer(
     assert (name, mismatches) == ("welcome", [])
     assert isinstance(epoch, int)
     assert (worker.ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[::2]) == ["error", False]
-    segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, 0, "live"]
+    segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, "live"]
     assert worker.ask("list_segments") == ["segments", [segment]]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino

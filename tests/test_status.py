@@ -32,7 +32,6 @@ SEGMENT = SegmentInfo(
     used=6 << 30,
     chunks=1536,
     leased=3,
-    reserved=2,
     evictions=7,
 )
 STATS = ServerStats(
@@ -57,8 +56,8 @@ STATS = ServerStats(
     hits={"00ff00ff00ff00ff": (1600, 1280), "11": (400, 220)},
 )
 UUID = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
-ONE = InstanceStats("ab" * 16, UUID, 4_194_303, 2_097_152, 131_072, 34, name=":8000", silent=0.4)
-OTHER = InstanceStats("cd" * 16, UUID, 4_194_304, 2_097_152, 131_072, 34, name=":8001", silent=0.5)
+ONE = InstanceStats("ab" * 16, UUID, 4_194_303, 2_097_152, 131_072, name=":8000", silent=0.4)
+OTHER = InstanceStats("cd" * 16, UUID, 4_194_304, 2_097_152, 131_072, name=":8001", silent=0.5)
 
 
 def text_of(renderable: Any, width: int = 160) -> str:
@@ -138,7 +137,7 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
 
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     """And the JSON has all of each."""
-    lacking = InstanceStats("ef" * 16, UUID, 0, 0, 0, 272, 8, "its scheduler")
+    lacking = InstanceStats("ef" * 16, UUID, 0, 0, 0, 8, "its scheduler")
     stats = msgspec.structs.replace(STATS, instances=[ONE, lacking])
     alone = text_of(status.render(msgspec.structs.replace(stats, segments=[])))
     assert "vcache segment add" not in alone, "nobody needs a pool"

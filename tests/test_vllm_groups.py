@@ -60,7 +60,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vcache_backend.config import ConnectorConfig, EngineConfig, from_dict
+from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.round_trip import round_trip
 from vcache_backend.integration.vllm.in_place import exporter as exportable
@@ -400,7 +400,7 @@ def test_latents_and_an_indexers_keys_are_one_table_whose_bytes_come_back(
     assert found.plain
     assert found.groups == groups.read(here, 128).groups
     tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout[layout])
-    kv = model_spec.describe_groups(found, tensors, 10, 128, EngineConfig())
+    kv = model_spec.describe(found, tensors, 10)
     nbytes = 2 * 64 * 3 * ((656 if fp8 else 2 * 576) + 132)
     assert (kv.chunk_bytes(128), len(kv.kinds)) == (nbytes, 2)
     slot = SlotView.over(torch.zeros(nbytes, dtype=torch.uint8), local=True)
@@ -438,7 +438,7 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
     assert groups.clears(there)
     assert groups.several(there)
     tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
-    kv = model_spec.describe_groups(found, tensors, 10, 512, EngineConfig())
+    kv = model_spec.describe(found, tensors, 10)
     block = sum(layers[f"0.{name}"].page_size_bytes for name in ("mla", "k")) * 2
     assert kv.page_bytes <= block == there.kv_cache_tensors[0].block_stride
     assert kv.blocks_in(512) == found.blocks
@@ -509,13 +509,11 @@ def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) ->
 def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(layer: str) -> None:
     """Its kernel wants blocks of 8 tokens. Otherwise chunks would be read from other blocks."""
     found, there = groups.read(caches(spec(33), spec()), 64), torch.zeros(2 * 10, 2, 8, 1, 8)
-    kv = model_spec.describe_groups(found, {layer: there}, 10, 64, EngineConfig())
+    kv = model_spec.describe(found, {layer: there}, 10)
     assert (kv.block_size, [share.block_size for share in kv.shares]) == (8, [8, 8])
     assert kv.blocks_in(64) == 2 * found.blocks
     with pytest.raises(LayoutError, match="20 blocks of 16 tokens where vLLM hands out 7 of 16"):
-        model_spec.describe_groups(
-            found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7, 64, EngineConfig()
-        )
+        model_spec.describe(found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7)
 
 
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
@@ -529,12 +527,12 @@ def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
     ):
         held = {"layer 0": (there[:, :8], there[:, 8:]), "layer 1": room}
         if fits:
-            assert model_spec.describe_groups(found, held, 10, 64, EngineConfig()).layers == 1
+            assert model_spec.describe(found, held, 10).layers == 1
         else:
             with pytest.raises(
                 LayoutError, match="the state of layer 0 does not lie in pages of 1024 B"
             ):
-                model_spec.describe_groups(found, held, 10, 64, EngineConfig())
+                model_spec.describe(found, held, 10)
 
 
 def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:

@@ -17,19 +17,22 @@ import torch
 from vllm_cases import beside_vllm, needs_vllm
 from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, caches, vllm_config
 
-from vcache_backend.config import EngineConfig
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.vllm.model import spec as model_spec
+from vcache_backend.integration.vllm.model.groups import Groups, LayerGroup
 from vcache_backend.integration.vllm.model.spec import ModelSpec, ShardSpec
 
 CHUNK = 16
 ROOT = bytes(range(32))
-ENGINE = EngineConfig(chunk_size=CHUNK)
+
+
+def table(kv_caches: Any, chunk_size: int = CHUNK, block_size: int = BLOCK) -> Groups:
+    return Groups([LayerGroup(0, block_size, 0, tuple(kv_caches))], chunk_size)
 
 
 def shard(pp_rank: int = 0, tp_rank: int = 0, kv_caches: Any = None, **changes: Any) -> ShardSpec:
     config, tensors = vllm_config(**changes), kv_caches or caches()
-    kv = model_spec.describe(config, tensors, BLOCKS, CHUNK, ENGINE)
+    kv = model_spec.describe(table(tensors), tensors, BLOCKS)
     return model_spec.read_shard(config, tensors, kv, CHUNK, pp_rank, tp_rank)
 
 
@@ -53,15 +56,10 @@ def test_blocks_that_the_kernel_cuts_are_described_as_the_tensors_have_them() ->
 
 def test_as_many_heads_as_tokens_are_told_apart() -> None:
     square = {name: torch.zeros((BLOCKS, BLOCK, BLOCK, 16)) for name in LAYERS}
-    assert (
-        model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, ENGINE).name
-        == "head4.token4.dim16 float32"
-    )
-    tokens_first = msgspec.structs.replace(ENGINE, kv_axes="block token head dim")
-    assert (
-        model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, tokens_first).name
-        == "token4.head4.dim16 float32"
-    )
+    found = model_spec.describe(table(square), square, BLOCKS)
+    tokens_first = model_spec.describe(table(square), square, BLOCKS, "block token head dim")
+    assert found.name == "head4.token4.dim16 float32"
+    assert tokens_first.name == "token4.head4.dim16 float32"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_kv_caches_that_are_not_understood_are_an_error(
     kv_caches: Any, num_blocks: int, chunk_size: int, said: str
 ) -> None:
     with pytest.raises(LayoutError, match=said):
-        model_spec.describe(vllm_config(), kv_caches, num_blocks, chunk_size, ENGINE)
+        model_spec.describe(table(kv_caches, chunk_size), kv_caches, num_blocks)
 
 
 # ---- who shares
@@ -267,7 +265,7 @@ def real(served: object, folder: str) -> dict[str, Any]:
     kv_caches = {
         f"model.layers.{i}": torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for i in range(4)
     }
-    kv = model_spec.describe(config, kv_caches, 8, 256, EngineConfig())
+    kv = model_spec.describe(table(kv_caches, 256, 32), kv_caches, 8)
     part = model_spec.read_shard(config, kv_caches, kv, 256, 0, 0)
     return {
         "model": msgspec.to_builtins(model),

@@ -28,7 +28,7 @@ from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked, waits
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import QUEUED_SECONDS, Find
+from vcache_backend.metadata_server.messages import QUEUED_SECONDS, Find, Promise
 
 __all__ = ["make"]
 pytestmark = needs_vllm
@@ -122,6 +122,17 @@ def ends(engine: Engine, request_id: str = "r") -> None:
             ring.put(*numbers)
 
     engine.ran = ran
+
+
+def test_a_later_request_of_a_name_is_looked_at_though_the_earlier_one_had_far_to_go(
+    engine: Engine,
+) -> None:
+    """Beside another one, which has far to go, too."""
+    engine.add(new_tokens(CHUNK + 1), max_tokens=CHUNK)
+    engine.finish(engine.add(new_tokens(CHUNK + 1), name="same"))
+    later = engine.add(new_tokens(CHUNK - 2), name="same", max_tokens=CHUNK)
+    engine.step()
+    assert [engine.stored(later, engine.step()) for _ in range(3)] == [[], [0], []]
 
 
 def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
@@ -468,7 +479,7 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         tokens = begun(owner, engine, 0, 1, 1)
 
         def takes_over() -> None:
-            owner.promise(1, [])
+            owner.promise(Promise(1, []))
             begun(other, engine, 0, 1, 1, tokens)
 
         assert waited(tokens, takes_over)
@@ -496,7 +507,7 @@ def begun(
     take there."""
     tokens, keys = asked(engine, tokens)
     epoch = owner.find(Find(keys)).epoch
-    owner.promise(number + 1, keys, 1, b"", epoch, chunk, step)
+    owner.promise(Promise(number + 1, keys, 1, b"", epoch, chunk, step))
     return tokens
 
 
@@ -552,7 +563,7 @@ def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
     with here.client() as owner:
         tokens = new_tokens(PROMPT)
         keys = engine.keys(engine.request(tokens))
-        owner.promise(1, keys, epoch=owner.find(Find(keys)).epoch, chunk_seconds=0.2)
+        owner.promise(Promise(1, keys, epoch=owner.find(Find(keys)).epoch, chunk_seconds=0.2))
         request = engine.add(tokens)
         engine.step()
         assert request.num_computed_tokens == 0

@@ -27,7 +27,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.AddSegment(m.SegmentId("s"), "host", "host", 4096),
     m.OpenSegment(m.SegmentId("s")),
     m.DropSegment(m.SegmentId("s")),
-    m.ListSegments(),
+    m.ListSegments(1, 2, 3, 4, [m.Reads(INSTANCE, 5, 6)], [m.SegmentId("s")]),
     m.Reserve([A], 1024),
     m.Commit(7, [A]),
     m.Abort(7),
@@ -40,7 +40,6 @@ REQUESTS: list[m.AnyRequest] = [
     m.Clear(b"namespac"),
     m.Stats(),
     m.Lend(4096),
-    m.Unusable(m.SegmentId("s")),
     m.Report("warn", "slow"),
     m.Join(INSTANCE, b"namespac", 64, 2, 4),
     m.ShowCache(

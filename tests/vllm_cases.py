@@ -199,10 +199,11 @@ def beside_vllm(log: Path | None = None) -> Worker:
 def doctor_report(model: Path, settings: Config) -> ModelReport:
     """What `vcache doctor --model` hears of its child process, from one that has vLLM already."""
     with beside_vllm() as worker:
-        return msgspec.convert(worker.ask(_report, str(model), settings), ModelReport)
+        report: ModelReport = worker.ask(_report, str(model), settings)
+    return report
 
 
-def _report(_: object, model: str, settings: Config) -> dict[str, Any]:
+def _report(_: object, model: str, settings: Config) -> ModelReport:
     from vcache_backend.integration.vllm.model.report import report
 
     return report(model, settings)
@@ -295,7 +296,7 @@ NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.metadata_server.client:Client"
-_FIND = "vcache_backend.metadata_server.calls.instances:InstanceCalls.find,send_find"
+_FIND = f"{_CLIENT}.find,send_find"
 LOOK_UP, LEASE = f"{_CLIENT}.lookup|{_FIND}", f"{_CLIENT}.acquire"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"

@@ -402,12 +402,14 @@ def load(path: str | Path | None = None) -> Config:
     return from_dict(*read(path))
 
 
-def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str, int]]:
+def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     """Read the file that `load` reads, without checking keys and values. Returns its values, its
     name, and the lines of its keys. Raises ConfigError."""
     path = path or os.environ.get("VCACHE_CONFIG")
     if not path:
         return {}, "defaults", {}
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"config: Expected the path of a YAML file, got {path!r}")
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)

@@ -1,16 +1,12 @@
 """`vcache demo`: a real metadata server and two real workers. Each worker retrieves what the other
 has stored, and every byte is checked.
 
-Only the workers (`demo_worker`) import torch, which takes seconds: not the server, and this process
-only if there are two GPUs that are linked."""
+Only the workers (`demo_worker`) import torch, which takes seconds: this process does only if there
+are two GPUs that are linked."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import math
-import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,29 +14,26 @@ import tempfile
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from itertools import combinations
+from multiprocessing import Pipe
+from threading import Thread
 from typing import Any
 
-from vcache_backend.config import ByteSize, ServerConfig
+from vcache_backend.config import ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.server import Server
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 
-PROMPTS, CHUNKS, CHUNK_SIZE, BLOCK_SIZE = 8, 8, 256, 16
+PROMPTS, CHUNKS = 8, 8
+"""How many prompts there are, and a prompt's chunks."""
 DAMAGED = PROMPTS
 """The number of one more prompt, of which a byte is changed on purpose."""
-TOKENS = CHUNKS * CHUNK_SIZE + BLOCK_SIZE // 2
-"""Of a prompt: whole chunks and half a block, which is not stored."""
-BLOCKS = -(-TOKENS // BLOCK_SIZE)
-SHAPES = {"host": (4, 2, 64), "cuda": (16, 8, 64)}
-"""Layers, KV heads, size of a head. On GPUs those of Llama-3.2-1B."""
 START_SECONDS = 300.0
-"""The most that the start of a child may take: importing torch can take a minute."""
+"""The most that the start of a worker may take: importing torch can take a minute."""
 SECONDS = 60.0
-"""The most that an answer of a child that has started may take."""
-END_SECONDS = 5.0
-"""The most that the end of a child may take."""
+"""The most that an answer of a worker that has started may take."""
 FOLDER = None if len(tempfile.gettempdir()) < 70 else "/tmp"
 """Where the socket's folder is made. A socket's path has at most 107 bytes."""
+SOCKET = "vcache.sock"
 NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md"
 
 
@@ -56,22 +49,14 @@ def run(as_json: bool = False) -> int:
     devices = choose_devices()
     print(f"starting a metadata server, and workers on {' and '.join(devices)}", file=sys.stderr)
     result = play(devices)
-    ok, nbytes, checked = result["ok"], result["chunk_bytes"], ByteSize(result["bytes_checked"])
     if as_json:
         print(json.dumps(result, indent=2))
-        return 0 if ok else 1
-    speed = f"{result['chunks_retrieved']} chunks, {checked.about}, {result['gb_per_s']:.2f} GB/s"
-    rows = {
-        "workers": " and ".join(devices),
-        "stored": f"{result['chunks_stored']} chunks of {ByteSize(nbytes).about}",
-        "retrieved by the other worker": speed,
-        "wrong bytes": f"{result['wrong_bytes']:,} of {checked:,}",
-        "one byte changed on purpose": "found" if result["control"] else "NOT FOUND",
-    }
-    for name, value in rows.items():
-        print(f"{name:29}  {value}")
-    print("Every byte is right, and a wrong one is found." if ok else "FAILED", NEXT, sep="\n")
-    return 0 if ok else 1
+    else:
+        for name, value in result.items():
+            print(f"{name.replace('_', ' '):18}  {value}")
+        said = "Every byte is right, and a wrong one is found." if result["ok"] else "FAILED"
+        print(said, NEXT, sep="\n")
+    return 0 if result["ok"] else 1
 
 
 def choose_devices() -> list[str]:
@@ -91,16 +76,20 @@ def play(devices: list[str]) -> dict[str, Any]:
     """Have each worker store half of the prompts, and the other worker retrieve them. In another
     prompt one byte is changed: the check must find it. Returns the fields of `--json`.
 
-    Raises VCacheError if a process fails."""
+    Raises VCacheError if a worker fails."""
     answers = []
     with ExitStack() as undo:
-        socket = undo.enter_context(Child("demo")).answer(START_SECONDS)
+        folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER))
+        server = Server(ServerConfig(socket=f"{folder}/{SOCKET}"))
+        serving = Thread(target=server.run, daemon=True)
+        serving.start()
+        undo.callback(serving.join)
+        undo.callback(server.stop)
         workers = [
-            undo.enter_context(Child("demo_worker", socket, device, str(number)))
+            undo.enter_context(WorkerProcess(folder, device, number))
             for number, device in enumerate(devices)
         ]
-        for worker in workers:
-            worker.answer(START_SECONDS)
+        chunk_bytes = max(worker.answer(START_SECONDS) for worker in workers)
         for prompt in range(PROMPTS):
             workers[prompt % 2].ask("store", prompt)
             answers.append(workers[1 - prompt % 2].ask("retrieve", prompt))
@@ -114,87 +103,41 @@ def play(devices: list[str]) -> dict[str, Any]:
         "devices": devices,
         "chunks_stored": PROMPTS * CHUNKS,
         "chunks_retrieved": chunks,
-        "chunk_bytes": chunk_bytes(devices[0]),
-        "bytes_checked": chunks * chunk_bytes(devices[0]),
+        "chunk_bytes": chunk_bytes,
+        "bytes_checked": chunks * chunk_bytes,
         "wrong_bytes": wrong,
-        "control": control == 1,
-        "gb_per_s": chunks * chunk_bytes(devices[0]) / seconds / 1e9,
+        "changed_byte_found": control == 1,
+        "gb_per_s": round(chunks * chunk_bytes / seconds / 1e9, 2),
     }
 
 
-def chunk_bytes(device: str) -> int:
-    """Bytes of a chunk's KV: K and V, bf16, all layers."""
-    return CHUNK_SIZE * 2 * 2 * math.prod(SHAPES[device[:4]])
+class WorkerProcess(subprocess.Popen[bytes]):
+    """A worker's process, out of reach of Ctrl-C. It ends with the block or the demo."""
 
-
-class Child(subprocess.Popen[bytes]):
-    """A process of the demo, ended with the block, out of reach of Ctrl-C."""
-
-    def __init__(self, module: str, *arguments: str) -> None:
-        self.words, pipe = " ".join([module, *arguments]), subprocess.PIPE
-        command = [sys.executable, "-m", f"vcache_backend.{module}", *arguments]
-        super().__init__(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=_end_with_the_demo,
-        )
+    def __init__(self, folder: str, device: str, number: int) -> None:
+        self.pipe, theirs = Pipe()
+        with theirs:
+            module = [sys.executable, "-m", "vcache_backend.demo_worker"]
+            arguments = [str(theirs.fileno()), folder, device, str(number)]
+            fds = [theirs.fileno()]
+            super().__init__([*module, *arguments], pass_fds=fds, start_new_session=True)
 
     def ask(self, verb: str, prompt: int) -> Any:
-        """Have a worker do `verb`, a method of `Worker`. Returns its answer. Raises VCacheError."""
-        assert self.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; `answer` says so
-            self.stdin.write(json.dumps([verb, prompt]).encode() + b"\n")
+        """Have the worker do `verb`, a method of `Worker`. Returns its answer. VCacheError."""
+        with suppress(OSError):  # it has ended; `answer` says so
+            self.pipe.send((verb, prompt))
         return self.answer()
 
     def answer(self, seconds: float = SECONDS) -> Any:
-        """Wait for the next line that the process prints. Raises VCacheError."""
-        assert self.stdout is not None
-        if not select.select([self.stdout], [], [], seconds)[0]:
-            raise VCacheError(f"no answer in {seconds:g} s: {self.words}")
-        if not (line := self.stdout.readline()):
-            raise VCacheError(f"ended with {self.wait()}, for the reason above: {self.words}")
-        return json.loads(line)
+        """Wait for the next answer. Raises VCacheError."""
+        try:
+            if self.pipe.poll(seconds):
+                return self.pipe.recv()
+        except (EOFError, OSError) as error:
+            said = f"a worker ended with {self.wait()}, for the reason above"
+            raise VCacheError(said) from error
+        raise VCacheError(f"a worker did not answer in {seconds:g} s")
 
     def __exit__(self, *_: object) -> None:
-        self.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(END_SECONDS)
         self.kill()
         super().__exit__(None, None, None)
-
-
-# ---- in the children
-
-
-def _end_with_the_demo() -> None:
-    """Have this process end if the demo is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def say(answer: object) -> None:
-    os.write(1, json.dumps(answer).encode() + b"\n")
-
-
-def main() -> None:
-    """Run the server's process until SIGTERM, in a folder of its own, which it removes. It says
-    where it serves."""
-    signal.signal(signal.SIGTERM, _end_once)
-    with tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER) as folder:
-        socket = f"{folder}/vcache.sock"
-        server = Server(ServerConfig(socket=socket))
-        say(socket)
-        server.run()
-
-
-def _end_once(*_: object) -> None:
-    """Leave all blocks. A second signal would keep the folder from being removed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit()
-
-
-if __name__ == "__main__":
-    with suppress(BrokenPipeError):  # the demo has ended meanwhile
-        main()

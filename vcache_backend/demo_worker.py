@@ -6,50 +6,48 @@ only this worker uses, so the check also finds bytes that went to a wrong place.
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
-from vcache_backend.demo import (
-    BLOCK_SIZE,
-    BLOCKS,
-    CHUNK_SIZE,
-    CHUNKS,
-    DAMAGED,
-    PROMPTS,
-    SECONDS,
-    SHAPES,
-    TOKENS,
-    chunk_bytes,
-    say,
-)
+from vcache_backend.demo import CHUNKS, DAMAGED, PROMPTS, SECONDS, SOCKET
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer.layout import Layout
 
+CHUNK_SIZE, BLOCK_SIZE = 256, 16
+TOKENS = CHUNKS * CHUNK_SIZE + BLOCK_SIZE // 2
+"""Of a prompt: whole chunks and half a block, which is not stored."""
+BLOCKS = -(-TOKENS // BLOCK_SIZE)
+SHAPES = {"cpu": (4, 2, 64), "cuda": (16, 8, 64)}
+"""Layers, KV heads, size of a head. On GPUs those of Llama-3.2-1B."""
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 
 
 class Worker:
     """A worker's KV cache and engine. Its methods answer the commands of the same names."""
 
-    def __init__(self, socket: str, device: str, number: int) -> None:
+    def __init__(self, folder: str, device: str, number: int) -> None:
+        torch.set_num_threads(1)
         self.device = torch.device(device if device.startswith("cuda") else "cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        layers, heads, head_dim = SHAPES[device[:4]]
+        layers, heads, head_dim = SHAPES[self.device.type]
         shape = (layers, 2, 2 * BLOCKS, BLOCK_SIZE, heads, head_dim)
         self.number, self.unused = number, 160 + number
         self.kv = list(torch.empty(shape, dtype=torch.bfloat16, device=self.device))
         self.rows = [layer.view(torch.uint8).flatten(2) for layer in self.kv]
+        self.chunk_bytes = sum(rows[:, 0].numel() for rows in self.rows) * CHUNK_SIZE // BLOCK_SIZE
         layout = Layout.of(self.kv, BLOCK_SIZE, model="vcache-demo", chunk_size=CHUNK_SIZE)
-        nbytes = ByteSize(PROMPTS * CHUNKS * chunk_bytes(device))
-        pool, server = PoolConfig(device=device, segment_bytes=nbytes), ServerConfig(socket=socket)
+        nbytes = ByteSize(PROMPTS * CHUNKS * self.chunk_bytes)
+        server = ServerConfig(socket=f"{folder}/{SOCKET}")
+        pool = PoolConfig(device=device, segment_bytes=nbytes)
         self.engine = VCacheEngine(Config(server=server, client=CLIENT, pool=pool), layout)
 
     def prompt(self, number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -94,17 +92,17 @@ class Worker:
         return {"chunks": retrieved // CHUNK_SIZE, "wrong": wrong, "seconds": seconds}
 
 
-def main(socket: str, device: str, number: str) -> None:
-    """Say `true` once the worker is ready, and then answer each command."""
-    torch.set_num_threads(1)
-    worker = Worker(socket, device, int(number))
-    with worker.engine:
-        say(True)
-        for line in sys.stdin:
-            verb, prompt = json.loads(line)
-            say(getattr(worker, verb)(prompt))
+def main(fd: str, folder: str, device: str, number: str) -> None:
+    """Say a chunk's bytes once the worker is ready, and then answer each command. The end of the
+    demo ends it; a demo that was killed has left its folder."""
+    worker = Worker(folder, device, int(number))
+    with worker.engine, Connection(int(fd)) as pipe, suppress(EOFError, OSError):
+        pipe.send(worker.chunk_bytes)
+        while True:
+            verb, prompt = pipe.recv()
+            pipe.send(getattr(worker, verb)(prompt))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError):  # the demo has ended meanwhile
-        main(*sys.argv[1:])
+    main(*sys.argv[1:])

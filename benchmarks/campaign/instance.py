@@ -19,11 +19,11 @@ import numpy as np
 
 from integration.vllm.in_place.block_pool import ResidentPool
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId, Publish
 from vcache_backend.resident.generations import Generations, UInt64s
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.keys import TokenHasher
-from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.exports.host_memory import HostExportable
@@ -140,7 +140,8 @@ class Instance(Living):
         self.sequence += 1
         numbers, counts = np.array(blocks, dtype="<u4"), generations.astype("<u8")
         packed = numbers.tobytes(), counts.tobytes()
-        self.publisher.submit(Publication(keys, *packed, self.sequence, self.epoch), written)
+        made = Publish(self.instance, self.sequence, keys, *packed, self.epoch)
+        self.publisher.submit(made, written)
 
     def close(self) -> None:
         self.publisher.close()

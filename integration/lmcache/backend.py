@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryAllocatorInterface
 from lmcache.v1.storage_backend.abstract_backend import (
     AllocatorBackendInterface,
     StoragePluginInterface,
 )
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.arguments import as_slots
 
 from .. import logs
 from ..guard import answers
-from .memory import NoAllocator, StoredObj, described
 from .patches import StepAside
 from .startup import Starter
+from .unused import NoAllocator
 from .worker import PoolWorker
 
 log = logging.getLogger(__name__)
@@ -32,9 +29,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     see docs/lmcache.md.
 
     LMCache calls `contains` and its variants in the look-up thread, and the rest in the worker's
-    main thread. Nothing raises, and no call
-    waits longer than the client's deadlines. If the plugin must not work here (see `checks`), the
-    backend stays as an allocator that always returns None."""
+    main thread. Nothing raises, and no call waits longer than the client's deadlines. The backend
+    is LMCache's allocator, which always returns None, also if the plugin must not work here (see
+    `checks`)."""
 
     is_vcache = True
 
@@ -56,7 +53,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         )
         logs.join_vllm()
         self.worker: PoolWorker | None = None
-        self._failures: set[str] = set()
         self.reason = ""
         self._starter = Starter(config, metadata, self)
         try:
@@ -64,7 +60,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
             self._step_aside(error)
 
-    # ---- for the GPU connector and `Verbs`
+    # ---- for `Verbs`
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
         """Return the worker for these KV caches. None if the plugin stepped aside."""
@@ -76,15 +72,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             except Exception as error:  # noqa: BLE001 as in the constructor
                 self._step_aside(error)
         return self.worker
-
-    @answers(None)
-    def note_sources(
-        self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
-    ) -> None:
-        """See `PoolWorker.note`. more: LMCache's keyword arguments."""
-        worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
-        if worker is not None:
-            worker.note(objs, starts, as_slots(mapping, len(mapping), 0))
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
@@ -111,54 +98,12 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def get_blocking(self, key: CacheEngineKey) -> None:
         """Return None: `Verbs.retrieve` loads hits straight into the paged KV cache."""
 
-    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
-        """Return None for each key; see `get_blocking`."""
-        return [None] * len(keys)
+    # ---- stores: `Verbs.store` stores chunks straight out of the paged KV cache
 
-    # ---- stores
+    def allocate(self, *_: Any, **__: Any) -> None:
+        """Return None, with which LMCache stores nothing."""
 
-    def allocate(
-        self,
-        shapes: Any,
-        dtypes: Any,
-        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
-        eviction: bool = True,
-        busy_loop: bool = True,
-    ) -> MemoryObj | None:
-        """Make a memory object for one whole chunk. None for less than a chunk: then LMCache stops
-        storing the request."""
-        return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
-
-    @answers(None)
-    def batched_allocate(
-        self,
-        shapes: Any,
-        dtypes: Any,
-        batch_size: int,
-        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
-        eviction: bool = True,
-        busy_loop: bool = True,
-    ) -> list[MemoryObj] | None:
-        listed = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
-        kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-        if self.reason or listed != self.metadata.get_shapes(self.config.chunk_size):
-            return None
-        return [StoredObj(described(listed, kinds, fmt)) for _ in range(batch_size)]
-
-    @answers(None)
-    def batched_submit_put_task(
-        self,
-        keys: Sequence[CacheEngineKey],
-        objs: list[MemoryObj],
-        transfer_spec: Any = None,
-        on_complete_callback: Any = None,
-    ) -> None:
-        """Reserve slots, launch one copy, and return. Chunks that the pool has are not copied. The
-        commit follows in the background.
-
-        `on_complete_callback` is not called: LMCache's storage manager passes none."""
-        if self.worker is not None:
-            self.worker.put(keys, objs)
+    batched_allocate = batched_submit_put_task = allocate
 
     # ---- the rest
 
@@ -184,10 +129,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     initialize_allocator = get_memory_allocator
 
-    def calculate_chunk_budget(self) -> int:
-        """How many chunks may be loaded at once: any number, our objects hold no memory."""
-        return 1 << 20
-
     @answers(None)
     def close(self) -> None:
         """Finish stores and leave the pool. The chunks stay in the pool."""
@@ -197,13 +138,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             worker.session.close()
 
     def note_failure(self, call: str, error: Exception) -> None:
-        """Count a failure, and log each cause once."""
-        cause = f"{call}: {type(error).__name__}"
+        """Count a failure, and log each cause once. Without a worker only `close` can fail."""
         if self.worker is not None:
             self.worker.session.miss(call, error)
-        elif cause not in self._failures:
-            log.warning("%s failed, which counts as a miss: %s", call, error)
-        self._failures.add(cause)
+        else:
+            log.warning("%s failed: %s", call, error)
 
     def _step_aside(self, error: Exception) -> None:
         self.reason = str(error) or type(error).__name__

@@ -63,12 +63,9 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
     if wanted and not set(wanted) & set(ours):
         yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
     location = getattr(lm_config, "store_location", None)
-    plugins = getattr(lm_config, "storage_plugins", None) or ()
-    others = getattr(lm_config, "max_local_cpu_size", 0) > 0 or len(plugins) > 1
-    if location not in ours and (location or others):
+    if location and location not in ours:
         yield (
-            f"store_location is {location or 'not set'}, so that LMCache would fill other tiers "
-            "than vcache, which has no bytes for them: "
+            f"store_location is {location}, and vcache fills no other tier than its own: "
             f"set store_location: {ours[0]}"
         )
 

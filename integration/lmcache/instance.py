@@ -54,9 +54,9 @@ class Instance:
         if self.vllm_config is None:
             kv = PagedKV.describe(kvcaches, self.model.block_size, axes=engine.kv_axes or None)
         else:
-            kv = model_spec.describe(
-                self.vllm_config, tensors, self.num_blocks, engine.chunk_size, engine
-            )
+            table = groups.LayerGroup(0, self.model.block_size, 0, tuple(tensors))
+            tables = groups.Groups([table], engine.chunk_size)
+            kv = model_spec.describe(tables, tensors, self.num_blocks, engine.kv_axes)
         if kv.others:
             raise LayoutError(
                 f"the layers' pages have several sizes ({kv.name}), which is not supported "

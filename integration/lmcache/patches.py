@@ -151,8 +151,8 @@ def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
 
 
 def _supply_connector() -> None:
-    """Make `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. vLLM's
-    adapter imports the function on each call."""
+    """Make `CreateGPUConnector` return ours on a CPU, for which LMCache has none. vLLM's adapter
+    imports the function on each call."""
     source: Any = importlib.import_module("lmcache.v1.gpu_connector")
     vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
 
@@ -162,10 +162,10 @@ def _supply_connector() -> None:
         ) -> Any:
             if engine == vllm and source.torch_device_type == "cpu" and our_names(config):
                 from .. import amx
-                from .gpu_connector import VCacheGPUConnector
+                from .unused import NoGPUConnector
 
                 amx.permit()
-                return VCacheGPUConnector()
+                return NoGPUConnector()
             return create(config, metadata, engine, *args, **kwargs)
 
         return create_gpu_connector
@@ -218,12 +218,13 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. LMCache would go
     on allocating from the earlier backend, and would close it only if the call was for our tier. So
     this function does both. StepAside if LMCache's internals have changed."""
-    from .gpu_connector import VCacheGPUConnector
+    from .unused import NoGPUConnector
     from .verbs import Verbs
 
-    _must_have(engine, "token_database retrieve_locations is_healthy stats_monitor")
-    events = "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished"
-    _must_have(engine.stats_monitor, events)
+    parts = "token_database retrieve_locations is_healthy is_frozen kv_events_enabled stats_monitor"
+    _must_have(engine, parts)
+    for call in ("lookup", "retrieve", "store"):
+        _must_have(engine.stats_monitor, f"on_{call}_request on_{call}_finished")
     verbs = Verbs(engine, backend)
 
     def replace(name: str, verb: Callable[..., Any], wanted: str) -> None:
@@ -233,7 +234,8 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     replace("lookup", verbs.lookup, asked)
     replace("lookup_unpin", verbs.unpin, "lookup_id")
     replace("retrieve", verbs.retrieve, "tokens mask kwargs")
-    engine.gpu_connector = VCacheGPUConnector(backend)
+    replace("store", verbs.store, "tokens mask kwargs")
+    engine.gpu_connector = NoGPUConnector()
     if engine.storage_manager is not None:
         for before in list(engine.storage_manager.storage_backends.values()):
             if getattr(before, "is_vcache", False) and before is not backend:

@@ -28,13 +28,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     engine's name. start_server: start a metadata server if none serves the socket."""
 
     config: Config
-    block_size: int = 0
-    model: str = ""
-    start_server: bool = False
-
-
-class _Own(msgspec.Struct):
-    config: str = ""
     block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
     model: str = ""
     start_server: bool = False
@@ -54,12 +47,9 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
         for key, value in extra_config.items()
         if key.startswith(PREFIX)
     }
-    names = given.keys() & set(_Own.__struct_fields__)
-    try:
-        own = msgspec.convert({name: given.pop(name) for name in names}, _Own)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{SOURCE}: {str(error).replace('$.', PREFIX)}") from error
-    values, file, lines = configuration.read(own.config or None)
+    values, file, lines = configuration.read(given.pop("config", None))
+    names = given.keys() & set(Settings.__struct_fields__)
+    own = {name: given.pop(name) for name in names}
     configuration.from_dict(values, file, lines)
     values["connector"] = {}
     for key, value in given.items():
@@ -73,9 +63,10 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
         )
     config = configuration.from_dict(values, SOURCE)
     configuration.check_socket_is_whole(config, SOURCE)
-    return Settings(
-        config=config, block_size=own.block_size, model=own.model, start_server=own.start_server
-    )
+    try:
+        return msgspec.convert({"config": config, **own}, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{SOURCE}: {str(error).replace('$.', PREFIX)}") from error
 
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:

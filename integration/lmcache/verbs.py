@@ -1,9 +1,10 @@
-"""Replaces calls of LMCache's engine: look-up, retrieve, and the end of a look-up.
+"""Replaces calls of LMCache's engine: look-up, retrieve, store, and the end of a look-up.
 
 LMCache computes a request's keys three times, makes an object for each chunk, and searches every
-tier for each: 2 ms for 32k tokens before the copy begins. Here a look-up's hit is kept under the
-request's id, with the keys and the lease that the load needs. LMCache's other tiers are not asked,
-since their keys do not contain the layout of the bytes (ADR 0014)."""
+tier for each: 2 ms for 32k tokens before the copy begins. Here KV blocks move as opaque bytes, in
+one launch each way, and a look-up's hit is kept under the request's id, with the keys and the lease
+that the load needs. LMCache's other tiers are neither asked nor filled, since their keys do not
+contain the layout of the bytes (ADR 0014)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lmcache.utils import CacheStoreEvent
 
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import as_slots
@@ -64,8 +66,8 @@ class Hits:
 
 
 class Verbs:
-    """Our methods of one engine. None raises: a failure is a miss. `lookup` runs in any
-    thread, `retrieve` in the worker's main thread. `theirs`: the engine's own method."""
+    """Our methods of one engine. None raises: a failure is a miss. `lookup` runs in any thread,
+    `retrieve` and `store` in the worker's main thread. `theirs`: the engine's own method."""
 
     def __init__(self, engine: Any, backend: VCacheBackend) -> None:
         self._engine, self._backend = engine, backend
@@ -96,9 +98,9 @@ class Verbs:
         stats = engine.stats_monitor.on_lookup_request(asked)
         try:
             hashes = self._hashes(tokens) if hashes is None else hashes
-            find = worker.promise
-            chunks = self._look_up(worker, find, lookup_id, hashes, request_configs, search_range)
-            hit_tokens = chunks * self._size
+            hit = worker.promise(self._names(worker, hashes, request_configs, search_range))
+            self._hits.keep(lookup_id, hit)
+            hit_tokens = len(hit.names) * self._size
         except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
             self._backend.note_failure("lookup", error)
         finally:
@@ -119,24 +121,19 @@ class Verbs:
         database = self._engine.token_database
         return [value for _, _, value in database.process_tokens(tokens, make_key=False)]
 
-    def _look_up(
+    def _names(
         self,
         worker: PoolWorker,
-        find: Callable[[list[ChunkKey]], Hit],
-        request: str,
         hashes: Sequence[int],
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
-    ) -> int:
-        """Look up the leading chunks, keep the hit for the request, and return how many can be
-        loaded. find: asks the server."""
-        manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
-        tiers = manager.get_active_storage_backends(
+    ) -> list[ChunkKey]:
+        """The keys of a request's chunks. Empty if LMCache does not want to search our tier."""
+        tiers = self._engine.storage_manager.get_active_storage_backends(
             search_range=search_range or self._engine.retrieve_locations
         )
-        hit = find(names) if names and any(tier is self._backend for _, tier in tiers) else Hit()
-        self._hits.keep(request, hit)
-        return len(hit.names)
+        ours = any(tier is self._backend for _, tier in tiers)
+        return worker.names(hashes, tags_of(configs)) if ours else []
 
     # ---- loads
 
@@ -147,12 +144,7 @@ class Verbs:
         or will be (see `PoolWorker.settles`).
 
         mask: bool tensor; leading False tokens are not loaded."""
-        engine, size = self._engine, self._size
-        # Only leading tokens may be False; most often none is. Use numpy: torch's first
-        # operation after a pause takes up to 0.2 ms.
-        wanted, first = None if mask is None else mask.numpy(), 0
-        if wanted is not None and not wanted[:1].all():
-            first = int(wanted.size - np.count_nonzero(wanted))
+        engine, size, first = self._engine, self._size, _left_out(mask)
         worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
         if worker is None or first % size or not engine.is_healthy():
             return theirs(tokens, mask, **kwargs)
@@ -179,11 +171,11 @@ class Verbs:
         kwargs: dict[str, Any],
     ) -> int:
         """Load the chunks from number `first` on. Returns how many are in place, or will be."""
-        hit, own = self._hits.take(request), f"{request} of vcache"
+        hit = self._hits.take(request)
         if hit is None:
             # No look-up was made, or its hit was dropped.
-            self._look_up(worker, Hit, own, self._hashes(tokens), kwargs.get("request_configs"))
-            hit = self._hits.take(own) or Hit()
+            configs = kwargs.get("request_configs")
+            hit = Hit(self._names(worker, self._hashes(tokens), configs))
         try:
             count = min(len(hit.names), len(tokens) // self._size)
             if first >= count:
@@ -192,3 +184,65 @@ class Verbs:
             return worker.load(hit, first, count, as_slots(mapping, len(mapping), 0), skip)
         finally:
             self._hits.end(hit)
+
+    # ---- stores
+
+    def store(
+        self,
+        theirs: Callable[..., None],
+        tokens: Any = None,
+        hashes: Any = None,
+        offsets: Any = None,
+        mask: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Store a request's whole chunks, see `PoolWorker.store`. mask: as in `retrieve`."""
+        engine, size, first = self._engine, self._size, _left_out(mask)
+        worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
+        idle = not engine.is_healthy() or engine.is_frozen()
+        if worker is None or idle or tokens is None or first % size:
+            return theirs(tokens, hashes, offsets, mask, **kwargs)
+        started = engine.stats_monitor.on_store_request(len(tokens) - first)
+        stored = 0
+        try:
+            count = len(tokens) // size
+            hashes = self._hashes(tokens)[:count]
+            names = worker.names(hashes, tags_of(kwargs.get("request_configs")))
+            if first // size < len(names):
+                mapping = kwargs["slot_mapping"]
+                worker.store(names, first // size, as_slots(mapping, len(mapping), 0))
+                stored = count * size - first
+                self._announce(tokens, hashes, first // size)
+        except Exception as error:  # noqa: BLE001 LMCache would die of it
+            self._backend.note_failure("store", error)
+        engine.stats_monitor.on_store_finished(started, stored)
+        log.info(
+            "[req_id=%s] stored %d of %d tokens", kwargs.get("req_id"), stored, len(tokens) - first
+        )
+
+    def _announce(self, tokens: Any, hashes: Sequence[int], first: int) -> None:
+        """Add LMCache's KV events of stored chunks, if it publishes any."""
+        if not self._engine.kv_events_enabled:
+            return
+        for chunk in range(first, len(hashes)):
+            start = chunk * self._size
+            self._engine.kv_events.append(
+                CacheStoreEvent(
+                    block_hashes=[hashes[chunk]],
+                    parent_block_hash=hashes[chunk - 1] if chunk else None,
+                    token_ids=torch.as_tensor(tokens[start : start + self._size]).tolist(),
+                    block_size=self._size,
+                    lora_id=None,
+                    medium="cpu",
+                    lora_name=None,
+                )
+            )
+
+
+def _left_out(mask: Any) -> int:
+    """How many tokens LMCache does not want. Only leading ones may be False; most often none is."""
+    # numpy, since torch's first operation after a pause takes up to 0.2 ms.
+    wanted = None if mask is None else mask.numpy()
+    if wanted is None or wanted[:1].all():
+        return 0
+    return int(wanted.size - np.count_nonzero(wanted))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import MemoryObj
 
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import KVCaches
@@ -23,7 +21,6 @@ from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 
-from .memory import NotedSlots, StoredObj
 from .scope import scoped
 
 log = logging.getLogger(__name__)
@@ -54,7 +51,7 @@ class _Launched(NamedTuple):
 class PoolWorker:
     """Loads and stores one rank's chunks. Look-ups in any thread, else the main thread.
 
-    kvcaches: the tensors that loads fill and that `note` refers to. settles: `load` only launches
+    kvcaches: the tensors that loads fill. settles: `load` only launches
     copies, and the caller asks `settle` in the same step which blocks failed. In either case work
     queued on the current stream comes after the copies."""
 
@@ -81,7 +78,7 @@ class PoolWorker:
     def promise(self, names: list[ChunkKey]) -> Hit:
         """Look up the leading chunks that every rank can load, and lease this rank's part."""
         asked = len(names)
-        if self._ranks > 1:
+        if names and self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
         lease = self.session.leases.acquire(names) if names else None
         hit = Hit()
@@ -121,9 +118,7 @@ class PoolWorker:
         if lease is None or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
             return None
         hit.lease = None
-        return msgspec.structs.replace(
-            lease, keys=lease.keys[first:count], locations=lease.locations[first:count]
-        )
+        return msgspec.structs.replace(lease, locations=lease.locations[first:count])
 
     def settle(self, block_size: int) -> set[int]:
         """Wait for the launched loads. Returns the unfilled KV blocks, of `block_size` tokens."""
@@ -135,31 +130,16 @@ class PoolWorker:
                 bad |= set((tokens // block_size).tolist())
         return bad
 
-    # ---- stores
+    # ---- stores and removals
 
-    def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
-        """Note the places of a store's chunks, for the next `put`. starts: the first token of each
-        chunk. slots: the slots of the request's tokens."""
-        for obj, start in zip(objs, starts, strict=True):
-            if isinstance(obj, StoredObj):
-                obj.source = NotedSlots(self.kvcaches, slots, start)
+    def store(self, names: Sequence[ChunkKey], first: int, slots: Slots) -> None:
+        """Store the chunks from number `first` on: reserve slots, launch one copy, and return.
+        Skips what the pool has. The commit follows in the background.
 
-    def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks, those of one `note` in one launch. Skips what the pool has.
-
-        Memory objects of other allocators are skipped: their bytes may differ from vLLM's blocks,
-        and no reader could notice."""
-        pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
-        sources = [(key, source) for key, source in pairs if source is not None]
-        names = self._named([key for key, _ in sources])
-        # LMCache puts the chunks of one `note` together; they share one `slots`.
-        named = [(name, source) for name, (_, source) in zip(names, sources, strict=False)]
-        for _, noted in groupby(named, lambda pair: (id(pair[1].kvcaches), id(pair[1].slots))):
-            part = list(noted)
-            (kvcaches, slots, _), starts = part[0][1], [source.start for _, source in part]
-            kv, size = self.session.bind(kvcaches), self.session.chunk_size
-            places = SlotPlaces(kv, size, slots, starts)
-            store(self.session, places, [name for name, _ in part], range(len(part)))
+        slots: int64, the slots of the request's tokens."""
+        kv, size = self.session.bind(self.kvcaches), self.session.chunk_size
+        places = SlotPlaces(kv, size, slots, range(first * size, len(names) * size, size))
+        store(self.session, places, names[first:], range(len(names) - first))
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> int:
         """Remove chunks of this rank. Returns how many."""

@@ -30,10 +30,7 @@ def read(extra_config: Mapping[str, Any]) -> Config:
 
     Without `config` the file is `VCACHE_CONFIG`. ConfigError names an unknown key or an impossible
     value."""
-    path = extra_config.get("config")
-    if path is not None and not isinstance(path, str):
-        raise ConfigError(f"{SOURCE}: config: Expected the path of a YAML file, got {path!r}")
-    values, source, lines = configuration.read(path)
+    values, source, lines = configuration.read(extra_config.get("config"))
     configuration.from_dict(values, source, lines)
     for name, section in extra_config.items():
         if name == "config":

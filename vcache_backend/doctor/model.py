@@ -30,16 +30,11 @@ _QUIET = {
     "PYTHONHASHSEED": "0",
 }
 """For the child. That `PYTHONHASHSEED` is not set is a finding of its own."""
-_START = "start vLLM with it and see its log"
 _KINDS = {
     "full": "of full attention",
     "window": "with a window of {:,} tokens",
     "state": "with a state",
 }
-
-
-class UnknownModel(Exception):
-    """vLLM does not know the model or cannot be asked: why, and what would help."""
 
 
 class Layers(msgspec.Struct, frozen=True):
@@ -55,16 +50,18 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     vllm: its version. dtype: of the KV cache. in_place: whether instances share in place with these
     settings. refused: why nothing is cached, with what to change; empty if it is. chunk_bytes,
-    state_bytes: of a chunk, and of a state beside it; 0 if refused."""
+    state_bytes: of a chunk, and of a state beside it; 0 if refused. trouble: why vLLM does not know
+    the model or cannot be asked; then the rest is missing."""
 
-    vllm: str
-    architecture: str
-    dtype: str
-    layers: list[Layers]
+    vllm: str = ""
+    architecture: str = ""
+    dtype: str = ""
+    layers: list[Layers] = []
     refused: str = ""
     in_place: bool = False
     chunk_bytes: int = 0
     state_bytes: int = 0
+    trouble: str = ""
 
     def __str__(self) -> str:
         layers = ", ".join(
@@ -75,10 +72,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 def ask(name: str, config: Config) -> ModelReport:
-    """Ask vLLM about a model (name: as `vllm serve` takes it), in some 20 s. UnknownModel."""
-    if find_spec("vllm") is None:
-        said = "vLLM is not installed here, and only vLLM knows its models"
-        raise UnknownModel(said, "run this in vLLM's environment")
+    """Ask vLLM about a model (name: as `vllm serve` takes it), in some 20 s."""
     try:
         asked = subprocess.run(
             [*_ASKING, name],
@@ -88,30 +82,29 @@ def ask(name: str, config: Config) -> ModelReport:
             env={**os.environ, **_QUIET},
             check=False,
         )
-    except subprocess.TimeoutExpired as error:
-        raise UnknownModel(f"vLLM did not answer within {ASK_SECONDS:g} s", _START) from error
+    except subprocess.TimeoutExpired:
+        return ModelReport(trouble=f"vLLM did not answer within {ASK_SECONDS:g} s")
     except (OSError, ValueError) as error:
-        raise UnknownModel(f"vLLM could not be asked: {error}", _START) from error
+        return ModelReport(trouble=f"vLLM could not be asked: {error}")
     try:
-        answer = msgspec.json.decode(asked.stdout)
-        if "trouble" in answer:
-            why = printable(" ".join(answer["trouble"].split()), MAX_TROUBLE_CHARS)
-            raise UnknownModel(f"vLLM cannot serve it here: {why}", _START)
-        return msgspec.convert(answer, ModelReport)
-    except (msgspec.DecodeError, TypeError) as error:
+        return msgspec.json.decode(asked.stdout, type=ModelReport)
+    except msgspec.DecodeError:
         lines = asked.stderr.decode(errors="replace").strip().splitlines()
-        last = printable(lines[-1] if lines else "it printed nothing")
-        raise UnknownModel(f"vLLM ended with code {asked.returncode}: {last}", _START) from error
+        last = lines[-1] if lines else "it printed nothing"
+        return ModelReport(trouble=f"vLLM ended with code {asked.returncode}: {last}")
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
     """Say whether a model is cached, the size of its chunks, and what a pool holds of it."""
     shown = printable(name)
-    try:
-        model = ask(name, config)
-    except UnknownModel as error:
-        why, advice = error.args
-        yield fail("model", f"{shown}: {why}", advice)
+    if find_spec("vllm") is None:
+        lacks = "vLLM is not installed here, and only vLLM knows its models"
+        yield fail("model", f"{shown}: {lacks}", "run this in vLLM's environment")
+        return
+    model = ask(name, config)
+    if model.trouble:
+        why = printable(" ".join(model.trouble.split()), MAX_TROUBLE_CHARS)
+        yield fail("model", f"{shown}: {why}", "start vLLM with it and see its log")
         return
     what = f"{shown}, vLLM {model.vllm}, {model}"
     if model.refused:

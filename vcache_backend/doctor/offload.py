@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding, fail, ok
@@ -32,27 +33,24 @@ def check_offload(config: Config) -> Iterator[Finding]:
         return
     where = f"Mooncake at {tier.mooncake.master}, {tier.mooncake.protocol}"
     yield ok("offload", f"{tier.policy} to {where}")
-    yield from check_store(config)
+    if MOONCAKE.installed()[1]:  # else check_packages says so
+        yield from check_store(config)
 
 
 def check_store(config: Config) -> Iterator[Finding]:
-    """Put one small object into the store, read it and remove it, if the library is installed."""
-    if not MOONCAKE.installed()[1]:
-        return  # check_packages says so
-    fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
-    os.ftruncate(fd, 2 * NBYTES)
-    try:
-        process = OffloadProcess(config.offload.mooncake, fd)
-    except (ConfigError, StoreDown) as error:
-        os.close(fd)
-        yield fail(LIBRARY, str(error), _library_advice(str(error)))
-        return
-    try:
+    """Put one small object into the store, read it and remove it."""
+    with ExitStack() as undo:
+        fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
+        undo.callback(os.close, fd)
+        os.ftruncate(fd, 2 * NBYTES)
+        try:
+            process = OffloadProcess(config.offload.mooncake, fd)
+        except (ConfigError, StoreDown) as error:
+            yield fail(LIBRARY, str(error), _library_advice(str(error)))
+            return
+        undo.callback(process.kill)
         yield ok(LIBRARY, "loads")
         yield from _master(process, config.offload.mooncake.master, fd)
-    finally:
-        process.kill()
-        os.close(fd)
 
 
 def _library_advice(error: str) -> str:
@@ -78,45 +76,39 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
         yield fail(MASTER, f"{master}: {error}", advice)
         return
     yield ok(MASTER, f"{master} answers")
-    yield _provider(process, fd)
+    try:
+        yield _provider(process, fd)
+    except StoreDown as error:
+        advice = (
+            "see whether every provider lives and is reached from here; the master forgets a "
+            "dead one after its client_ttl, 10 s"
+        )
+        yield fail(PROVIDER, f"1 MiB: {error}", advice)
 
 
 def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Check that an object comes back unchanged. fd: memory of 2 * `NBYTES` bytes for it."""
+    """Check that an object comes back unchanged; StoreDown if not. fd: memory of 2 * `NBYTES` bytes
+    for it."""
     names = [f"vcache1/doctor-{secrets.token_hex(8)}"]
     content = secrets.token_bytes(NBYTES)
-    step = "put"
-    try:
-        with mmap.mmap(fd, 2 * NBYTES) as memory:
-            memory[:NBYTES] = content
-            start = time.monotonic()
-            (outcome,) = process.call("put", names, [(0, NBYTES)], seconds=SECONDS)
-            written, step = time.monotonic(), "get"
-            if outcome == FULL:
-                advice = (
-                    f"start a provider ({START}), or a larger one; what was read in the "
-                    "last seconds is not evicted"
-                )
-                lacks = "no room for 1 MiB: no provider lends memory, or all of it is in use"
-                return fail(PROVIDER, lacks, advice)
-            if outcome != STORED:
-                return _broken(f"put of 1 MiB: {outcome}")
-            (nbytes,) = process.call("get", names, [(NBYTES, NBYTES)], seconds=SECONDS)
-            read, came = time.monotonic(), bytes(memory[NBYTES:])
-            process.call("remove", names, seconds=SECONDS)
-    except StoreDown as error:
-        return _broken(f"{step} of 1 MiB: {error}")
-    if nbytes != NBYTES:
-        return _broken(f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back")
-    if came != content:
-        return _broken("get of 1 MiB: other bytes came back than were put")
-    put_ms, get_ms = 1e3 * (written - start), 1e3 * (read - written)
+    with mmap.mmap(fd, 2 * NBYTES) as memory:
+        memory[:NBYTES] = content
+        started = time.monotonic()
+        (outcome,) = process.call("put", names, [(0, NBYTES)], seconds=SECONDS)
+        written = time.monotonic()
+        if outcome == FULL:
+            advice = (
+                f"start a provider ({START}), or a larger one; what was read in the "
+                "last seconds is not evicted"
+            )
+            lacks = "no room for 1 MiB: no provider lends memory, or all of it is in use"
+            return fail(PROVIDER, lacks, advice)
+        if outcome != STORED:
+            raise StoreDown(f"put: {outcome}")
+        (nbytes,) = process.call("get", names, [(NBYTES, NBYTES)], seconds=SECONDS)
+        read = time.monotonic()
+        process.call("remove", names, seconds=SECONDS)
+        if memory[NBYTES:] != content:
+            raise StoreDown(f"get: {nbytes:,} bytes came back, and other ones than were put")
+    put_ms, get_ms = 1e3 * (written - started), 1e3 * (read - written)
     return ok(PROVIDER, f"1 MiB put in {put_ms:.3g} ms, read in {get_ms:.3g} ms")
-
-
-def _broken(detail: str) -> Finding:
-    advice = (
-        "see whether every provider lives and is reached from here; the master forgets a "
-        "dead one after its client_ttl, 10 s"
-    )
-    return fail(PROVIDER, detail, advice)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -14,13 +15,14 @@ import msgspec
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.calls.channel import R
-from vcache_backend.metadata_server.calls.instances import InstanceCalls
+from vcache_backend.metadata_server.calls.channel import Channel, R, Sent
 
-log = logging.getLogger(__name__)
+_PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
+_KEY_BYTES = m.KEY_BYTES + 2
+"""Bytes of a key in a message that publishes chunks."""
 
 
-class Client(InstanceCalls):
+class Client(Channel):
     """A connection to the metadata server that reconnects by itself.
 
     Any thread may call any method; requests take turns. Every call returns or raises within its
@@ -46,7 +48,11 @@ class Client(InstanceCalls):
         layout, name: the instance's, for the hello."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         """Called with the server's segments every `heartbeat_seconds` and after a reconnection."""
-        self._untold = [0] * 4
+        self.reads: Callable[[], list[m.Reads]] = list
+        """Called with every heartbeat: what this process has read in other instances so far."""
+        self.unmappable: set[m.SegmentId] = set()
+        """Segments that this process cannot map. The server hears of them with every heartbeat."""
+        self._untold = Counter[str]()
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -136,23 +142,20 @@ class Client(InstanceCalls):
         opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 1)
         return opened.segment, fds[0]
 
-    def avoid(self, id_: m.SegmentId) -> None:
-        """Have the server give this process no slot there. Repeat after each reconnection."""
-        self._call(m.Unusable(id_), m.Count)
-
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """List all segments. Also sends the counts from `count`."""
+        """List all segments. Also sends the counts from `count`, `reads` and `unmappable`."""
         with self._telling:
             counts = self._untold
-            self._untold = [0] * 4
+            self._untold = Counter()
+        most = {name: min(count, m.MAX_TOKENS) for name, count in counts.items()}
         try:
-            most = (min(count, m.MAX_TOKENS) for count in counts)
-            return self._call(m.ListSegments(*most), m.Segments).segments
+            request = m.ListSegments(**most, reads=self.reads(), unmappable=list(self.unmappable))
+            return self._call(request, m.Segments).segments
         except VCacheError:
-            self.count(*counts)
+            self.count(**counts)
             raise
 
     def count(self, asked: int = 0, found: int = 0, awaited: int = 0, waited_ms: int = 0) -> None:
@@ -160,11 +163,7 @@ class Client(InstanceCalls):
         heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            untold = self._untold
-            untold[0] += asked
-            untold[1] += found
-            untold[2] += awaited
-            untold[3] += waited_ms
+            self._untold.update(asked=asked, found=found, awaited=awaited, waited_ms=waited_ms)
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)
@@ -176,6 +175,85 @@ class Client(InstanceCalls):
         A control call. Servers refuse an empty `text`."""
         request = m.Report(level, text[: m.MAX_REPORT_CHARS])
         return bool(self._call(request, m.Count, self._config.control_seconds).count)
+
+    # ---- instances that share in place
+
+    # Who calls keeps the fds that it passes, and closes those that it gets.
+
+    def join(
+        self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int
+    ) -> None:
+        """Register a generation table as its scheduler. Repeat after each reconnection."""
+        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
+        self._call(request, m.Count, self._config.control_seconds, [fd])
+
+    def show_cache(
+        self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
+    ) -> None:
+        """Register a worker's KV cache, an fd a region. Repeat after each reconnection."""
+        request = m.ShowCache(m.InstanceId(instance), rank, shape)
+        self._call(request, m.Count, self._config.control_seconds, fds)
+
+    def publish(self, whole: m.Publish) -> int:
+        """Publish chunks of one rank, in several requests if many. Returns how many were taken."""
+        count = len(whole.keys)
+        packed_bytes = (len(whole.blocks) + len(whole.generations)) // max(1, count)
+        most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + packed_bytes)))
+        deadline, taken = time.perf_counter() + self._config.request_seconds, 0
+        for start in range(0, count, most):
+            part = whole.cut(start, start + most)
+            taken += self._call(part, m.Count, deadline - time.perf_counter()).count
+        return taken
+
+    def retract(self, instance: bytes, sequence: int) -> int:
+        """Void earlier publications, also those that arrive later. Returns how many chunks."""
+        return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
+
+    def listen(self, instance: bytes) -> m.Heard:
+        """Fetch the news for the scheduler that joined on this connection."""
+        return self._call(m.Listen(m.InstanceId(instance)), m.Heard)
+
+    def find(self, whole: m.Find) -> m.Found:
+        """Find chunks; see `Find`. Sends several requests for many keys."""
+        deadline = time.perf_counter() + self._config.request_seconds
+        answer = m.Found(b"")
+        while True:
+            part = whole.keys[len(answer.pooled) :][: max(1, _most_found(whole))]
+            request = msgspec.structs.replace(whole, keys=part)
+            more = self._call(request, m.Found, deadline - time.perf_counter())
+            answer = _joined(answer, more) if answer.pooled else more
+            if (
+                len(answer.pooled) == len(whole.keys)
+                or not more.pooled
+                or (len(more.pooled) < len(part) and not more.cut)
+            ):
+                return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
+
+    def send_find(self, request: m.Find, seconds: float) -> Sent[m.Found] | None:
+        """Send a look-up, whose answer may be `cut`. None if the keys exceed one request."""
+        fits = len(request.keys) <= _most_found(request)
+        return self._send(request, m.Found, seconds) if fits else None
+
+    def promise(self, request: m.Promise) -> m.Promised:
+        """Say that a request has begun to compute chunks: as many of them as one request may have.
+        See `Promise`."""
+        some = request.keys[: _most_found(request)]
+        return self._call(msgspec.structs.replace(request, keys=some), m.Promised)
+
+    def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
+        """Open an instance. Fds: its generation table, pidfds of the scheduler and each rank."""
+        request = m.OpenInstance(m.InstanceId(instance))
+        return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
+
+    def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, list[int]]:
+        """Open a worker's KV cache: its description, and an fd for each of its regions."""
+        request = m.OpenCache(m.InstanceId(instance), rank)
+        cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
+        return cache.shape, fds
+
+    def close_instance(self, instance: bytes) -> None:
+        """Say that this process no longer maps any region of the instance."""
+        self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
 
     # ---- inside
 
@@ -194,7 +272,22 @@ class Client(InstanceCalls):
             yield self._call(part, kind, deadline - time.perf_counter())
 
     def _list(self) -> None:
-        try:
+        with suppress(VCacheError):
             self.on_segments(self.list_segments())
-        except VCacheError as error:
-            log.debug("heartbeat: %s", error)
+
+
+def _most_found(request: m.Find | m.Promise) -> int:
+    """How many keys of a look-up or a promise fit into one request."""
+    return min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)
+
+
+def _joined(first: m.Found, then: m.Found) -> m.Found:
+    """Join two answers. `then` is about the keys after those of `first`."""
+    moved = [run.numbered(run.first + len(first.pooled)) for run in then.residents]
+    return m.Found(
+        first.pooled + then.pooled,
+        first.residents + moved,
+        then.epoch,
+        then.cut,
+        then.coming,
+    )

@@ -47,6 +47,15 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     return ""
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of a socket, for this user alone. ConfigError if others could put a file
+    there. OSError."""
+    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if fault := folder_fault(path, {os.getuid(), 0}):
+        raise ConfigError(f"server.socket: {fault}")
+
+
 class Endpoint:
     """A listening socket with its lock, which keeps other servers away. ConfigError if that fails.
 
@@ -92,14 +101,8 @@ class Endpoint:
                 os.utime(path, follow_symlinks=False)
 
     def _make_folder(self) -> None:
+        make_folder(self._path)
         folder = self._path.parent
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            fault = folder_fault(self._path, {os.getuid(), 0})
-            if fault:
-                raise ConfigError(f"server.socket: {fault}") from None
         status = folder.stat()
         if self._open_to_others and status.st_uid == os.getuid():
             folder.chmod(status.st_mode | 0o11)

@@ -43,7 +43,7 @@ FREED_BYTES = 1 << 20
 """Bytes to return to the system in one turn."""
 AREAS = (mmap.PAGESIZE, 1 << 40)
 """The offsets of the two areas. Unwritten pages take no memory."""
-MAGIC = int.from_bytes(b"vcacheL1")
+MAGIC = int.from_bytes(b"vcacheL2")
 """Changes with the format."""
 _MAGIC, _EPOCH, _VALID, _ENDED = range(4)
 """The words of the header. The lowest bit of the valid word names the area."""
@@ -142,8 +142,8 @@ class Ledger:
 class _Area:
     """One of the two areas: a sequence of frames."""
 
-    def __init__(self, file: int, number: int, size: int = 0) -> None:
-        self._file, self.number, self.size = file, number, size
+    def __init__(self, file: int, number: int) -> None:
+        self._file, self.number, self.size = file, number, 0
 
     @property
     def valid(self) -> int:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -35,8 +35,10 @@ MAX_KINDS = 16
 """The most kinds of layers, by the size of their pages, in one worker's KV cache."""
 MAX_PUBLISHED = 512
 """The most chunks of one publication; fewer if their blocks fill a message sooner."""
+MAX_UNMAPPABLE = 1024
+"""The most segments that a client says it cannot map: more than there can be."""
 MAX_OWNERS = 64
-"""The most rows of one `ShowReads`."""
+"""The most rows of `ListSegments.reads`."""
 MAX_REPLICAS = 2
 """The most resident copies of one chunk in an answer."""
 MAX_BLOCKS = 1 << 21
@@ -67,6 +69,7 @@ RANK_BYTES = 2
 _Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
 SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
+_Id = Annotated[SegmentId, msgspec.Meta(max_length=64)]
 MAX_SEGMENT_BYTES = 1 << 46
 """Larger than any allocation. A larger number is refused before any system call."""
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
@@ -142,7 +145,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     used: int = 0
     chunks: int = 0
     leased: int = 0
-    reserved: int = 0
     evictions: int = 0
     state: SegmentState = "live"
 
@@ -232,18 +234,16 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     """One instance as the server knows it. `id`: in hex; empty if it shares through the pool only.
     `device`: of its first worker. `pid`: of its scheduler, 0 if absent or not visible.
 
-    `resident`: chunks that look-ups can return once `missing` is empty. `regions`: fds of its
-    workers' KV caches. `missing`: the first part that is not shown; look-ups skip the instance
-    until all parts are. `name`: from its hello. `namespace`: in hex. `silent`: seconds since the
-    last message of any of its processes. `stopped`: the pid of a stopped process; 0 if none is
-    stopped."""
+    `resident`: chunks that look-ups can return once `missing` is empty. `missing`: the first part
+    that is not shown; look-ups skip the instance until all parts are. `name`: from its hello.
+    `namespace`: in hex. `silent`: seconds since the last message of any of its processes.
+    `stopped`: the pid of a stopped process; 0 if none is stopped."""
 
     id: str
     device: str
     pid: int
     blocks: int
     resident: int
-    regions: int
     ranks: int = 1
     missing: str = ""
     name: str = ""
@@ -335,13 +335,6 @@ class OpenSegment(Request, frozen=True, tag="open_segment"):
     id: SegmentId
 
 
-class Unusable(Request, frozen=True, tag="unusable"):
-    """This client cannot map a segment: give its reservations no slot there → `Count` of segments
-    that it avoids."""
-
-    id: Annotated[SegmentId, msgspec.Meta(max_length=64)]
-
-
 class DropSegment(Request, frozen=True, tag="drop_segment"):
     """Forget a segment's chunks, and remove it after its last lease and reservation → `Dropped`."""
 
@@ -349,14 +342,20 @@ class DropSegment(Request, frozen=True, tag="drop_segment"):
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """List the segments → `Segments`. What this client's instance has done since the last such
-    message: `asked`, `found`: prompt tokens looked up and found; `awaited`: tokens that another
-    instance computed while a request waited for them; `waited_ms`: the time of such waits."""
+    """List the segments → `Segments`. A client's heartbeat, with news of the client.
+
+    What its instance has done since the last such message: `asked`, `found`: prompt tokens looked
+    up and found; `awaited`: tokens that another instance computed while a request waited for them;
+    `waited_ms`: the time of such waits. `reads`: how much the client has read out of other
+    instances' KV caches so far. `unmappable`: the segments that it cannot map; its reservations get
+    no slot there."""
 
     asked: Tokens = 0
     found: Tokens = 0
     awaited: Tokens = 0
     waited_ms: Tokens = 0
+    reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)] = []
+    unmappable: Annotated[list[_Id], msgspec.Meta(max_length=MAX_UNMAPPABLE)] = []
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
@@ -501,6 +500,11 @@ class Publish(Request, frozen=True, tag="publish"):
     generations: bytes
     epoch: int = 0
 
+    def cut(self, first: int, stop: int) -> Publish:
+        """Return a publication of the chunks [first, stop) of this one alone."""
+        packed = _part(self.blocks, self.generations, len(self.keys), first, stop)
+        return Publish(self.instance, self.sequence, self.keys[first:stop], *packed, self.epoch)
+
 
 class Retract(Request, frozen=True, tag="retract"):
     """Void the instance's publications with a lower sequence, past and future → `Count` of chunks
@@ -514,14 +518,6 @@ class Listen(Request, frozen=True, tag="listen"):
     """Fetch news for an instance's scheduler, on the connection with which it joined → `Heard`."""
 
     instance: Named
-
-
-class ShowReads(Request, frozen=True, tag="show_reads"):
-    """Report for the statistics how much this client has read out of other instances' KV caches so
-    far → `Count` of the rows. `instance`: the client's own; b"" if it has none."""
-
-    reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)]
-    instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
 
 
 QUEUED_SECONDS = 0.1
@@ -680,11 +676,9 @@ class ResidentRun(NamedTuple):
         """Return the run of the chunks [first, stop), which are some of this run's."""
         if (first, stop) == (self.first, self.stop):
             return self
-        number, counter = len(self.blocks) // self.chunks, len(self.generations) // self.chunks
         begin, end = first - self.first, stop - self.first
-        blocks = self.blocks[begin * number : end * number]
-        generations = self.generations[begin * counter : end * counter]
-        return ResidentRun(first, stop - first, self.instance, blocks, generations)
+        packed = _part(self.blocks, self.generations, self.chunks, begin, end)
+        return ResidentRun(first, stop - first, self.instance, *packed)
 
     def numbered(self, first: int) -> ResidentRun:
         """Return the same chunks, numbered from `first` on."""
@@ -694,6 +688,14 @@ class ResidentRun(NamedTuple):
         """Whether the chunks have `each` blocks."""
         number, counter = self.chunks * each * NUMBER_BYTES, self.chunks * each * GENERATION_BYTES
         return (len(self.blocks), len(self.generations)) == (number, counter)
+
+
+def _part(
+    blocks: bytes, generations: bytes, chunks: int, first: int, stop: int
+) -> tuple[bytes, bytes]:
+    """Of the packed blocks and generations of some chunks those of [first, stop)."""
+    number, counter = len(blocks) // chunks, len(generations) // chunks
+    return blocks[first * number : stop * number], generations[first * counter : stop * counter]
 
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -817,8 +819,8 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
 
 OfChunks = Reserve | Commit | Abort | Acquire | Renew | Release | Contains | Touch | Remove | Clear
-OfResidents = Find | Publish | Promise | Retract | Listen | ShowReads | CloseInstance
-_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
+OfResidents = Find | Publish | Promise | Retract | Listen | CloseInstance
+_OfSegments = AddSegment | Lend | OpenSegment | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report
 AnyRequest = OfChunks | OfResidents | OfOthers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 
 import msgspec
 
@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.messages import (
     Medium,
     SegmentId,
 )
-from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, padded
+from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents, padded
 
 SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
@@ -43,16 +43,15 @@ class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
-    """A reservation: from now on `process` may write its slots."""
+    """A reservation, of chunks in prefix order: from now on `process` may write its slots."""
 
     reservation: int
     process: ProcessId
-    keys: list[ChunkKey]
-    locations: list[Location]
+    chunks: dict[ChunkKey, Location]
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True, tag="C", gc=False):
-    """A reservation was committed. Its keys are in prefix order."""
+    """A reservation was committed."""
 
     reservation: int
 
@@ -67,8 +66,7 @@ class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
     """Committed chunks, the least recently used first. A compacted ledger has them in place of
     reservations."""
 
-    keys: list[ChunkKey]
-    locations: list[Location]
+    chunks: dict[ChunkKey, Location]
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
@@ -84,21 +82,17 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The first record of a ledger: all generations up to this one may have been used."""
+    """The first record of a ledger: all generations up to this one may have been used, and the
+    ledgers of these earlier servers, named by their epochs, are in this ledger, too."""
 
     generation: int
+    servers: list[int] = []
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     """All namespaces' epochs, see `epochs.Epochs`. b"" stands for those not listed."""
 
     epochs: dict[bytes, int]
-
-
-class Inherited(msgspec.Struct, frozen=True, array_like=True, tag="I"):
-    """The ledgers of these earlier servers, named by their epochs, are in this ledger, too."""
-
-    servers: list[int]
 
 
 Record = (
@@ -112,7 +106,6 @@ Record = (
     | Cleared
     | Counted
     | EpochTable
-    | Inherited
 )
 
 
@@ -132,49 +125,45 @@ class LedgerState(msgspec.Struct):
     one goes through all chunks."""
 
     def apply(self, record: Record) -> None:
-        """Apply the next record. ValueError if it has more keys than locations, or fewer."""
+        """Apply the next record."""
         match record:
             case SegmentAdded(id=id):
                 self.segments[id] = record
             case SegmentGone(id=id):
                 self.segments.pop(id, None)
-                self.chunks = {
-                    key: location for key, location in self.chunks.items() if location.segment != id
-                }
+                self.chunks = _without(self.chunks, id)
                 self.held = {
-                    number: kept
+                    number: msgspec.structs.replace(held, chunks=chunks)
                     for number, held in self.held.items()
-                    if (kept := _without(held, id)) is not None
+                    if (chunks := _without(held.chunks, id))
                 }
-            case Held(reservation=reservation):
+            case Held(reservation=reservation, chunks=chunks):
                 self.held[reservation] = record
-                self.generation = max(
-                    [self.generation, *(location.generation for location in record.locations)]
-                )
+                generations = (location.generation for location in chunks.values())
+                self.generation = max(self.generation, *generations)
             case Published(reservation=reservation):
                 held = self.held.pop(reservation, None)
                 if held:
-                    self._publish(held.keys[::-1], held.locations[::-1])
+                    self._publish(dict(reversed(held.chunks.items())))
             case Returned(reservation=reservation):
                 self.held.pop(reservation, None)
-            case Live(keys=keys, locations=locations):
-                self._publish(keys, locations)
+            case Live(chunks=chunks):
+                self._publish(chunks)
             case Cleared(namespace=namespace):
                 self._clear(namespace)
-            case Counted(generation=generation):
+            case Counted(generation=generation, servers=servers):
                 self.generation = max(self.generation, generation)
+                self.servers += servers
             case Gone(keys=keys):
                 for key in keys:
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
-            case Inherited(servers=servers):
-                self.servers += servers
 
-    def _publish(self, keys: list[ChunkKey], locations: list[Location]) -> None:
-        self.chunks.update(zip(keys, locations, strict=True))
+    def _publish(self, chunks: dict[ChunkKey, Location]) -> None:
+        self.chunks.update(chunks)
         if self.spaces is not None:
-            self._note(self.spaces, keys)
+            self._note(self.spaces, chunks)
 
     def _clear(self, namespace: bytes) -> None:
         if not namespace:
@@ -203,47 +192,33 @@ class LedgerState(msgspec.Struct):
 
     def records(self) -> Iterator[Record]:
         """A short sequence of records that describes this state."""
-        yield Counted(self.generation)
+        yield Counted(self.generation, self.servers)
         yield EpochTable(self.epochs)
-        yield Inherited(self.servers)
         yield from self.segments.values()
         yield from self.held.values()
         chunks = iter(self.chunks.items())
-        while piece := list(islice(chunks, SLICE)):
-            yield Live([key for key, _ in piece], [location for _, location in piece])
+        while piece := dict(islice(chunks, SLICE)):
+            yield Live(piece)
 
     def check(self) -> None:
         """Raise ValueError unless a pool can have this state: known segments, slots inside them
         that do not overlap, well-formed keys."""
         taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
-        written = (zip(held.keys, held.locations, strict=True) for held in self.held.values())
+        written = (held.chunks.items() for held in self.held.values())
         for key, location in chain(self.chunks.items(), *written):
             start = location.offset
             if (
                 len(key) != KEY_BYTES
                 or location.length < 1
-                or start < 0
                 or start % ALIGNMENT
                 or location.segment not in taken
             ):
                 raise ValueError(f"chunk {key.hex()} at {location} cannot be")
-            taken[location.segment].append((start, start + padded(location.length)))
+            taken[location.segment].append((start, padded(location.length)))
         for id_, slots in taken.items():
-            slots.sort()
-            for (start, end), (after, _) in pairwise(
-                [*slots, (self.segments[id_].nbytes // ALIGNMENT * ALIGNMENT, 0)]
-            ):
-                if end > after:
-                    raise ValueError(f"slot [{start}, {end}) of segment {id_} ends behind {after}")
+            Extents(self.segments[id_].nbytes, slots)
 
 
-def _without(held: Held, segment: SegmentId) -> Held | None:
-    """The reservation without its slots in a removed segment; None if no slot is left."""
-    pairs = [
-        (k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment
-    ]
-    return (
-        Held(held.reservation, held.process, [k for k, _ in pairs], [at for _, at in pairs])
-        if pairs
-        else None
-    )
+def _without(chunks: dict[ChunkKey, Location], segment: SegmentId) -> dict[ChunkKey, Location]:
+    """The chunks that do not lie in this segment."""
+    return {key: location for key, location in chunks.items() if location.segment != segment}

@@ -89,7 +89,7 @@ class Server:
 
     def _serve(self) -> None:
         next_tick = time.monotonic()
-        directory, clients, longest = self._directory, self._clients, self._service.longest
+        directory, clients = self._directory, self._clients
         while not self._stopping:
             now = time.monotonic()
             more = clients.waiting or directory.backlog
@@ -101,10 +101,10 @@ class Server:
                 # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()
                 continue
-            longest.begin()
+            began = time.thread_time()
             for fd, mask in events:
                 clients.on_ready(fd, mask)
-            directory.go_on(BACKLOG_STEPS)
+            directory.backlog.run(BACKLOG_STEPS)
             clients.answer_some()
             if now >= next_tick:
                 self._tick()
@@ -113,7 +113,9 @@ class Server:
             self._ledger.write(directory.records, directory.still)
             directory.records.clear()
             clients.send()
-            longest.end()
+            took = round(1e6 * (time.thread_time() - began))
+            longest = directory.counters["longest_turn_cpu_us"]
+            directory.counters["longest_turn_cpu_us"] = max(took, longest)
 
     def stop(self) -> None:
         """End `run` within a tick. May be called from a signal handler."""
@@ -138,19 +140,11 @@ class Server:
         self._clients.tick()
         if self._monitor is not None:
             self._monitor.tick()
-        absent = self._directory.absent_segments()
-        if (
-            absent
-            and time.monotonic() > self._predecessors.until
-            and (lost := self._directory.forget_absent(absent))
-        ):
-            seconds = self._config.recover_seconds
-            log.warning(
-                "%d segments were not offered again within %g s; %d chunks are lost",
-                len(absent),
-                seconds,
-                lost,
-            )
+        if time.monotonic() > self._predecessors.until:
+            absent, lost = self._directory.forget_absent()
+            if lost:
+                said = "%d segments were not offered again within %g s; %d chunks are lost"
+                log.warning(said, absent, self._config.recover_seconds, lost)
 
     def _busy(self) -> bool:
         directory = self._directory

@@ -22,7 +22,7 @@ from vcache_backend.config import ClientConfig, Config
 from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import beside, folder_fault
+from vcache_backend.metadata_server.endpoint import beside, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,7 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
     if not _silence(path, trusted):
         return present
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if fault := folder_fault(path, {os.getuid(), 0}):
-            raise ConfigError(f"server.socket: {fault}")
+        make_folder(path)
         with _alone(beside(path, ".start"), deadline):
             return _start(config, path, deadline) if _silence(path, trusted) else present
     except OSError as error:

@@ -200,14 +200,8 @@ class Neighbours:
     def _unmapped(self, neighbour: Neighbour) -> None:
         """Tell the server that the KV cache is unmapped here, so the server does not list this
         process as holding the memory."""
-        try:
+        with suppress(VCacheError):
             self._client.close_instance(neighbour.instance)
-        except VCacheError as error:
-            log.debug(
-                "the server was not told that instance %s is unmapped: %s",
-                neighbour.instance.hex(),
-                error,
-            )
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:

@@ -14,13 +14,12 @@ from vcache_backend.transfer.stats import EngineStats
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to read the chunks `keys` at `locations`.
+    """The right to read chunks at `locations`.
 
     deadline: when the lease ends (time.monotonic), `seconds` after it was asked for or renewed.
     connection: the number of the client's connection, with which it ends."""
 
     id: int
-    keys: list[ChunkKey]
     locations: list[Location]
     deadline: float
     seconds: float
@@ -44,8 +43,8 @@ class LeaseClient:
         self._stats.add_time("acquire", time.monotonic() - asked)
         if not leased.lease:
             return None
-        leased_keys, until = keys[: len(leased.locations)], asked + leased.seconds
-        return Lease(leased.lease, leased_keys, leased.locations, until, leased.seconds, connection)
+        until = asked + leased.seconds
+        return Lease(leased.lease, leased.locations, until, leased.seconds, connection)
 
     def good_for_a_copy(self, lease: Lease) -> bool:
         """Whether the lease has more than half of its time left, and the connection that granted it

@@ -3,7 +3,6 @@ the offload tier."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -20,12 +19,10 @@ from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.pooled import Pooled
 from vcache_backend.transfer.resident import ResidentRuns
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
+from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
-
-log = logging.getLogger(__name__)
 
 ABSENT = "absent"
 """The cause of a load that ended because no source has a chunk."""
@@ -83,11 +80,9 @@ class Load:
             others = ResidentRuns(residents, neighbours)
         pooled = [] if others is None else others.missing(len(keys))
         self._memory = MemorySource(self._context, Pooled(self._context, lease, pooled), others)
-        self._sources: list[Source] = [self._memory]
         self._offload: OffloadSource | None = None
         if offload and session.tier is not None:
             self._offload = OffloadSource(self._context, session.tier, others)
-            self._sources.append(self._offload)
         self._parts: deque[Part] = deque()
         self._end = len(keys)
         """The first chunk that is not wanted any more: neither its copy nor a later copy starts."""
@@ -152,13 +147,11 @@ class Load:
         if self._over:
             return
         if not self._parts:
-            if not any(source.wait(seconds) for source in self._sources):
+            if self._offload is None or not self._offload.wait(seconds):
                 time.sleep(min(seconds, POLL_SECONDS))
             return
-        try:
+        with suppress(VCacheError):  # a copy failed; `advance` will say so
             self._parts[0].copy.moving.wait(seconds)
-        except VCacheError:
-            log.debug("a copy failed; `advance` will say so", exc_info=True)
 
     @property
     def reached(self) -> int:
@@ -178,8 +171,7 @@ class Load:
         """Cancel a load that is not needed any more. It is over when its running copies are."""
         self._cancelled = True
         self.hold(CANCELLED)
-        for source in self._sources:
-            source.cancel()
+        self._release()
 
     def abandon(self) -> None:
         """End the load as failed at once, although copies may still write into its places. A thread
@@ -229,33 +221,29 @@ class Load:
     def _launch(self) -> bool:
         """Start the copy of the next available chunks. Returns False if none are available, and
         holds the load if none are coming."""
-        chunk, sources = self.reached, self._sources
-        coming = [source for source in sources if source.expects(chunk)]
-        if self._launched_from(coming or sources):
-            return True
-        if coming:
-            # The chunk may have come since: look again.
+        chunk, memory, offload = self.reached, self._memory, self._offload
+        if memory.expects(chunk):
             return False
-        if any(source.may_have for source in sources):
+        if offload is not None and offload.expects(chunk):
+            return self._began(offload.launch(chunk))
+        if self._began(memory.launch(chunk)):
+            return True
+        if offload is not None and offload.may_have:
             self._context.idle_since = perf_counter()
-            fetched = any(source.prepare(chunk) for source in sources if source.may_have)
             # Another instance may have stored the chunk between the two questions.
-            if not fetched and self._launched_from(sources):
+            if not offload.prepare(chunk) and self._began(memory.launch(chunk)):
                 return True
-        if not any(source.expects(chunk) for source in sources):
-            self.hold(next((source.cause for source in sources if source.cause), ABSENT))
+            if offload.expects(chunk):
+                return False
+        self.hold(memory.pool.cause or (offload.cause if offload is not None else "") or ABSENT)
         return False
 
-    def _launched_from(self, sources: list[Source]) -> bool:
-        for source in sources:
-            parts = source.launch(self.reached)
-            if parts:
-                self._parts += parts
-                if not self._memory.has(self.reached):
-                    for other in self._sources:
-                        other.prepare(self.reached)
-                return True
-        return False
+    def _began(self, parts: Sequence[Part]) -> bool:
+        """Note the parts of a copy. Then begin to fetch what follows them, if memory lacks it."""
+        self._parts += parts
+        if parts and self._offload is not None and not self._memory.has(self.reached):
+            self._offload.prepare(self.reached)
+        return bool(parts)
 
     def _settle(self) -> None:
         while self._parts and not self._failed:
@@ -295,11 +283,16 @@ class Load:
                     self._parts.remove(part)
                     part.drop()
 
+    def _release(self) -> None:
+        """Release the chunks that no copy reads."""
+        self._memory.cancel()
+        if self._offload is not None:
+            self._offload.cancel()
+
     def _finish(self) -> None:
         self._over = True
         with suppress(Exception):  # a number too few
-            for source in self._sources:
-                source.cancel()
+            self._release()
             if not self._cancelled and self.loaded < len(self.keys):
                 self._session.stats.count(chunks_missed=len(self.keys) - self.loaded)
             if self.cause not in NO_FAILURE:

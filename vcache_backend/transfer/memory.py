@@ -6,13 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.sources import LoadContext, Part, RunningCopy, Source
+from vcache_backend.transfer.sources import LoadContext, Part, launch
 from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -43,26 +41,7 @@ class MemoryPart(Part):
         chunk."""
 
 
-def read(context: LoadContext, parts: list[MemoryPart]) -> None:
-    """Launch one copy of these consecutive parts. After a VCacheError no part of the copy runs;
-    after another exception some may."""
-    first, count = parts[0].first, sum(part.count for part in parts)
-    try:
-        plan, started = context.plan(first, count), perf_counter()
-        copy = RunningCopy(first, count, plan, _launched(context, plan, parts), started)
-    except VCacheError:
-        for part in parts:
-            part.drop()
-        raise
-    except BaseException:
-        for part in parts:
-            part.lose()
-        raise
-    for part in parts:
-        part.copy = copy
-
-
-def _launched(context: LoadContext, plan: CopyPlan, parts: list[MemoryPart]) -> Completion:
+def _begun(context: LoadContext, plan: CopyPlan, parts: list[MemoryPart]) -> Completion:
     session, kv = context.session, context.places.kv
     views = [view for part in parts for view in part.views]
     if len(views) == parts[-1].first + parts[-1].count - parts[0].first:
@@ -93,24 +72,25 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s,
     return rows, np.stack(bases)
 
 
-class MemorySource(Source):
-    def __init__(self, context: LoadContext, pool: Pooled, residents: ResidentRuns | None) -> None:
-        self._context, self._pool, self._residents = context, pool, residents
+class MemorySource:
+    """The pool and other instances' KV caches as one source. Runs in the worker's thread."""
 
-    @property
-    def cause(self) -> str:  # type: ignore[override]
-        return self._pool.cause
+    def __init__(self, context: LoadContext, pool: Pooled, residents: ResidentRuns | None) -> None:
+        self._context, self.pool, self._residents = context, pool, residents
 
     def expects(self, chunk: int) -> bool:
+        """Whether this chunk's KV cache is still being mapped."""
         return self._residents is not None and self._residents.expects(chunk)
 
     def has(self, chunk: int) -> bool:
         """Whether this source is known to have the chunk."""
         residents = self._residents
-        return (residents is not None and residents.next(chunk) == chunk) or self._pool.has(chunk)
+        return (residents is not None and residents.next(chunk) == chunk) or self.pool.has(chunk)
 
     def launch(self, chunk: int) -> Sequence[Part]:
-        """Ask the server for a lease for the first part only, so that the copy need not wait for
+        """Start one copy of the available chunks, from this number on. Returns them.
+
+        Asks the server for a lease for the first part only, so that the copy need not wait for
         later parts."""
         parts: list[MemoryPart] = []
         at, residents = chunk, self._residents
@@ -118,7 +98,7 @@ class MemorySource(Source):
             while at < len(self._context.keys) and not self.expects(at):
                 part = residents.take(at, self._context) if residents is not None else None
                 if part is None and (not parts or residents is not None):
-                    part = self._pool.take(at, ask=not parts)
+                    part = self.pool.take(at, ask=not parts)
                 if part is None:
                     break
                 parts.append(part)
@@ -128,10 +108,11 @@ class MemorySource(Source):
                 part.drop()
             raise
         if parts:
-            read(self._context, parts)
+            launch(self._context, parts, lambda plan: _begun(self._context, plan, parts))
         return parts
 
     def cancel(self) -> None:
+        """Release chunks that no copy reads. Idempotent."""
         if self._residents is not None:
             self._residents.clear()
-        self._pool.cancel()
+        self.pool.cancel()

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
@@ -24,21 +24,14 @@ LATER_SECONDS = 0.02
 """How long messages that are not urgent wait."""
 
 
-class _Message(NamedTuple):
-    """A call of the client: `call(about)`. again: repeat it until the server has answered."""
-
-    call: Callable[[Any], object]
-    about: Any
-    again: bool = False
-
-
 class Outbox:
     """A thread that sends messages to the server while a connection exists. All methods may be
     called from any thread; only `flush` and `close` wait."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._messages: deque[_Message] = deque(maxlen=MOST_MESSAGES)
+        self._messages: deque[tuple[Callable[[], object], bool]] = deque(maxlen=MOST_MESSAGES)
+        """Calls of the client, and whether to repeat each until the server has answered."""
         self._changed = threading.Condition()
         self._busy = self._stopping = self._urgent = False
         self._thread = threading.Thread(target=self._run, name="vcache-outbox", daemon=True)
@@ -49,20 +42,18 @@ class Outbox:
 
         The thread starts late because it would take the interpreter from the caller, who is about
         to produce a token."""
-        self._post(_Message(self._client.release, lease, again=True), urgent=False)
+        self._post(partial(self._client.release, lease), urgent=False)
 
     def give_back(self, reservation: int) -> None:
         """Abort a reservation. No copy may be writing into its slots."""
-        self._post(_Message(self._client.abort, reservation, again=True))
+        self._post(partial(self._client.abort, reservation))
 
     def touch(self, keys: list[ChunkKey]) -> None:
-        self._post(_Message(self._client.touch, keys))
+        self._post(partial(self._client.touch, keys), again=False)
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
         """Withdraw all publications of `instance` with a lower sequence number."""
-        self._post(
-            _Message(lambda before: self._client.retract(instance, before), sequence, again=True)
-        )
+        self._post(partial(self._client.retract, instance, sequence))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all work is done or given up; False after `timeout` seconds. Messages that
@@ -85,9 +76,9 @@ class Outbox:
 
     # ---- inside
 
-    def _post(self, message: _Message, urgent: bool = True) -> None:
+    def _post(self, call: Callable[[], object], urgent: bool = True, again: bool = True) -> None:
         with self._changed:
-            self._messages.append(message)
+            self._messages.append((call, again))
             self._urgent |= urgent
             self._changed.notify_all()
 
@@ -118,11 +109,11 @@ class Outbox:
         for _ in range(len(self._messages)):
             if self._stopping or not self._client.connected:
                 return
-            message = self._messages.popleft()
+            call, again = self._messages.popleft()
             try:
-                message.call(message.about)
+                call()
             except VCacheError as error:
-                log.debug("%s: %s", message.call.__name__, error)
-                if message.again and isinstance(error, ServerUnavailable):
-                    self._messages.appendleft(message)
+                log.debug("the server was not told something: %s", error)
+                if again and isinstance(error, ServerUnavailable):
+                    self._messages.appendleft((call, again))
                     return

@@ -28,13 +28,12 @@ class BlockPlaces:
         blocks: Sequence[int] | Int64s,
         block_size: int,
         skip: int = 0,
-        stop: int | None = None,
         *,
         holes: bool = False,
     ) -> None:
-        """block_size: a multiple of the tensors' block size. skip, stop: a load wants only
-        `blocks[skip:stop]`. holes: negative blocks are not wanted; without `holes` they are an
-        error, unless several groups exist (`PagedKV.shares`)."""
+        """block_size: a multiple of the tensors' block size. skip: a load wants only
+        `blocks[skip:]`. holes: negative blocks are not wanted; without `holes` they are an error,
+        unless several groups exist (`PagedKV.shares`)."""
         self.kv, self._size, self._holes = kv, chunk_size, holes
         self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
@@ -42,13 +41,13 @@ class BlockPlaces:
             split = ids[:, None] * parts + np.arange(parts)
             ids = np.where(ids[:, None] < 0, -1, split).reshape(-1)
         self._ids: Int64s = ids
-        self._skip, self._stop = skip * parts, (len(blocks) if stop is None else stop) * parts
+        self._skip = skip * parts
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         """Plan the copy of the wanted blocks of `count` chunks, from number `first` on, out of
         slots 0, 1, ..."""
         start = first * self._each
-        ids = self._ids[start : min(start + count * self._each, self._stop)]
+        ids = self._ids[start : start + count * self._each]
         skip = min(max(self._skip - start, 0), len(ids))
         return plan_blocks(self.kv, self._size, ids, skip, holes=self._holes)
 
@@ -60,7 +59,7 @@ class BlockPlaces:
     def holds(self, chunk: int) -> bool:
         """Whether the whole chunk has a place, so that it can be stored."""
         own = self._ids[chunk * self._each : (chunk + 1) * self._each]
-        return (chunk + 1) * self._each <= self._stop and not (own < 0).any()
+        return len(own) == self._each and not (own < 0).any()
 
     def distinct(self) -> bool:
         ids = self._ids[self._skip :]

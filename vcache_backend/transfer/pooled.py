@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -81,10 +81,10 @@ class Pooled:
     def __init__(
         self, context: LoadContext, lease: Lease | None, numbers: Sequence[int] = ()
     ) -> None:
-        """lease: on consecutive chunks, from the first chunk taken on. numbers: chunks to be leased
-        together, once the first of them is taken."""
-        self._context, self._given, self._numbers = context, lease, numbers
-        self._run: _LeasedRun | None = None
+        """lease: on the load's leading chunks. numbers: chunks to be leased together, once the
+        first of them is taken."""
+        self._context, self._numbers = context, numbers
+        self._run = None if lease is None else _LeasedRun(lease, range(len(lease.locations)))
         self.cause = ""
 
     def has(self, chunk: int) -> bool:
@@ -96,9 +96,9 @@ class Pooled:
         without a lease on them, ask the server and wait."""
         context, session = self._context, self._context.session
         if self._run is None or chunk not in self._run.numbers:
-            if not ask and (self._given is None or self._run is not None):
+            if not ask:
                 return None
-            self._end_run()
+            self.cancel()
             self._run = self._leased(chunk)
             if self._run is None:
                 return None
@@ -107,55 +107,40 @@ class Pooled:
         views = session.views(run.lease.locations[start:end])
         if not views:
             self.cause = "segment"
-            self._end_run()
+            self.cancel()
             return None
         run.users += 1
         if start + len(views) == len(run.numbers):
-            self._end_run()
+            self.cancel()
         return _PooledPart(
             context, chunk, len(views), views, all(view.local for view in views), run
         )
 
-    def _end_run(self) -> None:
+    def cancel(self) -> None:
+        """Ask for no more chunks under the present lease. The last copy under it ends it.
+        Idempotent."""
         run, self._run = self._run, None
         if run is not None:
             run.leave(self._context.session)
 
     def _leased(self, chunk: int) -> _LeasedRun | None:
         """Lease the chunks from this number on that are in the pool."""
-        given, self._given = self._given, None
+        context, session = self._context, self._context.session
         numbers, self._numbers = self._numbers, ()
         self.cause = ""
-        if given is not None and given.keys[0] != self._context.keys[chunk]:
-            self._context.session.leases.release(given)
-            given = None
-        if given is not None:
-            return _LeasedRun(given, range(chunk, chunk + len(given.locations)))
-        session = self._context.session
         if not session.client.connected:
             self.cause = "server"
             return None
-        wanted: Sequence[int] = range(chunk, len(self._context.keys))
+        wanted: Sequence[int] = range(chunk, len(context.keys))
         if chunk in numbers:
             wanted = [number for number in numbers if number >= chunk]
-        keys = [self._context.keys[number] for number in wanted]
-        lease = self._answered(lambda: session.leases.acquire(keys))
-        return None if lease is None else _LeasedRun(lease, wanted[: len(lease.locations)])
-
-    def _answered(self, ask: Callable[[], Lease | None]) -> Lease | None:
         started = perf_counter()
         try:
-            return ask()
+            lease = session.leases.acquire([context.keys[number] for number in wanted])
         except VCacheError as error:
-            self._context.session.miss("lease", error)
+            session.miss("lease", error)
             self.cause = "server"
             return None
         finally:
-            self._context.stats.metadata_seconds += perf_counter() - started
-
-    def cancel(self) -> None:
-        """End the leases that no copy uses. Idempotent."""
-        self._end_run()
-        given, self._given = self._given, None
-        if given is not None:
-            self._context.session.leases.release(given)
+            context.stats.metadata_seconds += perf_counter() - started
+        return None if lease is None else _LeasedRun(lease, wanted[: len(lease.locations)])

@@ -4,15 +4,19 @@ publishes them again to a new server."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
+
+from msgspec import structs
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
+from vcache_backend.metadata_server.messages import NUMBER_BYTES, InstanceId, Publish
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer import outbox
@@ -38,21 +42,10 @@ scheduler has shown it the generations. The first pause is `outbox.RETRY_SECONDS
 pause is twice as long."""
 
 
-class Publication(NamedTuple):
-    """Chunks of one rank, with their blocks and generations. The fields are those of `Publish`,
-    packed as there."""
-
-    keys: list[ChunkKey]
-    blocks: bytes
-    generations: bytes
-    sequence: int
-    epoch: int = 0
-
-
 class _Waiting(NamedTuple):
     """A publication that may be sent once `written` is reached. soon: send it then at once."""
 
-    publication: Publication
+    publication: Publish
     written: Mark
     soon: bool
 
@@ -67,17 +60,16 @@ class Publisher(Outbox):
         """each: blocks of a chunk."""
         self._stats, self._instance, self._each = stats, instance, each
         self._queue: deque[_Waiting] = deque()
-        self._kept: dict[bytes, Publication] = {}
+        self._kept: dict[bytes, Publish] = {}
         """Publications of one chunk each, by the bytes of the first block's number."""
         self._tables = Tables(client)
-        self._servers = self._knows = 0
-        """The number of the present server, counted from 0, and the number of the server that knows
-        all kept chunks; -1: no server does."""
-        self._again_at, self._pause = 0.0, outbox.RETRY_SECONDS
+        self._due = math.inf
+        """When to publish all kept chunks again; infinite while the server knows them."""
+        self._pause = outbox.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
 
-    def submit(self, publication: Publication, written: Mark, soon: bool = True) -> None:
+    def submit(self, publication: Publish, written: Mark, soon: bool = True) -> None:
         """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
 
         soon: publish them at that moment, since others may look for them. Otherwise after
@@ -90,25 +82,25 @@ class Publisher(Outbox):
             self._queue.append(_Waiting(publication, written, soon))
             self._changed.notify_all()
 
-    def known(self, publication: Publication) -> list[Publication]:
+    def known(self, publication: Publish) -> list[Publish]:
         """Return the chunks of `publication` that were published with the same fields, in any
         sequence: `TOGETHER` at a time, the last chunks first. Any thread.
 
         Leaves out chunks of failed steps, which were never published."""
-        same = list[Publication]()
+        same = list[Publish]()
         for chunk in _single(publication):
             kept = self._kept.get(chunk.blocks[:NUMBER_BYTES])
-            if kept is not None and kept._replace(sequence=chunk.sequence) == chunk:
+            if kept is not None and structs.replace(kept, sequence=chunk.sequence) == chunk:
                 same.append(chunk)
         return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
-    def holds(self, publication: Publication) -> bool:
+    def holds(self, publication: Publish) -> bool:
         """Whether all blocks of these chunks still have the published generations. Any thread; asks
         the server the first time."""
         view = self._tables.view(self._instance)
         return view is not None and self._unchanged(publication, view) == len(publication.keys)
 
-    def _unchanged(self, publication: Publication, view: GenerationView) -> int:
+    def _unchanged(self, publication: Publish, view: GenerationView) -> int:
         """Count the leading chunks whose blocks still have the published generations."""
         return view.leading(publication.blocks, publication.generations, self._each)
 
@@ -124,8 +116,7 @@ class Publisher(Outbox):
         """Publish everything again: the client has reached a server, maybe a new one. Runs in the
         client's thread."""
         with self._changed:
-            self._servers = self._servers + 1
-            self._again_at = 0.0
+            self._due = 0.0
             self._pause = outbox.RETRY_SECONDS
             self._changed.notify_all()
 
@@ -140,30 +131,27 @@ class Publisher(Outbox):
     def _work(self) -> None:
         super()._work()
         if self._is_due():
-            self._wait()
-            self._tell_again()
+            # Before the first request: the client may reach another server meanwhile.
+            self._due = math.inf
+            if not self._tell_again():
+                self._wait()
         for _ in range(len(self._queue)):
             # `_over` removes the publication of a step that failed.
             if self._stopping or not self._over(self._queue[0].written):
                 return
             publication = self._queue.popleft().publication
             self._keep(publication)
-            taken, told = self._tell(publication), self._knows == self._servers
-            if told and not taken:
-                # Try again later: the scheduler may not have shown the generations yet, or the
-                # server is gone.
-                self._knows, self._pause = -1, outbox.RETRY_SECONDS
-                self._wait()
-            elif taken and not told:
-                # Try again soon: the server takes chunks, and the pause may have grown long.
+            if bool(self._tell(publication)) != (self._due == math.inf):
+                # The server is gone, or the scheduler has not shown the generations yet. Or the
+                # server takes chunks now, and the pause may have grown long.
                 self._pause = outbox.RETRY_SECONDS
-                self._again_at = min(self._again_at, time.monotonic() + self._pause)
+                self._wait()
 
     def _is_due(self) -> bool:
-        return self._knows != self._servers and time.monotonic() >= self._again_at
+        return time.monotonic() >= self._due
 
     def _wait(self) -> None:
-        self._again_at = time.monotonic() + self._pause
+        self._due = min(self._due, time.monotonic() + self._pause)
         self._pause = min(2 * self._pause, SLOWEST_SECONDS)
 
     def _over(self, written: Mark) -> bool:
@@ -180,17 +168,16 @@ class Publisher(Outbox):
             return False
         return True
 
-    def _keep(self, publication: Publication) -> None:
+    def _keep(self, publication: Publish) -> None:
         for chunk in _single(publication):
             self._kept.pop(chunk.blocks[:NUMBER_BYTES], None)
             self._kept[chunk.blocks[:NUMBER_BYTES]] = chunk
 
-    def _tell(self, publication: Publication) -> int | None:
+    def _tell(self, publication: Publish) -> int | None:
         """Publish chunks. Returns how many the server took, 0 if it refused them; None if it is
         unavailable."""
         try:
-            keys, blocks, generations, sequence, epoch = publication
-            taken = self._client.publish(self._instance, sequence, keys, blocks, generations, epoch)
+            taken = self._client.publish(publication)
         except VCacheError as error:
             log.debug("publish: %s", error)
             self._stats.failed("publish")
@@ -198,41 +185,30 @@ class Publisher(Outbox):
         self._stats.count(chunks_published=taken)
         return taken
 
-    def _tell_again(self) -> None:
-        """Publish all kept chunks that are unchanged, in their old order. The server then knows
-        them if it took any, or none are kept."""
-        server = self._servers
+    def _tell_again(self) -> bool:
+        """Publish all kept chunks that are unchanged, in their old order. Returns whether the
+        server knows them: it took some, or none are kept."""
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
-            return
+            return False
         for first, chunk in list(self._kept.items()):
             if not self._unchanged(chunk, view):
                 del self._kept[first]
         total = 0
-        for _, same in groupby(self._kept.values(), key=lambda chunk: chunk[3:]):
+        for _, same in groupby(self._kept.values(), key=attrgetter("sequence", "epoch")):
             if self._stopping or (taken := self._tell(_joined(list(same)))) is None:
-                return
+                return False
             total += taken
-        if total or not self._kept:
-            self._knows = server
+        return bool(total) or not self._kept
 
 
-def _single(publication: Publication) -> list[Publication]:
-    keys, count = publication.keys, max(1, len(publication.keys))
-    number, generation = len(publication.blocks) // count, len(publication.generations) // count
-    return [
-        publication._replace(
-            keys=[key],
-            blocks=publication.blocks[at * number : (at + 1) * number],
-            generations=publication.generations[at * generation : (at + 1) * generation],
-        )
-        for at, key in enumerate(keys)
-    ]
+def _single(publication: Publish) -> list[Publish]:
+    return [publication.cut(at, at + 1) for at in range(len(publication.keys))]
 
 
-def _joined(publications: Sequence[Publication]) -> Publication:
+def _joined(publications: Sequence[Publish]) -> Publish:
     """Join publications of the same sequence and epoch, at least one. Keeps the order of chunks."""
     blocks = b"".join(publication.blocks for publication in publications)
     generations = b"".join(publication.generations for publication in publications)
     keys = [key for publication in publications for key in publication.keys]
-    return publications[0]._replace(keys=keys, blocks=blocks, generations=generations)
+    return structs.replace(publications[0], keys=keys, blocks=blocks, generations=generations)

@@ -88,35 +88,25 @@ class ResidentRuns:
             return None
         run = self._runs[0]
         neighbour = self._neighbours.get(run.instance)
-        if neighbour is None or not _fits(run, neighbour, context) or not neighbour.enter():
+        here = context.places.kv.blocks_in(context.session.chunk_size)
+        if (
+            neighbour is None
+            or not run.fits(neighbour.each)
+            or neighbour.each * neighbour.split != here
+        ):
             lost = [other for other in self._runs if other.instance == run.instance]
             self._runs = deque(other for other in self._runs if other.instance != run.instance)
             context.session.stats.count(chunks_stale=sum(other.chunks for other in lost))
             return None
-        part = None
-        try:
-            part = self._entered(chunk, neighbour, context)
-        finally:
-            if part is None:
-                neighbour.leave()
-        return part
-
-    def clear(self) -> None:
-        self._runs.clear()
-
-    def _entered(self, chunk: int, neighbour: Neighbour, context: LoadContext) -> MemoryPart | None:
-        run = self._runs[0].cut(chunk, self._runs[0].stop)
+        run = run.cut(chunk, run.stop)
         count = neighbour.view.leading(run.blocks, run.generations, neighbour.each)
         self._runs[0] = run.cut(chunk + max(count, 1), run.stop)
-        if not count:
-            context.session.stats.count(chunks_stale=1)
+        if not count or not neighbour.enter():
+            context.session.stats.count(chunks_stale=max(count, 1))
             return None
         local = neighbour.shape.device == context.session.device.name
         right = run.cut(chunk, chunk + count)
         return _ResidentPart(context, chunk, count, (), local, neighbour, right)
 
-
-def _fits(run: ResidentRun, neighbour: Neighbour, context: LoadContext) -> bool:
-    """Whether the run's chunks have the neighbour's size, and that is the reader's."""
-    here = context.places.kv.blocks_in(context.session.chunk_size)
-    return run.fits(neighbour.each) and neighbour.each * neighbour.split == here
+    def clear(self) -> None:
+        self._runs.clear()

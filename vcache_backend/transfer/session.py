@@ -75,6 +75,7 @@ class Session:
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         place = self.device.name, self.device.medium
         self.client = Client(config.server.path, config.client, *place, fields, name=name)
+        self.client.reads = self.stats.reads
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)

@@ -1,11 +1,12 @@
-"""The sources of a load's chunks, behind one interface: this node's memory (memory.py), and the
-offload tier."""
+"""What all sources of a load's chunks have in common, and the offload tier as a source. The other
+source is this node's memory (memory.py)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,10 +19,9 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
 from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.copies.uploads import Uploader
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.read import Fetch, Staged
+    from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
     from vcache_backend.transfer.resident import ResidentRuns
 
@@ -99,38 +99,6 @@ class Part(ABC):
         return self.copy.seconds * self.count / self.copy.count
 
 
-class Source(ABC):
-    """A place where a load's chunks may come from. Runs in the worker's thread. `prepare` and
-    `launch` wait at most for an answer of the server.
-
-    cause: why no chunk can come from this source now; empty if the source simply lacks the chunk.
-    may_have: whether calling `prepare` makes sense."""
-
-    cause = ""
-    may_have = False
-
-    def expects(self, chunk: int) -> bool:
-        return False
-
-    def prepare(self, chunk: int) -> bool:
-        """Begin to fetch chunks from this number on, if the source needs that. Returns whether
-        chunks are being fetched."""
-        return False
-
-    @abstractmethod
-    def launch(self, chunk: int) -> Sequence[Part]:
-        """Start the copy of available chunks, from this number on. Returns them, in order; empty if
-        none are available."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a fetch. False at once if no chunk is being fetched."""
-        return False
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Release chunks that no copy reads: no further chunks are needed. Idempotent."""
-
-
 class LoadContext:
     """The state that the sources of one load share.
 
@@ -154,10 +122,28 @@ class LoadContext:
         self.epochs: set[int] = set()
         """The epochs in which the offload tier stored the chunks in `fetched`."""
 
-    def plan(self, chunk: int, count: int) -> CopyPlan:
-        """Plan the copy of `count` chunks from this number on."""
-        with self.session.stats.timed("plan"):
-            return self.places.load_plan(chunk, count)
+
+def launch(
+    context: LoadContext, parts: Sequence[Part], begin: Callable[[CopyPlan], Completion]
+) -> None:
+    """Plan one copy of these consecutive parts, and let `begin` start it. After a VCacheError no
+    part of the copy runs; after another exception some may."""
+    first, count = parts[0].first, sum(part.count for part in parts)
+    try:
+        with context.session.stats.timed("plan"):
+            plan = context.places.load_plan(first, count)
+        started = perf_counter()
+        copy = RunningCopy(first, count, plan, begin(plan), started)
+    except VCacheError:
+        for part in parts:
+            part.drop()
+        raise
+    except BaseException:
+        for part in parts:
+            part.lose()
+        raise
+    for part in parts:
+        part.copy = copy
 
 
 @dataclass
@@ -168,8 +154,8 @@ class _OffloadedPart(Part):
     def settle(self) -> Settled:
         context, stop, seconds = self.context, self.first + self.count, self.copy.seconds
         self.give_back()
-        keys, waited = context.keys[self.first : stop], perf_counter() - context.idle_since
-        context.stats.offloaded(self.first, keys, self.tokens(self.count), waited, seconds)
+        waited = perf_counter() - context.idle_since
+        context.stats.offloaded(self.first, self.count, self.tokens(self.count), waited, seconds)
         context.epochs |= self.epochs
         context.fetched += range(self.first, stop)
         return Settled(self.count)
@@ -178,31 +164,12 @@ class _OffloadedPart(Part):
         self.give_back()
 
 
-def upload(
-    context: LoadContext,
-    uploader: Uploader,
-    first: int,
-    chunks: Sequence[Staged],
-    give_back: Callable[[], None],
-) -> list[Part]:
-    """Launch the copy of the offload tier's chunks from host memory, from number `first` on.
-    give_back: releases the memory; called once nothing reads it any more."""
-    count, epochs = len(chunks), {chunk.epoch for chunk in chunks}
-    part = _OffloadedPart(context, first, count, epochs, give_back)
-    try:
-        plan, started = context.plan(first, count), perf_counter()
-        moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
-    except VCacheError:
-        # After any other error a copy may still read the chunks, so they are never given back.
-        part.drop()
-        raise
-    part.copy = RunningCopy(first, count, plan, moving, started)
-    return [part]
-
-
-class OffloadSource(Source):
+class OffloadSource:
     """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended
-    early it reads no more, since another run may fail, too."""
+    early it reads no more, since another run may fail, too. Runs in the worker's thread.
+
+    cause: why no chunk can come from the tier now; empty if it simply lacks the chunk. may_have:
+    whether calling `prepare` makes sense."""
 
     def __init__(
         self, context: LoadContext, tier: OffloadTier, residents: ResidentRuns | None
@@ -210,10 +177,12 @@ class OffloadSource(Source):
         """residents: chunks that the tier is not asked for."""
         self._context, self.tier, self.may_have = context, tier, True
         self._residents = residents
+        self.cause = ""
         self._fetch: Fetch | None = None
         self._next = self._stop = 0
 
     def expects(self, chunk: int) -> bool:
+        """Whether this chunk is being fetched."""
         fetch = self._fetch
         if fetch is None or self._next != chunk:
             return False
@@ -225,6 +194,8 @@ class OffloadSource(Source):
         return False
 
     def prepare(self, chunk: int) -> bool:
+        """Begin to fetch chunks from this number on. Waits at most for an answer of the server.
+        Returns whether chunks are being fetched."""
         if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
             return self._fetch is not None
         stop = None if self._residents is None else self._residents.next(chunk)
@@ -242,7 +213,8 @@ class OffloadSource(Source):
         self._next, self._stop = chunk, chunk + len(fetch.keys)
         return True
 
-    def launch(self, chunk: int) -> list[Part]:
+    def launch(self, chunk: int) -> Sequence[Part]:
+        """Start the copy of the chunks that have arrived, from this number on. Returns them."""
         context, fetch, uploader = self._context, self._fetch, self._context.session.uploader
         if fetch is None or uploader is None or self._next != chunk:
             return []
@@ -250,15 +222,22 @@ class OffloadSource(Source):
         if not staged:
             return []
         self._next += len(staged)
-        return upload(context, uploader, chunk, staged, lambda: fetch.give_back(staged))
+        epochs = {each.epoch for each in staged}
+        give_back = partial(fetch.give_back, staged)
+        part = _OffloadedPart(context, chunk, len(staged), epochs, give_back)
+        scatter = partial(uploader.scatter, context.places.kv, chunks=staged, after=context.mark)
+        launch(context, [part], scatter)
+        return [part]
 
     def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` for a fetch. False at once if no chunk is being fetched."""
         if self._fetch is None:
             return False
         self._fetch.wait(seconds)
         return True
 
     def cancel(self) -> None:
+        """Release chunks that no copy reads. Idempotent."""
         if self._fetch is not None:
             self._fetch.cancel()
         self._fetch = None

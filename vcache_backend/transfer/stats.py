@@ -1,12 +1,11 @@
-"""Counts an engine's hits and misses, bytes by source, metadata time and data time, and failures by
-cause; and of one load the tokens by place, and the time."""
+"""Counts an engine's hits and misses, bytes by source, latencies, and failures by cause; and of one
+load the tokens by place, and the time."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -22,15 +21,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-METADATA = ("acquire", "release", "reserve", "commit")
-DATA = ("retrieve_copy", "store_copy")
 TIMES = (
-    *("lookup", "retrieve", "store", *METADATA, "plan", *DATA),
+    *("lookup", "retrieve", "store"),
+    *("acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
     *("offload_lookup", "offload_put"),
 )
-"""Names of the latencies: first whole calls, then their parts, then the offload tier's.
-
-`lookup` is metadata time, too; `plan` is neither that nor data time. A put is one batch."""
+"""Names of the latencies: first whole calls, then their parts, then the offload tier's. A put is
+one batch."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
 
 
@@ -131,8 +128,6 @@ class EngineStats:
                     "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
                     "store": _rate(counts["bytes_stored"], self._times["store_copy"]),
                 },
-                "metadata_us": sum(self._times[name].total_us for name in ("lookup", *METADATA)),
-                "data_us": sum(self._times[name].total_us for name in DATA),
                 "not_stored": of("not_stored", *NOT_STORED),
                 "failures": dict(self._failures),
             }
@@ -182,56 +177,39 @@ class LoadStats:
             if brought:
                 self.tokens[where(device, owner)] += brought
         self.data_seconds += seconds
-        stats = self._session.stats
-        stats.add_time("retrieve_copy", seconds)
-        stats.count(
-            chunks_retrieved=count,
-            tokens_retrieved=tokens,
-            bytes_own=own * each,
-            bytes_peer=(count - own) * each,
+        self._session.stats.count(
+            chunks_retrieved=count, bytes_own=own * each, bytes_peer=(count - own) * each
         )
-        if log.isEnabledFor(logging.DEBUG):
-            said = (
-                "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, "
-                "the lease held"
-            )
-            ms = 1e3 * self.metadata_seconds, 1e3 * seconds
-            log.debug(said, self._which(first, count), own, device, *ms)
+        asking = f"asking the server {1e3 * self.metadata_seconds:.2f} ms"
+        source = f"the pool, {own} of them on {device}, {asking}"
+        self._came(first, count, source, tokens, seconds)
 
     def resident(self, first: int, owner: bytes, count: int, tokens: int, seconds: float) -> None:
         """Like `pooled`, for chunks read in the KV cache of instance `owner`."""
         self.data_seconds += seconds
         self.tokens["resident"] += tokens
-        stats, nbytes = self._session.stats, tokens * self.token_bytes
-        stats.add_time("retrieve_copy", seconds)
-        stats.count(chunks_resident=count, tokens_retrieved=tokens, bytes_resident=nbytes)
-        stats.read_from(owner, nbytes)
-        if log.isEnabledFor(logging.DEBUG):
-            said = "%s from the KV cache of instance %s, copy %.2f ms, the generations held"
-            log.debug(said, self._which(first, count), owner.hex(), 1e3 * seconds)
+        nbytes = tokens * self.token_bytes
+        self._session.stats.count(chunks_resident=count, bytes_resident=nbytes)
+        self._session.stats.read_from(owner, nbytes)
+        self._came(first, count, f"the KV cache of instance {owner.hex()}", tokens, seconds)
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
         """Count `count` chunks, from number `first` on, whose blocks `owner` reused before the copy
         was over."""
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
-        said = "%s changed in instance %s while they were read"
-        log.debug(said, self._which(first, count), owner.hex())
+        said = "hit %s: chunks %d to %d changed in instance %s while they were read"
+        log.debug(said, self._name, first, first + count, owner.hex())
 
-    def offloaded(
-        self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
-    ) -> None:
+    def offloaded(self, first: int, count: int, tokens: int, waited: float, seconds: float) -> None:
         """Like `pooled`, for the offload tier. waited: seconds since the load had no other work."""
         self.data_seconds += waited
         self.tokens["store"] += tokens
-        stats = self._session.stats
-        stats.add_time("retrieve_copy", seconds)
-        nbytes = tokens * self.token_bytes
-        stats.count(chunks_offload=len(keys), tokens_retrieved=tokens, bytes_offload=nbytes)
-        if log.isEnabledFor(logging.DEBUG):
-            which = self._which(first, len(keys))
-            said = "%s from the offload tier, %.2f ms, of that copy %.2f ms"
-            log.debug(said, which, 1e3 * waited, 1e3 * seconds)
+        self._session.stats.count(chunks_offload=count, bytes_offload=tokens * self.token_bytes)
+        self._came(first, count, f"the offload tier, {1e3 * waited:.2f} ms", tokens, seconds)
 
-    def _which(self, first: int, count: int) -> str:
-        return f"hit {self._name}: chunks {first} to {first + count} of {self.chunks}"
+    def _came(self, first: int, count: int, source: str, tokens: int, seconds: float) -> None:
+        self._session.stats.add_time("retrieve_copy", seconds)
+        self._session.stats.count(tokens_retrieved=tokens)
+        said = "hit %s: chunks %d to %d of %d from %s, copy %.2f ms"
+        log.debug(said, self._name, first, first + count, self.chunks, source, 1e3 * seconds)

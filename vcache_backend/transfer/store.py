@@ -33,11 +33,11 @@ class PendingStore(NamedTuple):
     keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called
     after the copy; returns whether the copied bytes still belonged to `keys`."""
 
-    completion: Completion
     reservation: int
     keys: list[ChunkKey]
     prefix: list[ChunkKey]
     tokens: int
+    completion: Completion
     nbytes: int
     keepalive: Any
     holds: Callable[[], bool] | None = None
@@ -170,45 +170,46 @@ def store(
     _note_refusals(stats, reserved, session.client.epoch)
     # Do not write if this process was paused meanwhile.
     launch_by = asked + reserved.seconds * LAUNCH_WITHIN
+    pairs = zip(chunks, reserved.slots, strict=True)
+    slots = {chunk: slot for chunk, slot in pairs if isinstance(slot, Location)}
+    if not slots:
+        return None
+    try:
+        copy = _gather(session, places, slots, launch_by, mark)
+    except VCacheError:
+        committer.give_back(reserved.reservation)
+        raise
+    if copy is None:
+        committer.give_back(reserved.reservation)
+        return None
+    named = [keys[chunk] for chunk in slots]
     before = [*prefix, *keys[: chunks[0]]]
-    pending = _gather(session, places, keys, chunks, before, reserved, launch_by, mark)
-    if pending is not None:
-        committer.submit(pending._replace(holds=holds))
+    pending = PendingStore(
+        reserved.reservation, named, before, len(slots) * session.chunk_size, *copy, holds
+    )
+    committer.submit(pending)
     return pending
 
 
 def _gather(
     session: Session,
     places: Places,
-    keys: Sequence[ChunkKey],
-    chunks: Sequence[int],
-    prefix: list[ChunkKey],
-    reserved: Reserved,
+    slots: dict[int, Location],
     launch_by: float,
     mark: Mark | None,
-) -> PendingStore | None:
-    """Copy into the reserved slots, unless it is later than `launch_by` (time.monotonic)."""
-    pairs = zip(chunks, reserved.slots, strict=True)
-    slots = [(chunk, slot) for chunk, slot in pairs if isinstance(slot, Location)]
-    if not slots:
+) -> tuple[Completion, int, Any] | None:
+    """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
+    the copy, its bytes, and what must live until it is complete."""
+    stats = session.stats
+    count = len(slots)
+    views = session.views(list(slots.values()))
+    with stats.timed("plan"):
+        plan = places.store_plan(list(slots))
+    whole = len(views) == count and plan.complete(count).all()
+    if not whole or time.monotonic() > launch_by:
+        stats.count(**{"not_stored_late" if whole else "not_stored_no_slot": count})
         return None
-    stats, committer, count = session.stats, session.committer, len(slots)
-    chosen = [chunk for chunk, _ in slots]
-    try:
-        views = session.views([slot for _, slot in slots])
-        with stats.timed("plan"):
-            copy = places.store_plan(chosen)
-        whole = len(views) == count and copy.complete(count).all()
-        if not whole or time.monotonic() > launch_by:
-            stats.count(**{"not_stored_late" if whole else "not_stored_no_slot": count})
-            committer.give_back(reserved.reservation)
-            return None
-        completion = session.copier.gather(places.kv, copy, views, mark)
-    except VCacheError:
-        committer.give_back(reserved.reservation)
-        raise
-    named, tokens = [keys[chunk] for chunk in chosen], count * session.chunk_size
-    return PendingStore(completion, reserved.reservation, named, prefix, tokens, copy.nbytes, views)
+    return session.copier.gather(places.kv, plan, views, mark), plan.nbytes, views
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:

@@ -52,13 +52,12 @@ class Pool:
         self._client = client
         self._segment_bytes, self._over_budget = int(segment_bytes), over_budget
         self._mapped: dict[SegmentId, MappedSegment] = {}
-        self._unreadable: set[SegmentId] = set()
+        self._unreadable = client.unmappable
         self._contributed = 0
         self._waits = 0
         self._exhausted = self._closed = False
         self._lock = threading.RLock()
         client.on_segments = self._follow
-        client.on_return.append(self._avoid_again)
         try:
             self._follow(client.list_segments())
         except VCacheError as error:
@@ -96,8 +95,6 @@ class Pool:
         """Unmap everything. The server keeps the segments. Copies must be over. Idempotent."""
         self._client.on_segments = lambda infos: None
         with self._lock:
-            if not self._closed:
-                self._client.on_return.remove(self._avoid_again)
             self._closed = True
             for mapped in self._mapped.values():
                 mapped.close()
@@ -139,12 +136,6 @@ class Pool:
                 log.warning("segment %s could not be offered again: %s", id_, error)
             finally:
                 os.close(fd)
-
-    def _avoid_again(self) -> None:
-        """Tell a server after a reconnection which segments cannot be mapped here."""
-        for id_ in list(self._unreadable):
-            with suppress(VCacheError):
-                self._client.avoid(id_)
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
         """Map new segments, and lend what the device's share lacks."""
@@ -245,7 +236,8 @@ class Pool:
             log.log(self._level(), "segment %s cannot be mapped: %s; %s", info.id, error, misses)
             self._unreadable.add(info.id)
             with suppress(VCacheError):
-                self._client.avoid(info.id)
+                # Tells the server at once.
+                self._client.list_segments()
             return None
         except VCacheError as error:
             log.debug("segment %s: %s", info.id, error)

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from vcache_backend.metadata_server.messages import InstanceId, Reads
+from vcache_backend.metadata_server.messages import InstanceId, Publish
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
-from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.exports.memory import Region
@@ -43,10 +43,6 @@ class InPlace:
         """The instance's name for others; empty before `show`."""
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
-        self._told: list[Reads] = []
-        """The reads that this worker last reported to the server. Only the client's
-        thread uses it.
-        """
 
     def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Find the exportable memory of vLLM's new KV cache. LayoutError or SegmentError if others
@@ -64,8 +60,6 @@ class InPlace:
         self._shape = cache_shape(kv, self._regions, device)
         self.neighbours = Neighbours(session.client, device, kv, session.rank)
         self._session = session
-        session.client.on_beat.append(self._show_reads)
-        session.client.on_return.append(self._told.clear)
 
     def show(self, instance: InstanceId) -> None:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
@@ -85,11 +79,7 @@ class InPlace:
             return
         written = session.copier.mark()
         for spec in specs:
-            keys = session.own(spec.keys)
-            publication = Publication(
-                keys, spec.blocks, spec.generations, spec.sequence, spec.epoch
-            )
-            publisher.submit(publication, written, soon=not spec.loaded)
+            publisher.submit(self._publication(session, spec), written, soon=not spec.loaded)
 
     def save(self, spec: PublicationSpec, stores: Stores) -> None:
         """Store those chunks in the pool that are published. A chunk that loses a block during the
@@ -98,14 +88,15 @@ class InPlace:
         session, publisher = self._session, self.publisher
         if session is None or publisher is None:
             return
-        keys = session.own(spec.keys)
-        for published in publisher.known(
-            Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
-        ):
+        for published in publisher.known(self._publication(session, spec)):
             blocks: list[int] = np.frombuffer(published.blocks, dtype="<u4").tolist()
             stores.save(
                 published.keys, blocks, published.epoch, partial(publisher.holds, published)
             )
+
+    def _publication(self, session: Session, spec: PublicationSpec) -> Publish:
+        keys, packed = session.own(spec.keys), (spec.blocks, spec.generations)
+        return Publish(self._instance, spec.sequence, keys, *packed, spec.epoch)
 
     def measure(self, meter: Meter) -> None:
         """Tell the meter how many chunks were published since the last call."""
@@ -113,12 +104,6 @@ class InPlace:
             published = self._session.stats.counted("chunks_").get("published", 0)
             meter.count("published_chunks", published - self._measured)
             self._measured = published
-
-    def _show_reads(self) -> None:
-        reads = self._session.stats.reads() if self._session is not None else []
-        if self._session is not None and reads != self._told:
-            self._session.client.show_reads(reads, self._instance)
-            self._told[:] = reads
 
     def close(self) -> None:
         """Idempotent. Call it after the last load is over, and before the session is closed."""

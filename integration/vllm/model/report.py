@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 import vllm
 from pydantic import ValidationError
@@ -36,6 +37,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from vcache_backend import config
 from vcache_backend.config import Config
+from vcache_backend.doctor.model import Layers, ModelReport
 
 from ..in_place import exporter as exportable
 from . import compat, groups
@@ -50,9 +52,8 @@ _TRANSFER = KVTransferConfig(
 )
 
 
-def report(name: str, settings: Config) -> dict[str, Any]:
-    """Describe what an instance of model `name` would cache under these settings, with one worker;
-    see `doctor.model.ModelReport` for the fields.
+def report(name: str, settings: Config) -> ModelReport:
+    """Describe what an instance of model `name` would cache under these settings, with one worker.
 
     Loads no weights, downloads nothing and runs no code of the model's own. Raises vLLM's error for
     a model that vLLM cannot serve."""
@@ -66,18 +67,10 @@ def report(name: str, settings: Config) -> dict[str, Any]:
     )
     vllm_config = arguments.create_engine_config()
     specs = _specs(vllm_config)
-    described = {
-        "vllm": vllm.__version__,
-        "architecture": ", ".join(vllm_config.model_config.architectures),
-        "dtype": str(vllm_config.cache_config.cache_dtype).replace(
-            "auto", str(vllm_config.model_config.dtype).removeprefix("torch.")
-        ),
-        "layers": [],
-    }
+    architecture = ", ".join(vllm_config.model_config.architectures)
     if not specs:
-        return described | {
-            "refused": "the model keeps nothing of its tokens: no setting changes that"
-        }
+        nothing = "the model keeps nothing of its tokens: no setting changes that"
+        return ModelReport(vllm.__version__, architecture, refused=nothing)
     kv_cache = _kv_cache(vllm_config, specs)
     model = compat.read_model(vllm_config, kv_cache, settings.connector)
     settings = exportable.decide(settings, vllm_config, kv_cache, model)
@@ -85,8 +78,17 @@ def report(name: str, settings: Config) -> dict[str, Any]:
     refused = compat.refusal(vllm_config, kv_cache, model, settings)
     if not refused and in_place:
         refused = exportable.refusal(vllm_config, kv_cache, model)
-    described |= {"layers": _layers(kv_cache), "in_place": in_place, "refused": refused or ""}
-    return described if refused else described | _sizes(kv_cache, settings.engine.chunk_size)
+    chunk, state = (0, 0) if refused else _sizes(kv_cache, settings.engine.chunk_size)
+    return ModelReport(
+        vllm.__version__,
+        architecture,
+        model.kv_cache_dtype,
+        _layers(kv_cache),
+        refused=refused or "",
+        in_place=in_place,
+        chunk_bytes=chunk,
+        state_bytes=state,
+    )
 
 
 def _specs(vllm_config: Any) -> Mapping[str, Any]:
@@ -124,23 +126,22 @@ def _alone() -> Iterator[None]:
             cleanup_dist_env_and_memory()
 
 
-def _layers(kv_cache: Any) -> list[dict[str, Any]]:
+def _layers(kv_cache: Any) -> list[Layers]:
     """Count the layers of each kind, in the order of vLLM's block tables."""
     counted: dict[tuple[str, int], int] = {}
     for group in kv_cache.kv_cache_groups:
         kind, window = groups.kind(group.kv_cache_spec)
         counted[kind, window] = counted.get((kind, window), 0) + len(group.layer_names)
-    found = counted.items()
-    return [{"kind": kind, "window": window, "count": count} for (kind, window), count in found]
+    return [Layers(*kind, count) for kind, count in counted.items()]
 
 
-def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
+def _sizes(kv_cache: Any, chunk_size: int) -> tuple[int, int]:
     """Bytes of one worker's part of a chunk, and of a state."""
     tables = kv_cache.kv_cache_groups
     tables = [group for group in tables if groups.kind(group.kv_cache_spec)[0] != "state"]
     block = max(map(_block_bytes, tables))
     read = groups.read(kv_cache, chunk_size)
-    return {"chunk_bytes": read.blocks * block, "state_bytes": read.parts * read.blocks * block}
+    return read.blocks * block, read.parts * read.blocks * block
 
 
 def _block_bytes(group: Any) -> int:
@@ -151,16 +152,17 @@ def _block_bytes(group: Any) -> int:
 
 
 def main() -> None:
-    """Print the report, or `{"trouble": …}`, on stdout. All other output goes to stderr."""
-    with os.fdopen(os.dup(1), "w") as answer:
+    """Print the report on stdout. All other output goes to stderr."""
+    with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         try:
             result = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
         except Exception as error:  # noqa: BLE001 - the outermost line of this process: who asked is told
-            result = {"trouble": f"{type(error).__name__}: {error}"}
+            why = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
-                result["trouble"] = error.errors()[0]["msg"]
-        json.dump(result, answer)
+                why = error.errors()[0]["msg"]
+            result = ModelReport(trouble=f"vLLM cannot serve it here: {why}")
+        answer.write(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from vcache_backend.config import EngineConfig
 from vcache_backend.errors import LayoutError
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
@@ -123,51 +122,16 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
 
 
 def describe(
-    vllm_config: Any,
-    kv_caches: Mapping[str, Tensor],
-    num_blocks: int,
-    chunk_size: int,
-    engine_config: EngineConfig,
+    groups: Groups, kv_caches: Mapping[str, Any], num_blocks: int, kv_axes: str = ""
 ) -> PagedKV:
-    """The geometry of a worker's `kv_caches`, tensors by layer.
+    """Describe the geometry of a worker's `kv_caches` by layer: tensors, or the pages of a state.
 
-    num_blocks: as vLLM counts them; 0: unknown. chunk_size: in tokens. engine_config: its `kv_axes`
-    settle doubtful shapes. LayoutError if `PagedKV.describe` does not recognise a tensor, if the
-    blocks are not vLLM's, or if a chunk does not consist of whole blocks."""
-    for layer, tensor in kv_caches.items():
-        if not isinstance(tensor, Tensor):
-            raise LayoutError(
-                f"KV cache of {layer} is a {type(tensor).__name__} and no tensor: vcache shares "
-                "attention layers only"
-            )
-    configured = vllm_config.cache_config.block_size
-    size = tensor_block_size(configured, kv_caches, num_blocks)
-    kv = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size))
-    if num_blocks and kv.num_blocks * size != num_blocks * configured:
-        raise _other_blocks(kv, num_blocks, configured)
-    kv.chunk_bytes(chunk_size)
-    return kv
-
-
-def _other_blocks(kv: PagedKV, num_blocks: int, block_size: int) -> LayoutError:
-    """The error for KV caches that do not have vLLM's blocks."""
-    have = f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens"
-    due = f"where vLLM hands out {num_blocks} of {block_size}"
-    return LayoutError(f"{have} {due}; set engine.kv_axes to what each axis of the tensors is")
-
-
-def describe_groups(
-    groups: Groups,
-    kv_caches: Mapping[str, Any],
-    num_blocks: int,
-    chunk_size: int,
-    engine_config: EngineConfig,
-) -> PagedKV:
-    """Describe a worker's `kv_caches` by layer: tensors, or the pages of a state. Like `describe`,
-    for several block tables."""
-    tensors = {name: cache for name, cache in kv_caches.items() if isinstance(cache, Tensor)}
+    num_blocks: as vLLM counts them; 0: unknown. kv_axes: settles doubtful shapes, see
+    `PagedKV.describe`. LayoutError if it does not recognise a tensor, or if the blocks are not
+    vLLM's."""
     held = [
-        {name: tensors[name] for name in group.layers if name in tensors} for group in groups.groups
+        {name: kv_caches[name] for name in group.layers if name in kv_caches}
+        for group in groups.groups
     ]
     sizes = [group.block_size for group in groups.groups]
     # A pipeline stage may lack a group's layers. The group's blocks are split like the others'.
@@ -175,10 +139,18 @@ def describe_groups(
     split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in whole)
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
     every = dict(chain(*map(dict.items, held)))
-    named = engine_config.kv_axes or axes(every, shares[0].block_size)
+    for layer, cache in every.items():
+        if not isinstance(cache, Tensor):
+            raise LayoutError(
+                f"KV cache of {layer} is a {type(cache).__name__} and no tensor: vcache shares "
+                "attention layers only"
+            )
+    named = kv_axes or axes(every, shares[0].block_size)
     kv = PagedKV.describe_groups(list(zip(held, shares, strict=True)), axes=named)
     if num_blocks and kv.num_blocks != num_blocks * split:
-        raise _other_blocks(kv, num_blocks, sizes[0])
+        have = f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens"
+        due = f"where vLLM hands out {num_blocks} of {sizes[0]}"
+        raise LayoutError(f"{have} {due}; set engine.kv_axes to what each axis of the tensors is")
     # vLLM before 0.32 passes a state's tensors, later releases pass a state's pages.
     states = [
         {
@@ -188,9 +160,7 @@ def describe_groups(
         }
         for group in groups.states
     ]
-    kv = kv.with_states(states, split)
-    kv.chunk_bytes(chunk_size)
-    return kv
+    return kv.with_states(states, split)
 
 
 def read_shard(

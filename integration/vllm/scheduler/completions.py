@@ -55,20 +55,26 @@ class Completions:
         """For the step being planned: the states in vLLM's prefix cache, by request, as (group,
         block, tokens).
         """
-        self._names: list[str] = []
+        self._watched = set[str]()
         self._spare = 0.0
-        """The requests that ran on in the last step that was planned, and how many tokens none of
-        them reaches its `Tracked.due` with."""
+        """Requests that ran on in earlier steps, and how many tokens none of them reaches its
+        `Tracked.due` with."""
+        self._still = False
+        """What `quiet` has found for the step being planned."""
 
-    def quiet(self, cached: Any, most: int) -> bool:
-        """Note a step in which these requests run on. Whether they get no blocks in it, and none
-        reaches its `Tracked.due`; if not, call `plan`. most: the most tokens that one of them
-        computes; 0: the step runs no model.
-        """
-        if not most or cached.req_ids != self._names or any(cached.new_block_ids):
-            return False
-        self._spare -= most
-        return self._spare > 0 and not cached.resumed_req_ids
+    def quiet(self, cached: Any, scheduled: Mapping[str, int]) -> bool:
+        """Whether the requests that run on in a step, `cached`, get no blocks in it, and none of
+        them reaches its `Tracked.due`. Call it once a step, before `plan`. scheduled: the tokens of
+        the step's requests."""
+        names = cached.req_ids
+        self._spare -= max(map(scheduled.__getitem__, names), default=0)
+        self._still = (
+            self._spare > 0
+            and self._watched.issuperset(names)
+            and not any(cached.new_block_ids)
+            and not cached.resumed_req_ids
+        )
+        return self._still
 
     def plan(
         self,
@@ -86,7 +92,8 @@ class Completions:
             state = getattr(output, "kv_connector_block_state", None)
             self._offered = getattr(state, "boundary_state_offloads", {})
         # Running requests first: new requests may hit the blocks that they write in this step.
-        self._plan_running(output, requests, meta)
+        if not self._still:
+            self._plan_running(output, requests, meta)
         for new in output.scheduled_new_reqs:
             meta.fresh += new.block_ids
             tracked = requests.get(new.req_id)
@@ -117,7 +124,8 @@ class Completions:
     def stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or on their way."""
         tracked.store.stored = chunks
-        tracked.due = self._spare = 0
+        tracked.due = 0
+        self._watched.discard(tracked.request.request_id)
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         if stores and self._prompts_only:
             stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
@@ -145,7 +153,7 @@ class Completions:
         """Plan the step of the requests that ran before. Once a step for each: keep it short."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         names, resumed = cached.req_ids, cached.resumed_req_ids
-        self._names, self._spare, spare = names, 0.0, inf
+        self._spare, spare = 0.0, inf
         all_tracked, tokens = map(requests.get, names), map(scheduled.__getitem__, names)
         steps = zip(
             all_tracked, cached.num_computed_tokens, tokens, cached.new_block_ids, strict=True
@@ -158,7 +166,8 @@ class Completions:
             reached = computed + count
             # Most steps of a running request complete neither a block nor a chunk.
             if added is None and reached < tracked.due and not resumed:
-                spare = min(spare, tracked.due - reached)
+                if tracked.due - reached < spare:
+                    spare = tracked.due - reached
                 continue
             if tracked.request.request_id in resumed:
                 rows = added if added is not None else [[] for _ in tracked.store.rows]
@@ -169,7 +178,7 @@ class Completions:
                 self._leftovers.more(tracked, added)
             self._computes(tracked, computed, reached, meta)
             spare = min(spare, tracked.due - reached)
-        self._spare = spare
+        self._watched, self._spare = set(names), spare
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Promise
 
 from .introduction import Introduction
 from .lookups import Lookups
@@ -128,11 +128,11 @@ class OwnPromises:
         if client is None or not client.connected:
             return
         keys = list(promise.keys[promise.first : promise.stop])
-        name = own.instance if own is not None else b""
+        name = own.instance if own is not None else InstanceId(b"")
         chunk = self._pace.chunk_seconds
         # Other requests of the same step may fill it.
         step = min(chunk * self._step_chunks, LONGEST_SECONDS)
         terms = promise.epoch, chunk, step, promise.begun
-        answer = client.promise(promise.number, keys, self._instance.ranks, name, *terms)
+        answer = client.promise(Promise(promise.number, keys, self._instance.ranks, name, *terms))
         if keys:
             self._lookups.epoch = answer.epoch

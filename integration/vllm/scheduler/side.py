@@ -231,11 +231,12 @@ class SchedulerSide:
         for the workers, as most steps: then neither `begin` nor `plan` is called for it.
         """
         # There are many steps: keep it short.
-        scheduled, publications = output.num_scheduled_tokens, self.publications
-        most = max(scheduled.values(), default=0)
-        self._pace.planned(scheduled, most, bool(output.scheduled_cached_reqs.req_ids))
-        return not (
-            output.scheduled_new_reqs
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        publications, most = self.publications, max(scheduled.values(), default=0)
+        self._pace.planned(scheduled, most, bool(cached.req_ids))
+        return self._completions.quiet(cached, scheduled) and not (
+            not most
+            or output.scheduled_new_reqs
             or self._loads
             or self._cancelled
             or output.preempted_req_ids
@@ -244,7 +245,7 @@ class SchedulerSide:
             or self._resets.clearing
             or self.victims is not None
             or (publications is not None and publications.news)
-        ) and self._completions.quiet(output.scheduled_cached_reqs, most)
+        )
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new

@@ -101,7 +101,7 @@ class WorkerSide:
             self.in_place.export(kv_caches)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
-        kv = model_spec.describe_groups(tables, kv_caches, blocks, size, self._config.engine)
+        kv = model_spec.describe(tables, kv_caches, blocks, self._config.engine.kv_axes)
         # A state has several adjacent tensors: the first gives the address.
         firsts = [at if isinstance(at, torch.Tensor) else at[0] for at in kv_caches.values()]
         kv_caches = dict(zip(kv_caches, firsts, strict=True))

@@ -1,1 +1,1 @@
-"""The client's side: a connection that reconnects by itself, and its requests."""
+"""The client's side of a connection: a socket, and what reconnects by itself."""

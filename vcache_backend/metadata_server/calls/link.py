@@ -50,7 +50,16 @@ class ServerLink:
                 f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set "
                 f"client.server_uid: {uid} to trust it"
             )
-        reply = self._introduce(hello, deadline, ledger, received)
+        # The pidfd tells the server when this process ends.
+        pidfd = processes.own_pidfd()
+        try:
+            self.send(
+                wire.encode(hello), deadline, [fd for fd in (pidfd, ledger) if fd is not None]
+            )
+            reply = self.read(deadline, received)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
         if not isinstance(reply, m.Welcome):
             raise ConnectionError(
                 reply.message
@@ -58,19 +67,6 @@ class ServerLink:
                 else f"it answered a hello with {type(reply).__name__}"
             )
         return reply
-
-    def _introduce(
-        self, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
-    ) -> m.Reply:
-        """Say hello, with a pidfd, which tells the server when this process ends."""
-        pidfd = processes.own_pidfd()
-        try:
-            fds = [fd for fd in (pidfd, ledger) if fd is not None]
-            self.send(wire.encode(hello), deadline, fds)
-            return self.read(deadline, received)
-        finally:
-            if pidfd is not None:
-                os.close(pidfd)
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.Reply:
         """Read the next reply. The server answers requests in their order."""

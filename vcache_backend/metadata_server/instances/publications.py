@@ -60,7 +60,8 @@ class InstancePublications:
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
         """For each block the last publication that named it. A publication that is in neither table
         is void."""
-        self.copies = Copies()
+        self._copies: dict[m.ChunkKey, m.InstanceId] = {}
+        """Chunks that another instance holds as well, of which this one has yet to be told."""
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
         self.counted = 0
@@ -123,24 +124,27 @@ class InstancePublications:
                 self._kept -= 1
                 yield from repeat(None, 1 + self.each // 8)
 
+    def note_copies(self, others: dict[m.ChunkKey, m.InstanceId]) -> None:
+        """Note who else has each of these chunks."""
+        self._copies.update(others)
+        self.take_copies(len(self._copies) - MAX_COPIES)
+
+    def take_copies(self, most: int) -> dict[m.ChunkKey, m.InstanceId]:
+        """Take the oldest notes, at most `most`: who else has each chunk."""
+        keys = list(islice(self._copies, max(0, most)))
+        return {key: self._copies.pop(key) for key in keys}
+
     # ---- inside
 
     def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
         """Unpack the block numbers of a request. Refuse lengths, keys or numbers that do not fit
         this instance."""
         due, namespace = len(request.keys) * self.each, self.namespace
-        if (len(request.blocks), len(request.generations)) != (
-            due * m.NUMBER_BYTES,
-            due * m.GENERATION_BYTES,
-        ):
-            sizes = (
-                f"{len(request.keys)} keys of {self.each} blocks, but "
-                f"{len(request.blocks):,} B of numbers"
-            )
-            due_bytes = f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B a block"
+        sizes = len(request.blocks), len(request.generations)
+        if sizes != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
             raise Refuse(
-                f"publish: {sizes} and {len(request.generations):,} B of generations; "
-                f"{due_bytes} are due"
+                f"publish: {sizes[0]:,} B of numbers and {sizes[1]:,} B of generations, but "
+                f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B for each of {due:,} blocks are due"
             )
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):
@@ -227,20 +231,3 @@ def _split(table: Table, sequence: int) -> tuple[Table, Table]:
     for key in void:
         del table[key]
     return table, void
-
-
-class Copies:
-    """Chunks of an instance that another one holds as well, of which it has yet to be told."""
-
-    def __init__(self) -> None:
-        self._others: dict[m.ChunkKey, m.InstanceId] = {}
-
-    def note(self, others: dict[m.ChunkKey, m.InstanceId]) -> None:
-        """Note who else has each of these chunks."""
-        self._others.update(others)
-        self.take(len(self._others) - MAX_COPIES)
-
-    def take(self, most: int) -> dict[m.ChunkKey, m.InstanceId]:
-        """Take the oldest notes, at most `most`: who else has each chunk."""
-        keys = list(islice(self._others, max(0, most)))
-        return {key: self._others.pop(key) for key in keys}

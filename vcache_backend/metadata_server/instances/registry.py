@@ -70,7 +70,6 @@ class SharedInstance:
             pid=scheduler.peer.process.pid if scheduler is not None else 0,
             blocks=join.blocks if join is not None else 0,
             resident=resident,
-            regions=sum(len(part.fds) for rank, part in self.parts.items() if rank != m.SCHEDULER),
             ranks=join.ranks if join is not None else len(self.shapes),
             missing=self.missing(),
             name=scheduler.peer.name if scheduler is not None else "",
@@ -103,8 +102,8 @@ class InstanceRegistry:
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
         """Each connection that opened a KV cache of an instance and has not reported it unmapped,
         with the device of the KV cache."""
-        self._reads: dict[int, tuple[Peer, m.ShowReads]] = {}
-        """The last report of each client."""
+        self._reads: dict[int, tuple[Peer, list[m.Reads]]] = {}
+        """What each client last said of its reads."""
 
     @property
     def descriptors(self) -> int:
@@ -223,19 +222,19 @@ class InstanceRegistry:
 
     # ---- statistics
 
-    def note_reads(self, client: Peer, request: m.ShowReads) -> m.Count:
-        """Replace the last report of this client."""
-        self._reads[client.id] = client, request
-        return m.Count(len(request.reads))
+    def note_reads(self, client: Peer, reads: list[m.Reads]) -> None:
+        """Replace what this client last said of its reads."""
+        self._reads[client.id] = client, reads
 
     def reads(self) -> list[m.ReadStats]:
-        """The rows of all reports with the most bytes."""
-        rows = (
-            (read, client, request.instance)
-            for client, request in self._reads.values()
-            for read in request.reads
-        )
+        """The rows of all clients with the most bytes."""
+        rows = ((read, client) for client, reads in self._reads.values() for read in reads)
         most = nlargest(MAX_READS, rows, key=lambda row: (row[0].nbytes, row[0].refused))
+        names = {
+            part.peer.id: id_
+            for id_, instance in self._of.items()
+            for part in instance.parts.values()
+        }
         return [
             m.ReadStats(
                 client.process.pid,
@@ -243,13 +242,13 @@ class InstanceRegistry:
                 read.instance.hex(),
                 read.nbytes,
                 read.refused,
-                own.hex(),
+                names.get(client.id, b"").hex(),
             )
-            for read, client, own in most
+            for read, client in most
         ]
 
     def stats(self) -> list[m.InstanceStats]:
-        return [each.stats(id_, self._residents.count(id_)) for id_, each in self._of.items()]
+        return [each.stats(id_, len(self._residents.of(id_))) for id_, each in self._of.items()]
 
     def still_mapped(self) -> list[m.StillMapped]:
         """List readers that still map memory of ended instances, up to a limit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -61,13 +61,8 @@ class ResidentDirectory:
         self.nbytes = 0
         """About how many bytes all publications take."""
 
-    def count(self, instance: m.InstanceId) -> int:
-        """How many chunks look-ups can return from an instance, once it is whole."""
-        publications = self._of.get(instance)
-        return 0 if publications is None else len(publications.complete)
-
-    def of(self, instance: m.InstanceId) -> Container[m.ChunkKey]:
-        """The chunks that the instance has published, keys of rank 0."""
+    def of(self, instance: m.InstanceId) -> Collection[m.ChunkKey]:
+        """The chunks that look-ups can return from an instance once it is whole, keys of rank 0."""
         publications = self._of.get(instance)
         return () if publications is None else publications.complete
 
@@ -155,7 +150,7 @@ class ResidentDirectory:
         """Take the oldest news for an instance's scheduler: chunks that another instance holds as
         well. At most `MOST_COPIES`."""
         publications = self._of.get(instance)
-        taken = publications.copies.take(MOST_COPIES) if publications is not None else {}
+        taken = publications.take_copies(MOST_COPIES) if publications is not None else {}
         copies = list[m.Copy]()
         for key, other in taken.items():
             holder = self._of.get(other)
@@ -174,9 +169,9 @@ class ResidentDirectory:
         keys = keys[::-1]
         for other, there in random.sample(others, room) if len(others) > room else others:
             both = list(filter(there.complete.__contains__, keys))
-            there.copies.note(dict.fromkeys(both, instance))
+            there.note_copies(dict.fromkeys(both, instance))
             own.update(dict.fromkeys(both, other))
-        publications.copies.note(own)
+        publications.note_copies(own)
 
     def _alike(
         self, instance: m.InstanceId, namespace: bytes, ranks: int
@@ -194,16 +189,21 @@ class ResidentDirectory:
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
         """Find the leading chunks that are in the pool for all ranks, or resident in an instance
         other than the asker."""
-        others = [] if request.pool_only else self._others(request)
-        keys = request.keys[: MAX_CELLS // max(1, len(others))]
+        keys = request.keys
+        others = list[tuple[m.InstanceId, InstancePublications]]()
+        if keys and not request.pool_only:
+            namespace = keys[0][: m.NAMESPACE_BYTES]
+            others = self._alike(request.instance, namespace, request.ranks)
+            random.shuffle(others)
+        keys = keys[: MAX_CELLS // max(1, len(others))]
         columns = {
             instance: column
-            for instance, published in others
-            if (column := _column(published, keys))
+            for instance, there in others
+            if (column := _column(there.complete, keys))
         }
         if columns:
             each = max(self._of[instance].each for instance in columns)
-            answer = _assemble(_present(keys, request.ranks, pooled), columns, each)
+            answer = _assemble(pooled.of_all(keys, request.ranks), columns, each)
         else:
             chunks = pooled.leading_of_all(keys, request.ranks)
             answer = m.Found(b"\1" * chunks)
@@ -213,39 +213,11 @@ class ResidentDirectory:
             else answer
         )
 
-    def _others(
-        self, request: m.Find
-    ) -> list[tuple[m.InstanceId, dict[m.ChunkKey, PublishedChunk]]]:
-        """List the instances that may hold some of the keys, with their chunks, in random order."""
-        if not self._of or not request.keys:
-            return []
-        namespace = request.keys[0][: m.NAMESPACE_BYTES]
-        others = [
-            (instance, publications.complete)
-            for instance, publications in self._alike(request.instance, namespace, request.ranks)
-        ]
-        random.shuffle(others)
-        return others
-
 
 def _column(published: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey]) -> Column:
     """One instance's publication for each key; empty if the instance holds none of them."""
     column = list(map(published.get, keys))
     return column if column.count(None) < len(column) else []
-
-
-def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
-    """For each chunk whether it is in the pool for all ranks."""
-    present = list(map(pooled.among(keys).__contains__, keys))
-    for rank in range(1, ranks):
-        if not any(present):
-            break
-        part = of_rank(keys, rank)
-        present = [
-            a and b
-            for a, b in zip(present, map(pooled.among(part).__contains__, part), strict=True)
-        ]
-    return present
 
 
 class _Run(NamedTuple):

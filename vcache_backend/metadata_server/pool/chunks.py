@@ -41,6 +41,17 @@ class Chunks:
             count = len(self.leading(of_rank(keys[:count], rank) if ranks > 1 else keys))
         return count
 
+    def of_all(self, keys: list[ChunkKey], ranks: int) -> list[bool]:
+        """For each chunk (key of rank 0) whether it has entries for all ranks."""
+        present = list(map(self.among(keys).__contains__, keys))
+        for rank in range(1, ranks):
+            if not any(present):
+                break
+            part = of_rank(keys, rank)
+            here = map(self.among(part).__contains__, part)
+            present = [both and own for both, own in zip(present, here, strict=True)]
+        return present
+
     def among(self, keys: list[ChunkKey]) -> Space:
         """Return a table that holds every entry of these keys, and perhaps others of their
         namespace. Read it before the next change."""
@@ -61,10 +72,6 @@ class Chunks:
                 space = spaces[key[:NAMESPACE_BYTES]] = {}
             space[key] = entry
             self._count += 1
-
-    def holds(self, entry: Entry) -> bool:
-        """Whether the table holds this very entry."""
-        return self.get(entry.key) is entry
 
     def drop(self, entries: Iterable[Entry]) -> list[ChunkKey]:
         """Remove entries. Returns the keys of the entries that the table held."""

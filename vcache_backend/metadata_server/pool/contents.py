@@ -43,17 +43,16 @@ class Contents:
                 entry.segment.append(entry, use)
         self._uses += len(entries)
 
-    def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
+    def lying(self, chunks: dict[ChunkKey, Location]) -> Iterator[Live]:
         """Yield a record of the chunks that still lie at these locations, live or resting. Yields
         nothing if no chunk does."""
-        pairs = zip(keys, locations, strict=True)
-        lying = [
-            (k, at)
-            for k, at in pairs
-            if (e := self.live.get(k) or self.resting.get(k)) is not None and e.location == at
-        ]
+        lying = {
+            key: at
+            for key, at in chunks.items()
+            if (e := self.live.get(key) or self.resting.get(key)) is not None and e.location == at
+        }
         if lying:
-            yield Live([key for key, _ in lying], [location for _, location in lying])
+            yield Live(lying)
 
     # ---- chunks come
 
@@ -67,32 +66,28 @@ class Contents:
         for id_, added in state.segments.items():
             info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
             self.placement.segments[id_] = Segment(info)
-        entries = self.occupy(list(state.chunks), list(state.chunks.values()), 0)
+        entries = self.occupy(state.chunks, 0)
         self.resting.put(entries)
         for use, entry in enumerate(entries):
             entry.segment.append(entry, use)
         for entry in reversed(entries):
             entry.segment.returning.append(entry)
         self._uses = max(self._uses, len(entries))
-        written = {
-            number: self.occupy(held.keys, held.locations, number)
-            for number, held in state.held.items()
-        }
+        written = {number: self.occupy(held.chunks, number) for number, held in state.held.items()}
         for id_ in state.segments:
             self.placement.segments[id_].find_holes()
         return written
 
     def occupy(
         self,
-        keys: list[ChunkKey],
-        locations: list[Location],
+        chunks: dict[ChunkKey, Location],
         reservation: int,
         tenant: Tenant | None = None,
     ) -> list[Entry]:
         """Mark slots from `room` as being written. They count for the tenant."""
         segments, entries = self.placement.segments, []
         length = size = 0
-        for key, location in zip(keys, locations, strict=True):
+        for key, location in chunks.items():
             if location.length != length:
                 length, size = location.length, padded(location.length)
             segment, offset = segments[location.segment], location.offset
@@ -131,7 +126,7 @@ class Contents:
         removed or are being stored anew."""
         while segment.returning and segment.state == "live":
             entry = segment.returning.pop()
-            if self.resting.holds(entry):
+            if self.resting.get(entry.key) is entry:
                 if pending(entry.key):
                     self.forget([entry])
                 else:
@@ -177,8 +172,7 @@ class Contents:
         """Add a reader to each of these different chunks, which keeps them from eviction."""
         for entry in entries:
             if not entry.leases:
-                segment = entry.segment
-                segment.leased += 1
+                entry.segment.leased += 1
                 remove(entry)
             entry.leases += 1
 

@@ -31,7 +31,7 @@ class Directory(SegmentDirectory):
     `now` is a monotonic clock in seconds.
 
     Each call takes a bounded time. `add_segment`, `clear`, `drop_segment` and `disconnect` leave
-    long work to `go_on` in later turns of the loop.
+    long work to the backlog, for later turns of the loop.
 
     Ids of leases and reservations count up from `first_id`, far from the ids of earlier servers.
     Generations continue after the newest generation that `restore` brings."""
@@ -64,24 +64,18 @@ class Directory(SegmentDirectory):
         self.counters["resident_hits"] += len(set[int]().union(*resident))
         return answer
 
-    def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> dict[m.ChunkKey, int]:
-        """Those of `keys` (of rank 0) that the request's instance has not published, and that the
-        pool lacks for some of its ranks. Each with a bit for every rank that the pool has."""
-        own, whole = self.residents.of(request.instance), (1 << request.ranks) - 1
-        stored = dict.fromkeys((key for key in keys if key not in own), 0)
-        if not len(self.contents.live):
-            return stored
-        for rank in range(request.ranks):
-            parts = m.of_rank(list(stored), rank)
-            live = self.contents.live.among(parts)
-            for key, part in zip(stored, parts, strict=True):
-                stored[key] |= (part in live) << rank
-        return {key: bits for key, bits in stored.items() if bits != whole}
+    def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> list[m.ChunkKey]:
+        """Those of `keys` (of rank 0), each once, that the request's instance has not published,
+        and that the pool lacks for some of its ranks."""
+        own = self.residents.of(request.instance)
+        keys = list(dict.fromkeys(keys))
+        pairs = zip(keys, self.contents.live.of_all(keys, request.ranks), strict=True)
+        return [key for key, stored in pairs if not stored and key not in own]
 
     def promise(self, client: Peer, request: m.Promise) -> m.Promised:
         """Note what a request has begun to compute. Nothing if it began before a reset."""
         epoch = self.epochs.of(request.keys)
-        lacking = self.lacking(request, request.keys) if request.epoch == epoch else {}
+        lacking = self.lacking(request, request.keys) if request.epoch == epoch else []
         return m.Promised(self.promises.begin(client, request, lacking), epoch)
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
@@ -149,21 +143,19 @@ class Directory(SegmentDirectory):
             reason = full if len(locations) < len(some) else _ENOUGH
         if refusal is not None:
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
-        new = some[: len(locations)]
+        given = dict(zip(some, locations, strict=False))
         slots = list[m.Location | int](locations)
-        if len(new) < len(keys):
-            slots = _answers(
-                keys, dict(zip(new, locations, strict=True)), live.among(keys), busy, refusal
-            )
+        if len(given) < len(keys):
+            slots = _answers(keys, given, live.among(keys), busy, refusal)
         self.promises.refused(
             key
             for key, slot in zip(keys, slots, strict=True)
             if isinstance(slot, int) and slot != m.Refusal.BUSY
         )
-        if not new:
+        if not given:
             return m.Reserved(0, 0.0, slots, reason)
-        self._open(client, reservation, new, locations, payer)
-        self.counters["reserved"] += len(new)
+        self._open(client, reservation, given, payer)
+        self.counters["reserved"] += len(given)
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
@@ -177,7 +169,7 @@ class Directory(SegmentDirectory):
         self.reservations.close(reservation)
         self.records.append(records.Published(reservation))
         visible = self.contents.publish(open_.entries)
-        self.promises.stored(entry.key for entry in open_.entries)
+        self.promises.stored([entry.key for entry in open_.entries], self.contents.live)
         self.counters["committed"] += len(open_.entries)
         self.touch(prefix)
         return visible
@@ -249,9 +241,6 @@ class Directory(SegmentDirectory):
         for segment in self.contents.placement.in_state("draining"):
             self._close(segment)
 
-    def go_on(self, steps: int) -> None:
-        self.backlog.run(steps)
-
     # ---- ledger
 
     def restore(self, state: records.LedgerState) -> None:
@@ -284,24 +273,18 @@ class Directory(SegmentDirectory):
 
         The new ledger also gets every change since the turn of its first record."""
         match record:
-            case records.Counted():  # begins the ledger of this or of an earlier server
-                yield records.Counted(next(self.contents.placement.generations))
+            case records.Counted(servers=servers):  # begins this or an earlier server's ledger
+                yield records.Counted(next(self.contents.placement.generations), servers)
                 yield records.EpochTable(self.epochs.all())
                 yield from map(added, self.segments.values())
             case records.Held(reservation=number):
                 if (held := self.reservations.get(number)) is not None:
-                    yield records.Held(
-                        number,
-                        held.process,
-                        [e.key for e in held.entries],
-                        [e.location for e in held.entries],
-                    )
+                    chunks = {entry.key: entry.location for entry in held.entries}
+                    yield records.Held(number, held.process, chunks)
                 else:
-                    yield from self.contents.lying(record.keys[::-1], record.locations[::-1])
-            case records.Live(keys=keys, locations=locations):
-                yield from self.contents.lying(keys, locations)
-            case records.Inherited():
-                yield record
+                    yield from self.contents.lying(dict(reversed(record.chunks.items())))
+            case records.Live(chunks=chunks):
+                yield from self.contents.lying(chunks)
 
     # ---- inside
 
@@ -374,8 +357,8 @@ def _answers(
     """For each key its slot or a refusal: FULL also for a chunk that this request evicted."""
     slots: list[m.Location | int] = []
     for key in keys:
-        if (location := given.pop(key, None)) is not None:
-            slots.append(location)
+        if key in given and key not in busy:
+            slots.append(given[key])
             busy.add(key)
         elif key in stored:
             slots.append(int(m.Refusal.EXISTS))

@@ -6,13 +6,14 @@ planned. It is only a reason to wait: whoever waits for a broken promise compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
+from vcache_backend.metadata_server.pool.chunks import Chunks
 from vcache_backend.metadata_server.pool.placement import Peer
 
 MAX_PROMISED = 1 << 18
@@ -28,17 +29,16 @@ _FIRST_RANK = bytes(m.RANK_BYTES)
 
 class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """What one request of `client` has promised. left: the chunks that have not arrived (keys of
-    rank 0), each with a bit for every rank that has stored it. at: when the promise was made or
-    confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`.
-    confirmed: nobody takes it over. begun: a step computes its chunks, or one has arrived. over:
-    nobody waits for it any more."""
+    rank 0). at: when the promise was made or confirmed, or its last chunk arrived. pace:
+    `Promise.chunk_seconds` and `step_seconds`. confirmed: nobody takes it over. begun: a step
+    computes its chunks, or one has arrived. over: nobody waits for it any more."""
 
     client: Peer
     number: int
     ranks: int
     at: float
     pace: tuple[float, float]
-    left: dict[m.ChunkKey, int]
+    left: dict[m.ChunkKey, None]
     confirmed: bool = False
     begun: bool = False
     over: bool = False
@@ -86,16 +86,16 @@ class Promises:
         self,
         client: Peer,
         number: int,
-        lacking: Mapping[m.ChunkKey, int],
+        lacking: Sequence[m.ChunkKey],
         ranks: int,
         begins: bool,
     ) -> None:
         """Note that a request of the client will compute those chunks of `lacking` that nobody has
         promised. lacking: see `Directory.lacking`. begins: see `coming`."""
-        free = {key: bits for key, bits in lacking.items() if self._holder(key, begins) is None}
+        free = [key for key in lacking if self._holder(key, begins) is None]
         self._promise(client, number, free, ranks)
 
-    def begin(self, client: Peer, request: m.Promise, lacking: Mapping[m.ChunkKey, int]) -> int:
+    def begin(self, client: Peer, request: m.Promise, lacking: Sequence[m.ChunkKey]) -> int:
         """Replace what this number has promised by the chunks `lacking`, which its request has
         begun to compute, or will. Takes them over from other promises. Returns how many are
         promised."""
@@ -103,7 +103,7 @@ class Promises:
         if promised is not None and not lacking:
             self._drop([promised])
         elif promised is not None:
-            self._remove(promised, [key for key in promised.left if key not in lacking])
+            self._remove(promised, promised.left.keys() - set(lacking))
         taken = self._promise(client, request.number, lacking, request.ranks)
         if taken is None:
             return 0
@@ -120,21 +120,15 @@ class Promises:
                 if (promised := self._by_key.get(key)) is not None:
                     self._keep(promised, key)
 
-    def stored(self, keys: Iterable[m.ChunkKey]) -> None:
-        """Chunks of single ranks can be read now."""
-        if not self._by_key:
-            return
-        for key in keys:
+    def stored(self, keys: Iterable[m.ChunkKey], pooled: Chunks) -> None:
+        """Chunks of single ranks can be read now in the pool."""
+        for key in keys if self._by_key else ():
             first, rank = _first(key), int.from_bytes(key[-m.RANK_BYTES :], "big")
             promised = self._by_key.get(first)
-            if promised is None or rank >= promised.ranks:
-                continue
-            ranks = promised.left[first] | 1 << rank
-            if ranks + 1 == 1 << promised.ranks:
-                self._keep(promised, first)
-            else:
-                promised.left[first] = ranks
+            if promised is not None and rank < promised.ranks:
                 self._progress(promised)
+                if pooled.leading_of_all([first], promised.ranks):
+                    self._keep(promised, first)
 
     # ---- broken
 
@@ -170,7 +164,7 @@ class Promises:
         return None if promised.at + m.QUEUED_SECONDS < self._now() else promised
 
     def _promise(
-        self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
+        self, client: Peer, number: int, lacking: Sequence[m.ChunkKey], ranks: int
     ) -> OpenPromise | None:
         """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
         of_client = self._of.get(client.id, {})
@@ -186,7 +180,7 @@ class Promises:
             if (holder := self._by_key.get(key)) is not None:
                 self._remove(holder, [key])
             self._by_key[key] = promised
-            promised.left[key] = lacking[key]
+            promised.left[key] = None
         if not promised.left:
             return None
         self._counters["promised_chunks"] += len(new)

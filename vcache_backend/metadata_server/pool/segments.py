@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 
 from vcache_backend.config import ServerConfig
@@ -17,10 +17,7 @@ from vcache_backend.metadata_server.pool.reservations import (
     Claims,
     Reservations,
 )
-from vcache_backend.metadata_server.pool.slots import Segment
-
-MAX_AVOIDED = 1024
-"""At this length, a client's list of segments that it cannot map is cleared of removed segments."""
+from vcache_backend.metadata_server.pool.slots import Entry, Segment
 
 
 class SegmentDirectory:
@@ -72,29 +69,16 @@ class SegmentDirectory:
             self.backlog.begin(self._empty(segment))
         return chunks
 
-    def avoid(self, client: Peer, id_: m.SegmentId) -> int:
-        """Give this client no slot in a segment that it cannot map, even if the segment is offered
-        again. Returns how many segments the client avoids."""
-        if len(client.avoids) >= MAX_AVOIDED:
-            client.avoids.intersection_update(self.segments)
-        client.avoids.add(id_)
-        return len(client.avoids)
-
-    def absent_segments(self) -> list[m.SegmentId]:
-        """The segments from before a restart whose fd no client has offered yet."""
-        return [segment.id for segment in self.contents.placement.in_state("absent")]
-
-    def forget_absent(self, ids: Iterable[m.SegmentId]) -> int:
-        """Stop waiting for absent segments. Returns how many chunks are lost. The memory stays
-        unused, since an earlier writer may write to it."""
+    def forget_absent(self) -> tuple[int, int]:
+        """Stop waiting for segments from before a restart whose fd no client has offered yet.
+        Returns how many, and how many chunks are lost. The memory stays unused, since an earlier
+        writer may write to it."""
+        absent = self.contents.placement.in_state("absent")
         lost = 0
-        for id_ in ids:
-            segment = self.segments.pop(id_)
+        for segment in absent:
             lost += len(self.contents.resting.drop(segment.returning))
-            self.reservations.let_go([entry for entry in segment.occupants if entry.reservation])
-            segment.let_go()
-            self.records.append(records.SegmentGone(id_))
-        return lost
+            self._remove(segment, [entry for entry in segment.occupants if entry.reservation])
+        return len(absent), lost
 
     def segment_infos(self) -> list[m.SegmentInfo]:
         return [segment.info() for segment in self.segments.values()]
@@ -105,14 +89,13 @@ class SegmentDirectory:
         self,
         client: Peer,
         reservation: int,
-        keys: list[m.ChunkKey],
-        locations: list[m.Location],
+        chunks: dict[m.ChunkKey, m.Location],
         tenant: Tenant | None,
     ) -> None:
         """Open a reservation: from now on the client may write these slots."""
-        entries = self.contents.occupy(keys, locations, reservation, tenant)
+        entries = self.contents.occupy(chunks, reservation, tenant)
         self.reservations.open(reservation, client.id, client.process, entries, self._now())
-        self.records.append(records.Held(reservation, client.process, keys, locations))
+        self.records.append(records.Held(reservation, client.process, chunks))
 
     def _not_now(self, client: Peer) -> str:
         """Explain why this client can reserve nothing at present; empty if it can."""
@@ -134,10 +117,13 @@ class SegmentDirectory:
         staying = segment.staying.values()
         waited_for = segment.occupants or not all(map(self.reservations.quarantined, staying))
         if not waited_for and self.segments.get(segment.id) is segment:
-            self.reservations.let_go(list(staying))
-            segment.let_go()
-            del self.segments[segment.id]
-            self.records.append(records.SegmentGone(segment.id))
+            self._remove(segment, list(staying))
+
+    def _remove(self, segment: Segment, quarantined: list[Entry]) -> None:
+        self.reservations.let_go(quarantined)
+        segment.let_go()
+        del self.segments[segment.id]
+        self.records.append(records.SegmentGone(segment.id))
 
 
 def added(segment: Segment) -> records.SegmentAdded:

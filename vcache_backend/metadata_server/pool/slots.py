@@ -159,7 +159,6 @@ class Segment:
             used=self.capacity - self.extents.free,
             chunks=len(self.ending) - self.reserved,
             leased=self.leased,
-            reserved=self.reserved,
             evictions=self.evictions,
             state=self.state,
         )

@@ -121,25 +121,3 @@ class Turns:
             if not connection.closed:
                 return connection
         return None
-
-
-class Longest:
-    """The longest turn of the loop since the server's start, in microseconds of the clock and of
-    the processor."""
-
-    def __init__(self) -> None:
-        self._wall = self._cpu = 0.0
-        self._began = self._began_cpu = 0.0
-
-    def begin(self) -> None:
-        self._began, self._began_cpu = time.perf_counter(), time.thread_time()
-
-    def end(self) -> None:
-        self._wall = max(self._wall, time.perf_counter() - self._began)
-        self._cpu = max(self._cpu, time.thread_time() - self._began_cpu)
-
-    def told(self) -> dict[str, int]:
-        return {
-            "longest_turn_us": round(self._wall * 1e6),
-            "longest_turn_cpu_us": round(self._cpu * 1e6),
-        }

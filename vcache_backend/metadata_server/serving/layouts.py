@@ -106,7 +106,6 @@ class Layouts:
                 peers[0].process.pid,
                 0,
                 0,
-                0,
                 name=peers[0].name,
                 namespace=namespace,
                 **liveness(peers[: m.MAX_RANKS]),

@@ -19,11 +19,7 @@ def server_stats(service: Service) -> m.ServerStats:
     directory, layouts = service.directory, service.layouts
     open_, quarantined = directory.reservations.counts()
     instances = service.instances.stats() + layouts.through_pool(service.instances.processes())
-    counters = (
-        dict(directory.counters)
-        | {"expired_leases": directory.leases.expired}
-        | service.longest.told()
-    )
+    counters = dict(directory.counters) | {"expired_leases": directory.leases.expired}
     stats = m.ServerStats(
         epoch=service.epoch,
         uptime_seconds=time.monotonic() - service.started,

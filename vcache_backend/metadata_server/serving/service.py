@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import assert_never
 
@@ -17,7 +18,7 @@ from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.serving.connection import Answer, Longest
+from vcache_backend.metadata_server.serving.connection import Answer
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
@@ -48,10 +49,9 @@ class Service:
         self.predecessors = predecessors
         self.epoch = epoch
         self.layouts = Layouts()
-        self.latency: dict[str, Histogram] = {}
+        self.latency = defaultdict[str, Histogram](Histogram)
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self.reports = Reports(time.time)
-        self.longest = Longest()
         self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
@@ -71,11 +71,7 @@ class Service:
             instance = getattr(request, "instance", b"")
             which = f" {instance.hex()}" if instance else ""
             answer = m.Error(f"{request.__struct_config__.tag}{which}: {refusal}"), ()
-        name = type(request).__name__
-        histogram = self.latency.get(name)
-        if histogram is None:
-            histogram = self.latency[name] = Histogram()
-        histogram.add((time.perf_counter() - started) * 1e6)
+        self.latency[type(request).__name__].add((time.perf_counter() - started) * 1e6)
         return answer
 
     def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
@@ -125,8 +121,6 @@ class Service:
             case m.Listen(instance):
                 epoch = directory.epochs.of([m.ChunkKey(instances.listens(client, instance))])
                 return m.Heard(epoch, directory.residents.copies(instance))
-            case m.ShowReads():
-                return instances.note_reads(client, request)
             case m.CloseInstance(instance):
                 return instances.close_instance(client, instance)
             case _:
@@ -141,12 +135,10 @@ class Service:
                 return m.Count(self.directory.lend(client, nbytes)), ()
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
-            case m.Unusable(id_):
-                return m.Count(self.directory.avoid(client, id_)), ()
             case m.DropSegment(id_):
                 return self._drop_segment(id_), ()
             case m.ListSegments():
-                self._count(client, request)
+                self._note(client, request)
                 return m.Segments(self.directory.segment_infos()), ()
             case m.Join():
                 return self.instances.join(client, request, fds), ()
@@ -236,7 +228,7 @@ class Service:
         coming = directory.promises.coming(client, missing, begins)
         if request.promise and coming is not None:
             # Who waits computes nothing yet.
-            directory.promises.begin(client, m.Promise(request.promise), {})
+            directory.promises.begin(client, m.Promise(request.promise), [])
         elif request.promise and missing:
             lacking = directory.lacking(request, missing)
             directory.promises.intend(client, request.promise, lacking, request.ranks, begins)
@@ -262,8 +254,10 @@ class Service:
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
 
-    def _count(self, client: Peer, request: m.ListSegments) -> None:
-        """Count what an instance has looked up and waited for."""
+    def _note(self, client: Peer, request: m.ListSegments) -> None:
+        """Note the news of a client's heartbeat."""
+        client.avoids = set(request.unmappable)
+        self.instances.note_reads(client, request.reads)
         self.layouts.looked_up(client.id, request.asked, request.found)
         counters = self.directory.counters
         counters["awaited_tokens"] += request.awaited
