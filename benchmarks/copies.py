@@ -57,7 +57,7 @@ def slots(owner: Device, reader: Device, nbytes: int) -> Case:
     caches = [torch.randn(shape, device=gpu).to(torch.bfloat16) for _ in range(layers)]
     kv = PagedKV.describe(caches, BLOCK_SIZE)
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
-    plan, whole = plan_blocks(kv, CHUNK, ids), mapped.tensor(0, nbytes)
+    plan, whole = plan_blocks(kv, CHUNK, ids), mapped.whole[:nbytes]
     local = mapped.device == reader.name and reader.medium == "cuda"
     views = [
         SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start)
@@ -100,7 +100,7 @@ def in_place(owners: list[Device], reader: Device, nbytes: int) -> Case:
         for _ in range(layers)
     ]
     kv = PagedKV.describe(caches, BLOCK_SIZE, axes="block part token head dim")
-    order, sources = np.random.default_rng(0), [memory.tensor(0, nbytes) for memory in mapped]
+    order, sources = np.random.default_rng(0), [memory.whole[:nbytes] for memory in mapped]
     rows = np.zeros((blocks, 3), dtype=np.int64)
     rows[:, 0] = np.arange(blocks) // each
     rows[:, 1] = np.concatenate([order.permutation(each) for _ in owners]) * page_bytes
@@ -158,7 +158,7 @@ def peer_speed(nbytes: int) -> float:
     with segment.create(owner, nbytes) as owned:
         mapped = segment.map_segment(owned.info, owned.fd, reader)
     target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
-    source = mapped.tensor(0, nbytes)
+    source = mapped.whole[:nbytes]
     pull = partial(target.copy_, source, non_blocking=True)
     return nbytes / statistics.median([engine_seconds(pull) for _ in range(RUNS + 3)][3:]) / 1e9
 

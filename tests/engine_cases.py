@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +30,7 @@ from vcache_backend.config import (
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.copies.copier import Finished, HostCopier, Mark
-from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.slots import SlotView
 
 ROOMY = 1 << 20
@@ -53,9 +51,7 @@ class PausingCopier(HostCopier):
         self._wait = wait
         self.armed = False
 
-    def gather(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
+    def gather(self, kv: Any, plan: Any, slots: Any, after: Any = None) -> Finished:
         whole = [torch.empty_like(slot.tensor) for slot in slots]
         finished = super().gather(
             kv, plan, [SlotView.over(tensor, local=True) for tensor in whole], after
@@ -67,11 +63,9 @@ class PausingCopier(HostCopier):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         return finished
 
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
+    def scatter(self, *given: Any) -> Finished:
         self._pause()
-        return super().scatter(kv, plan, slots, after)
+        return super().scatter(*given)
 
     def _pause(self) -> None:
         if self.armed:
@@ -87,10 +81,8 @@ class UnfinishedCopier(HostCopier):
     def __init__(self) -> None:
         self.finished = threading.Event()
 
-    def gather(  # type: ignore[override]
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Copied:
-        super().gather(kv, plan, slots, after)
+    def gather(self, *given: Any) -> Copied:  # type: ignore[override]
+        super().gather(*given)
         return Copied(self.finished)
 
 
@@ -112,10 +104,8 @@ class Copied:
 class WrongCopier(HostCopier):
     """A planted bug: one byte of what it loads is wrong."""
 
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
-        finished = super().scatter(kv, plan, slots, after)
+    def scatter(self, kv: Any, plan: Any, *given: Any) -> Finished:
+        finished = super().scatter(kv, plan, *given)
         kv.pages[-1][int(plan.blocks[-1, 2]), -1] ^= 1
         return finished
 
@@ -281,28 +271,20 @@ class Node:
         self.server = self.stage.server(**options)
         return self.server
 
-    def config(
-        self, device: str, segment_bytes: int = 0, chunk_size: int = CHUNK, **engine: Any
-    ) -> Config:
+    def config(self, device: str, segment_bytes: int = 0, chunk_size: int = CHUNK) -> Config:
         return Config(
             server=ServerConfig(socket=str(self.path)),
             client=self._client,
             pool=PoolConfig(device=device, segment_bytes=ByteSize(segment_bytes)),
-            engine=EngineConfig(chunk_size=chunk_size, **engine),
+            engine=EngineConfig(chunk_size=chunk_size),
         )
 
     def engine(
         self, device: str, segment_bytes: int, layout: Layout, **options: Any
     ) -> VCacheEngine:
-        """An engine of this process. options: of the engine section and of
-        VCacheEngine.
-        """
-        section = {
-            name: options.pop(name) for name in EngineConfig.__struct_fields__ if name in options
-        }
-        section.setdefault("chunk_size", layout.chunk_size)
+        """An engine of this process. options: of VCacheEngine."""
         return self.undo.enter_context(
-            VCacheEngine(self.config(device, segment_bytes, **section), layout, **options)
+            VCacheEngine(self.config(device, segment_bytes), layout, **options)
         )
 
     def worker(
@@ -339,29 +321,21 @@ def node(folder: Path, client: ClientConfig = PATIENT) -> Iterator[Node]:
         yield made
 
 
-def put(
-    engine: VCacheEngine,
-    cache: Cache,
-    tokens: torch.Tensor,
-    slots: torch.Tensor | None = None,
-    **more: Any,
-) -> None:
+def put(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor) -> None:
     """Prefill into `cache`, store, and wait until it is visible."""
-    slots = places(cache.sizes, len(tokens)) if slots is None else slots
+    slots = places(cache.sizes, len(tokens))
     cache.fill(tokens, slots)
-    engine.store(tokens, None, cache.tensors, slots, **more)
+    engine.store(tokens, None, cache.tensors, slots)
     assert engine.flush(SECONDS)
 
 
-def get(
-    engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, seed: int = 1, **more: Any
-) -> int:
+def get(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, seed: int = 1) -> int:
     """Retrieve into poisoned blocks; how many tokens came. Fails unless every byte of the whole
     cache is as it should be.
     """
     cache.poison()
     slots = places(cache.sizes, len(tokens), seed)
-    mask = engine.retrieve(tokens, None, cache.tensors, slots, **more)
+    mask = engine.retrieve(tokens, None, cache.tensors, slots)
     count = int(mask.sum())
     assert mask[:count].all()
     assert cache.holds_only(tokens[mask], slots[mask])
@@ -373,10 +347,8 @@ class Pair:
     of each.
     """
 
-    def __init__(
-        self, here: Node, arrangement: Arrangement = FLASH, chunks: int = 0, sizes: Sizes = SMALL
-    ) -> None:
-        self.mine, self.theirs = Cache(arrangement, sizes), Cache(arrangement, sizes)
+    def __init__(self, here: Node, arrangement: Arrangement = FLASH, chunks: int = 0) -> None:
+        self.mine, self.theirs = Cache(arrangement), Cache(arrangement)
         self.layout = layout_of(self.mine)
         self.writer = here.engine("host:a", chunks * self.mine.chunk_bytes or ROOMY, self.layout)
         self.reader = here.engine("host:b", 0, self.layout)

@@ -49,11 +49,11 @@ class FakeCuda:
         _Names()
     )
 
-    def __init__(self, gpus: int = 2, peers: bool = True) -> None:
-        self.gpus, self.peers = gpus, peers
+    def __init__(self) -> None:
+        self.gpus, self.peers = 2, True
         self.broken = ""
         self.calls: list[str] = []
-        self.contexts = [0] * gpus
+        self.contexts = [0] * self.gpus
         self.stack: list[int] = []
         self.sizes: dict[int, int] = {}
         self.handles: list[int] = []

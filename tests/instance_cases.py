@@ -25,10 +25,10 @@ def instance_id(number: int) -> m.InstanceId:
     return m.InstanceId(number.to_bytes(16, "big"))
 
 
-def make_table(blocks: int, seals: int = FUTURE_WRITE) -> int:
+def make_table(blocks: int) -> int:
     """A generation table's memfd: nobody but who has mapped it already can write."""
     fd = make_memfd(4096 + blocks * 8, seals=False)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | seals)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
     return fd
 
 
@@ -101,6 +101,13 @@ def publish(
     size = len(keys)
     packed = chunk_blocks(first, size), chunk_generations(generation, size)
     return client.publish(m.Publish(m.InstanceId(instance), sequence, list(keys), *packed, epoch))
+
+
+def share(client: Client, instance: bytes, count: int = 3) -> None:
+    """All of it: an instance of one rank that has published so many chunks."""
+    join(client, instance)
+    show(client, instance)
+    assert publish(client, instance, keys(count)) == count
 
 
 def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:

@@ -137,9 +137,9 @@ class Cache:
     def chunk_bytes(self) -> int:
         return CHUNK * self.token_bytes
 
-    def poison(self, value: int = POISON) -> None:
+    def poison(self) -> None:
         for raw in self._memory:
-            raw.fill_(value)
+            raw.fill_(POISON)
 
     def fill(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         """What prefill does: the KV of `tokens` is in their slots afterwards."""

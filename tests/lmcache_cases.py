@@ -12,7 +12,6 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ import pytest
 import yaml
 from engine_cases import Node
 from engine_cases import node as engine_node
-from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Sizes
+from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache
 from processes import PATIENT, Worker, eventually
 from vllm_cases import changed, home
 
@@ -92,12 +91,8 @@ class Setup(NamedTuple):
 
     yaml: Path
     arrangement: Arrangement
-    sizes: Sizes
-    chunk_size: int = CHUNK
     rank: int = 0
     ranks: int = 1
-    model: str = "test"
-    seed: str = "0"
     bind: bool = True
     service: str = ""
     before: Callable[[], None] | None = None
@@ -112,7 +107,6 @@ class Retrieved(NamedTuple):
     first: int
     tokens: int
     right: bool
-    seconds: float
 
 
 @functools.cache
@@ -146,20 +140,14 @@ class Engine(Worker):
         )
         self.made()
 
-    def do(self, function: Callable[..., Any] | str, *arguments: Any, **more: Any) -> Any:
-        """Call `function(inside, ...)`, or the method of `Inside` of that name, in there."""
-        return self.ask(function, *arguments, **more)
+    def store(self, tokens: list[int], skip: int = 0) -> None:
+        assert self.ask("store", tokens, skip)
 
-    def store(self, tokens: list[int], **more: Any) -> None:
-        assert self.do("store", tokens, **more)
+    def lookup(self, tokens: list[int], request: str = "") -> int:
+        return self.ask("lookup", tokens, request)
 
-    def lookup(self, tokens: list[int], request: str = "", **more: Any) -> int:
-        found: int = self.do("lookup", tokens, request, **more)
-        return found
-
-    def retrieve(self, tokens: list[int], **more: Any) -> Retrieved:
-        found: Retrieved = self.do("retrieve", tokens, **more)
-        return found
+    def retrieve(self, tokens: list[int], request: str = "r", cached: int = 0) -> Retrieved:
+        return self.ask("retrieve", tokens, request, cached)
 
 
 class Pool:
@@ -179,7 +167,6 @@ class Pool:
     def engine(
         self,
         arrangement: Arrangement = PACKED,
-        sizes: Sizes = SMALL,
         lent: int = CHUNKS,
         process: dict[str, Any] | None = None,
         **options: Any,
@@ -187,30 +174,20 @@ class Pool:
         """An engine in a process of its own, lending room for `lent` chunks. process: of `Setup`;
         options: see `settings`.
         """
-        nbytes = (
-            lent
-            * Cache(arrangement, sizes._replace(blocks=1)).token_bytes
-            * options.get("chunk_size", CHUNK)
-        )
-        setup = Setup(
-            yaml=self.yaml(nbytes, **options),
-            arrangement=arrangement,
-            sizes=sizes,
-            **{"chunk_size": options.get("chunk_size", CHUNK)} | (process or {}),
-        )
+        nbytes = lent * Cache(arrangement, SMALL._replace(blocks=1)).chunk_bytes
+        setup = Setup(self.yaml(nbytes, **options), arrangement, **(process or {}))
         return self.node.undo.enter_context(Engine(setup))
 
     def stats(self) -> Any:
-        return self.client.stats()
+        return self._client.stats()
 
     @functools.cached_property
-    def client(self) -> Client:
+    def _client(self) -> Client:
         """A bystander's."""
         return self.node.client()
 
     def leases(self) -> int:
-        count: int = self.stats().leases
-        return count
+        return self.stats().leases
 
     def settled(self) -> bool:
         """Whether all leases and reservations are over, soon. Releases of what was not read go out
@@ -221,20 +198,14 @@ class Pool:
         )
 
 
-@contextmanager
-def lmcache_pool(folder: Path) -> Iterator[Pool]:
-    """Without its server yet: `pool.node.serve()`."""
-    with engine_node(folder) as here:
-        yield Pool(folder, here)
-
-
-# ---- what test modules import: fixtures, and how they say what a retrieval should have brought
+# ---- what test modules import: fixtures, and what a retrieval should have brought
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    with lmcache_pool(tmp_path) as made:
-        yield made
+    """Without its server yet: `pool.node.serve()`."""
+    with engine_node(tmp_path) as here:
+        yield Pool(tmp_path, here)
 
 
 @pytest.fixture
@@ -243,34 +214,8 @@ def served(pool: Pool) -> Pool:
     return pool
 
 
-class Pair(NamedTuple):
-    """A pool with nothing in it and two engines, which the tests of this module share."""
-
-    pool: Pool
-    writer: Engine
-    reader: Engine
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with lmcache_pool(tmp_path_factory.mktemp("shared")) as made:
-        made.node.serve()
-        yield Pair(made, made.engine(), made.engine())
-
-
-@pytest.fixture
-def pair(shared: Pair) -> Pair:
-    assert shared.pool.settled()
-    shared.pool.client.clear()
-    return shared
-
-
-def all_of(count: int, first: int = 0) -> tuple[int, int, bool]:
+def all_of(count: int, first: int = 0) -> Retrieved:
     """What a retrieval says that brought `count` tokens from `first` on, and every byte is
     right.
     """
-    return first, count, True
-
-
-def said(found: Retrieved) -> tuple[int, int, bool]:
-    return (found.first, found.tokens, found.right)
+    return Retrieved(first, count, True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest  # noqa: F401 (the test modules, whose functions are called here, import it)
 import torch
-from kv_cases import Cache, places
+from kv_cases import CHUNK, SMALL, Cache, places
 from lmcache.utils import EngineType
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import load_engine_config_with_overrides
@@ -29,8 +29,6 @@ from vcache_backend.integration.lmcache.backend import VCacheBackend
 with contextlib.suppress(ImportError):
     import vllm.v1.core.kv_cache_utils  # noqa: F401
 
-ENGINE = "engine"
-
 
 class Inside:
     """The inside of a child: a KV cache, an engine of LMCache made from a YAML file, and the
@@ -39,16 +37,16 @@ class Inside:
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(1)
-        self.setup, self.lines, self.hashes = setup, Lines(), 0
-        os.environ.update(LMCACHE_CONFIG_FILE=str(setup.yaml), PYTHONHASHSEED=setup.seed)
+        self.setup, self.lines = setup, Lines()
+        os.environ.update(LMCACHE_CONFIG_FILE=str(setup.yaml), PYTHONHASHSEED="0")
         if setup.before is not None:
             setup.before()
-        self.cache = Cache(setup.arrangement, setup.sizes)
+        self.cache = Cache(setup.arrangement)
         self.config = load_engine_config_with_overrides()
         self.metadata = metadata(setup)
         connector = CreateGPUConnector(self.config, self.metadata, EngineType.MOCK)
         self.engine: Any = LMCacheEngineBuilder.get_or_create(
-            ENGINE, self.config, self.metadata, connector, print, print
+            "engine", self.config, self.metadata, connector, print, print
         )
         self.server = (
             LookupClientFactory.create_lookup_server(self.engine, self.metadata)
@@ -71,8 +69,7 @@ class Inside:
 
     @property
     def backend(self) -> VCacheBackend:
-        backend: VCacheBackend = self.manager.storage_backends["vcache"]
-        return backend
+        return self.manager.storage_backends["vcache"]
 
     @property
     def worker(self) -> Any:
@@ -81,21 +78,18 @@ class Inside:
 
     # ---- what vLLM's adapter does
 
-    def store(self, tokens: list[int], seed: int = 0, skip: int = 0, **more: Any) -> bool:
+    def store(self, tokens: list[int], skip: int) -> bool:
         """Prefill, store all but the first `skip` tokens, and reuse the blocks at once. True when
         all is visible or given up.
         """
-        slots = self.prefill(tokens, seed)
-        mask = torch.ones(len(tokens), dtype=torch.bool)
-        mask[: skip // self.setup.chunk_size * self.setup.chunk_size] = False
-        self.engine.store(
-            tokens, mask=mask, kvcaches=self.cache.tensors, slot_mapping=slots, offset=skip, **more
-        )
+        slots, mask = self.prefill(tokens), torch.arange(len(tokens)) >= skip
+        where = {"kvcaches": self.cache.tensors, "slot_mapping": slots}
+        self.engine.store(tokens, mask=mask, offset=skip, **where)
         self.cache.poison()
         return self.flush()
 
-    def prefill(self, tokens: list[int], seed: int = 0) -> torch.Tensor:
-        slots = places(self.setup.sizes, len(tokens), seed)
+    def prefill(self, tokens: list[int]) -> torch.Tensor:
+        slots = places(SMALL, len(tokens))
         self.cache.poison()
         self.cache.fill(self.shard(tokens), slots)
         return slots
@@ -104,29 +98,24 @@ class Inside:
         worker = self.worker
         return worker is None or bool(worker.session.flush(SECONDS))
 
-    def lookup(
-        self, tokens: list[int], request: str = "", configs: dict[str, Any] | None = None
-    ) -> int:
+    def lookup(self, tokens: list[int], request: str) -> int:
         """Pinned if it is a request's."""
         more = {"lookup_id": request, "pin": True} if request else {}
-        return int(self.engine.lookup(tokens, request_configs=configs, **more))
+        return int(self.engine.lookup(tokens, **more))
 
     def unpin(self, request: str) -> None:
         self.engine.lookup_unpin(request)
 
-    def retrieve(
-        self, tokens: list[int], request: str = "r", cached: int = 0, seed: int = 1, **more: Any
-    ) -> Retrieved:
+    def retrieve(self, tokens: list[int], request: str, cached: int) -> Retrieved:
         """Into poisoned blocks, the first `cached` tokens of which vLLM has already: they hold
         something else, to be left alone but for a last block that is not whole."""
-        slots, size = places(self.setup.sizes, len(tokens), seed), self.setup.chunk_size
+        slots = places(SMALL, len(tokens), 1)
         mask = torch.ones(len(tokens), dtype=torch.bool)
-        mask[: cached // size * size] = False
-        kept = cached // self.setup.sizes.block_size * self.setup.sizes.block_size
+        mask[: cached // CHUNK * CHUNK] = False
+        kept = cached // SMALL.block_size * SMALL.block_size
         theirs = torch.tensor(tokens[:cached], dtype=torch.int64) + 900_000_000
         self.cache.poison()
         self.cache.fill(theirs, slots[:cached])
-        started = time.monotonic()
         found = self.engine.retrieve(
             tokens,
             mask,
@@ -134,13 +123,11 @@ class Inside:
             slot_mapping=slots,
             vllm_cached_tokens=cached,
             req_id=request,
-            **more,
         )
-        seconds = time.monotonic() - started
         self.unpin(request)
         new = found.clone()
         new[:kept] = False
-        expected = Cache(self.setup.arrangement, self.setup.sizes)
+        expected = Cache(self.setup.arrangement)
         expected.fill(theirs[:kept], slots[:kept])
         expected.fill(self.shard(tokens)[new], slots[new])
         right = all(
@@ -148,9 +135,9 @@ class Inside:
             for mine, its in zip(self.cache._memory, expected._memory, strict=True)
         )
         count, first = int(found.sum()), int(found.int().argmax())
-        return Retrieved(first, count, right and bool(found[first : first + count].all()), seconds)
+        return Retrieved(first, count, right and bool(found[first : first + count].all()))
 
-    def ask(self, tokens: list[int], request: str, configs: dict[str, Any] | None = None) -> int:
+    def ask(self, tokens: list[int], request: str) -> int:
         """What vLLM's scheduler does: ask all ranks through LMCache's own client, and again until
         they have answered.
         """
@@ -158,7 +145,7 @@ class Inside:
         deadline = time.monotonic() + SECONDS
         found = client.lookup_cache(request)
         if found == -1:
-            found = client.lookup(tokens, request, configs)
+            found = client.lookup(tokens, request)
         while found is None:
             found = client.lookup_cache(request)
             assert time.monotonic() < deadline
@@ -177,10 +164,6 @@ class Inside:
     def logged(self, text: str) -> list[str]:
         return [line for line in self.lines.texts if text in line]
 
-    def stats(self) -> dict[str, Any]:
-        counted: dict[str, Any] = self.worker.session.stats.snapshot()
-        return counted
-
     def shard(self, tokens: list[int]) -> torch.Tensor:
         """What the KV of this rank is made from: each rank's is another, but with MLA."""
         different = 0 if self.metadata.use_mla else self.setup.rank
@@ -188,9 +171,6 @@ class Inside:
 
     def keys(self, tokens: list[int]) -> list[Any]:
         return [key for _, _, key in self.engine.token_database.process_tokens(tokens)]
-
-    def close(self) -> None:
-        LMCacheEngineBuilder.destroy(ENGINE)
 
 
 class Lines(logging.Handler):
@@ -209,17 +189,17 @@ class Lines(logging.Handler):
 
 def metadata(setup: Setup) -> LMCacheMetadata:
     mla = setup.arrangement.axes == "block token dim"
-    layers, heads = setup.sizes.layers, 1 if mla else setup.sizes.heads
+    heads = 1 if mla else SMALL.heads
     return LMCacheMetadata(
-        model_name=setup.model,
+        model_name="test",
         world_size=setup.ranks,
         local_world_size=setup.ranks,
         worker_id=setup.rank,
         local_worker_id=setup.rank,
         kv_dtype=setup.arrangement.dtype,
-        kv_shape=(layers, 1 if mla else 2, setup.chunk_size, heads, setup.sizes.dim),
+        kv_shape=(SMALL.layers, 1 if mla else 2, CHUNK, heads, SMALL.dim),
         use_mla=mla,
         role="worker",
-        chunk_size=setup.chunk_size,
+        chunk_size=CHUNK,
         engine_id=setup.service or None,
     )

@@ -28,8 +28,7 @@ def room_of(nbytes: int) -> int:
 class FakeClock:
     """Seconds that pass only when told."""
 
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now

@@ -5,7 +5,6 @@ fixture you use: `nodes`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,13 @@ miss.
 """
 
 
-@contextmanager
-def two_nodes(folder: Path) -> Iterator[list[Node]]:
-    """Each with a server of its own."""
-    with node(folder / "one", QUICK) as one, node(folder / "two", QUICK) as two:
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    """Two, each with a server of its own."""
+    with node(tmp_path / "one", QUICK) as one, node(tmp_path / "two", QUICK) as two:
         for made in (one, two):
             made.serve()
         yield [one, two]
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    with two_nodes(tmp_path) as made:
-        yield made
 
 
 def engine(

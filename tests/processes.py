@@ -238,7 +238,6 @@ class Child(Process):
             start_new_session=True,
             preexec_fn=_start,
         )
-        assert self.process.stdout is not None
         self._out = self.process.stdout.fileno()
         super().__init__(" ".join(arguments)[:120], self.process.pid)
 
@@ -296,7 +295,6 @@ class Child(Process):
 
     def close(self) -> None:
         super().close()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 
@@ -641,12 +639,12 @@ PATIENT = ClientConfig(
 
 
 @contextmanager
-def hung(server: Process, *clients: Client, request_seconds: float = 0.25) -> Iterator[None]:
+def hung(server: Process, *clients: Client) -> Iterator[None]:
     """The server hangs, which costs each call of these clients its deadline. It is short for so
     long only: a machine that stalls misses such a one at any time."""
     kept = [client._config for client in clients]
     for client in clients:
-        client._config = hasty(client._config, request_seconds)
+        client._config = hasty(client._config)
     try:
         with server.stopped():
             yield

@@ -6,7 +6,6 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgpack
@@ -19,15 +18,14 @@ SECONDS = 60.0
 class Raw:
     """The protocol by hand: a socket and the `msgpack` package. Nothing of ours."""
 
-    def __init__(self, path: Path, hello: bool = True) -> None:
+    def __init__(self, path: Path, hello: bool = True, ledger: int | None = None) -> None:
+        """ledger: of an earlier server, shown with the hello."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(SECONDS)
         self.fds: list[int] = []
         try:
             self.socket.connect(str(path))
-            self.welcome = (
-                self.ask("hello", m.PROTOCOL_VERSION, "host", "host", {}) if hello else None
-            )
+            self.welcome = self.hello(fds=() if ledger is None else (ledger,)) if hello else None
         except BaseException:
             self.close()
             raise
@@ -35,18 +33,19 @@ class Raw:
     def __enter__(self) -> Raw:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *reason: object) -> None:
         self.close()
 
     def close(self) -> None:
         self.socket.close()
         while self.fds:
             os.close(self.fds.pop())
+
+    def hello(
+        self, layout: dict[str, str] | None = None, device: str = "host", fds: tuple[int, ...] = ()
+    ) -> list[Any] | None:
+        """The answer to a hello of this protocol."""
+        return self.ask("hello", m.PROTOCOL_VERSION, device, "host", layout or {}, fds=fds)
 
     def send(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
         """A server that has closed the connection already may have said why: that is for
@@ -65,10 +64,7 @@ class Raw:
         except ConnectionResetError:  # told once, before the last that the server said
             data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, m.MAX_FDS)
         self.fds += fds
-        message: list[Any] | None = (
-            msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
-        )
-        return message
+        return msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
 
     def ask(self, *message: Any, fds: tuple[int, ...] = ()) -> list[Any] | None:
         """A message and its answer. If the server has closed the connection, the last it said, or

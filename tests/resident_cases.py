@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import neighbour_cases
 import numpy as np
 import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, layout_of
 from neighbour_cases import Owner, instance, mapped
-from processes import PATIENT, SECONDS, Worker, eventually, with_torch
+from processes import PATIENT, Worker, eventually
 
 from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
@@ -22,7 +23,7 @@ from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
+from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 
@@ -33,16 +34,9 @@ def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     return made
 
 
-def owner_process(here: Node, name: int = 1, device: str = "host") -> Worker:
-    """An `Owner` in a process of its own."""
-    home, patience = with_torch(), 120.0 if device.startswith("cuda") else 2 * SECONDS
-    made = Worker(
-        *(home, Owner, here.path, PATIENT, instance(name), 1, 0, True, SMALL, SMALL.layers, device),
-        name=f"owner {name}",
-        patience=patience,
-        start_seconds=patience,
-    )
-    return here.undo.enter_context(made).made()
+def owner_apart(here: Node, name: int = 1, device: str = "host") -> Worker:
+    """In a process of its own."""
+    return neighbour_cases.owner(here.stage, name, regions=SMALL.layers, device=device)
 
 
 class StoppingCopier(HostCopier):
@@ -58,14 +52,7 @@ class StoppingCopier(HostCopier):
         self.local: list[bool] = []
 
     def pull(  # type: ignore[override]
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        after: Mark | None = None,
-        keep: object = None,
-        *,
-        local: bool = False,
+        self, kv: PagedKV, rows: Int64s, origins: Int64s, *_: object, local: bool = False
     ) -> Copied:
         self.pulls.append(len(rows))
         self.local.append(local)
@@ -75,9 +62,9 @@ class StoppingCopier(HostCopier):
         super().pull(kv, rows[half:], origins)
         return Copied(self.finished)
 
-    def scatter(self, kv: Any, plan: Any, slots: Any, after: Mark | None = None) -> Any:
+    def scatter(self, kv: Any, plan: Any, *given: Any) -> Any:
         self.scatters.append(len(plan.blocks))
-        return super().scatter(kv, plan, slots, after)
+        return super().scatter(kv, plan, *given)
 
 
 class Reader:
@@ -86,20 +73,14 @@ class Reader:
     """
 
     def __init__(
-        self,
-        here: Node,
-        split: int = 1,
-        segment_bytes: int = 0,
-        device: str = "host",
-        **engine: Any,
+        self, here: Node, split: int = 1, segment_bytes: int = 0, device: str = "host"
     ) -> None:
         self.cache = Cache(device=device)
         self.copier = StoppingCopier()
         self.size = SMALL.block_size * split
         copier = self.copier if device.startswith("host") else None
-        self.session = Session(
-            here.config(device, segment_bytes, **engine), layout_of(self.cache), copier=copier
-        )
+        config = here.config(device, segment_bytes)
+        self.session = Session(config, layout_of(self.cache), copier=copier)
         here.undo.callback(self.session.close)
         self.kv = self.session.bind(self.cache.tensors)
         self.neighbours = Neighbours(self.session.client, self.session.device, self.kv, 0)
@@ -112,10 +93,7 @@ class Reader:
     def blocks(self, tokens: int) -> list[int]:
         """The places of a request of so many tokens: vLLM's blocks, anywhere."""
         most = self.kv.num_blocks * self.kv.block_size // self.size
-        chosen: list[int] = (
-            np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
-        )
-        return chosen
+        return np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
 
     def slots(self, tokens: int) -> torch.Tensor:
         blocks = torch.tensor(self.blocks(tokens), dtype=torch.int64)
@@ -134,11 +112,7 @@ class Reader:
         return BlockPlaces(self.kv, CHUNK, self.blocks(tokens), self.size)
 
     def load(
-        self,
-        tokens: torch.Tensor,
-        residents: Sequence[ResidentRun],
-        known: bool = True,
-        **more: Any,
+        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], known: bool = True
     ) -> Load:
         """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped
         already.
@@ -154,7 +128,6 @@ class Reader:
             mark=self.session.copier.mark(),
             residents=residents,
             neighbours=self.neighbours,
-            **more,
         )
 
     def check(self, load: Load, tokens: torch.Tensor) -> int:
@@ -164,18 +137,17 @@ class Reader:
         return load.loaded
 
     def loaded(
-        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], **more: Any
+        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], known: bool = True
     ) -> tuple[int, str]:
         """A load to its end: how many chunks, and why not all."""
-        load = self.load(tokens, residents, **more)
+        load = self.load(tokens, residents, known)
         load.run(10)
         return self.check(load, tokens), load.cause
 
     @property
     def stats(self) -> dict[str, Any]:
         """Of chunks in other KV caches."""
-        found: dict[str, Any] = self.session.stats.snapshot()["resident"]
-        return found
+        return self.session.stats.snapshot()["resident"]
 
     def knows(self, *names: int) -> None:
         """These owners have shown all."""

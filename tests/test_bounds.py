@@ -37,13 +37,8 @@ MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
 
 
-def peer(pid: int = 7, number: int = 1, uid: int = 1000) -> Peer:
-    return Peer(number, ProcessId(pid, 1), "host", "host", uid=uid)
-
-
-@pytest.fixture
-def directory() -> Directory:
-    return Directory(ServerConfig(), FakeClock())
+def peer(pid: int = 7, number: int = 1) -> Peer:
+    return Peer(number, ProcessId(pid, 1), "host", "host", uid=1000)
 
 
 @contextmanager
@@ -95,7 +90,7 @@ SHAPES = {"a block a chunk": (1, 1), "chunks that wait for another rank": (1, 2)
 
 @pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)
 def test_what_all_publish_is_bounded_in_bytes(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
+    monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
 ) -> None:
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
@@ -213,11 +208,11 @@ def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(
 ) -> None:
     server = alone.server()
     layout = {"model": "m", "namespace": "aa", "field": "x"}
-    alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)
+    alone.raw(hello=False).hello(layout)
     for number in range(100):
         with Raw(alone.path, hello=False) as raw:
             other = layout | {"namespace": str(number), "field": str(number)}
-            assert raw.ask("hello", m.PROTOCOL_VERSION, "host", "host", other)[0] == "welcome"
+            assert raw.hello(other)[0] == "welcome"
             raw.ask("report", "info", f"{number} " + "x" * 1000)
             raw.send_bytes(b"\xc1")
             assert raw.closed()

@@ -71,6 +71,11 @@ def _keys(values: dict[str, Any]) -> list[Any]:
             "offload:\n  mooncake:\n    tenant: two\n    master: node-1",
             "line 4: master must be HOST:PORT",
         ),
+        ("# of mine\npool: {device: gpu0}", "line 2: device must be auto, host, "),
+        (
+            f"# of mine\nserver: {{socket: /{'x' * 108}}}",
+            "line 2: socket must be a path of at most 107 bytes",
+        ),
         # what is no YAML of ours
         ("client: " + 3000 * "{a: " + "1" + 3000 * "}", "the sections are nested too deeply"),
         ("server:\n  max_clients: 9\n  1: 2", "line 3: a key is a name, and this is none to YAML"),

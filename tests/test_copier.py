@@ -27,12 +27,12 @@ POISON = 0xA5
 BLOCK, CHUNK = 4, 8
 
 
-def tensors(device: str = "cpu", layers: int = 3, blocks: int = 12, dim: int = 20) -> list[Tensor]:
-    shape = (2, blocks, BLOCK, 2, dim)
-    generator = torch.Generator().manual_seed(layers)
+def tensors(device: str = "cpu") -> list[Tensor]:
+    """Three layers of twelve blocks."""
+    generator = torch.Generator().manual_seed(3)
     return [
-        torch.randint(-99, 99, shape, generator=generator).to(torch.float16).to(device)
-        for _ in range(layers)
+        torch.randint(-99, 99, (2, 12, BLOCK, 2, 20), generator=generator).half().to(device)
+        for _ in range(3)
     ]
 
 
@@ -47,25 +47,20 @@ def views(slots: list[Tensor], local: bool = True) -> list[SlotView]:
     return [SlotView.over(slot, local=local) for slot in slots]
 
 
+def all_are(tensors: list[Tensor], value: int) -> bool:
+    return all(bool((tensor == value).all()) for tensor in tensors)
+
+
+def fill(tensors: list[Tensor], value: int) -> None:
+    for tensor in tensors:
+        tensor.fill_(value)
+
+
 def raw(page: Tensor) -> Tensor:
     return page.contiguous().view(torch.uint8).reshape(-1)
 
 
 # ---- bytes
-
-
-def test_a_chunk_is_layers_of_blocks_of_parts() -> None:
-    caches = tensors()
-    kv = PagedKV.describe(caches, BLOCK)
-    slots = slots_of(kv, 1)
-    HostCopier().gather(kv, plan_blocks(kv, CHUNK, np.array([7, 3])), views(slots))
-    expected = [
-        raw(caches[layer][part, block])
-        for layer in range(3)
-        for block in (7, 3)
-        for part in range(2)
-    ]
-    assert torch.equal(slots[0], torch.cat(expected))
 
 
 COPIERS = pytest.mark.parametrize(
@@ -260,8 +255,7 @@ def test_the_cuda_copier_moves_the_bytes_the_host_copier_moves() -> None:
     assert copier.gather(kv, copy, views(slots)).wait(10)
     assert all(torch.equal(mine, right) for mine, right in zip(slots, expected, strict=True))
     before = [cache.clone() for cache in caches]
-    for cache in caches:
-        cache.fill_(POISON)
+    fill(caches, POISON)
     assert copier.scatter(kv, copy, views(slots)).wait(10)
     assert all(torch.equal(cache, right) for cache, right in zip(caches, before, strict=True))
 
@@ -295,25 +289,22 @@ def test_a_store_reads_what_was_computed_before_it() -> None:
     copier = CudaCopier(0)
     copier.prepare(kv)
     torch.cuda._sleep(LONG)
-    for cache in caches:
-        cache.fill_(7)
+    fill(caches, 7)
     completion = copier.gather(kv, copy, views(slots))
     assert not completion.done()
     assert completion.wait(10)
-    assert all(bool((slot == 7).all()) for slot in slots)
+    assert all_are(slots, 7)
 
 
 @pytest.mark.gpu
 def test_blocks_overwritten_right_after_a_store_do_not_reach_the_slot() -> None:
     caches, kv, copy, slots = large()
-    for cache in caches:
-        cache.fill_(7)
+    fill(caches, 7)
     copier = CudaCopier(0, max_ctas=1)
     completion = copier.gather(kv, copy, [view._replace(local=False) for view in views(slots)])
-    for cache in caches:
-        cache.fill_(8)
+    fill(caches, 8)
     assert completion.wait(10)
-    assert all(bool((slot == 7).all()) for slot in slots)
+    assert all_are(slots, 7)
 
 
 @pytest.mark.gpu
@@ -327,8 +318,8 @@ def test_a_retrieve_leaves_earlier_readers_the_old_bytes_and_gives_later_ones_th
     completion = CudaCopier(0).scatter(kv, copy, views(slots))
     later = [cache.clone() for cache in caches]
     assert completion.wait(10)
-    assert all(bool((cache == 7).all()) for cache in earlier)
-    assert all(bool((cache == 8).all()) for cache in later)
+    assert all_are(earlier, 7)
+    assert all_are(later, 8)
 
 
 @pytest.mark.gpu
@@ -336,8 +327,7 @@ def test_a_new_table_does_not_lie_where_queued_work_still_writes() -> None:
     """torch hands a freed tensor's memory out again at once, while the work that uses it is still
     queued. A copy's table is written without waiting for that work."""
     caches, kv, copy, slots = large()
-    for cache in caches:
-        cache.fill_(7)
+    fill(caches, 7)
     copier = CudaCopier(0)
     copier.prepare(kv)
     torch.cuda.empty_cache()
@@ -350,7 +340,7 @@ def test_a_new_table_does_not_lie_where_queued_work_still_writes() -> None:
     completion = copier.gather(kv, copy, views(slots))
     assert not completion.done()
     assert completion.wait(10)
-    assert all(bool((slot == 7).all()) for slot in slots)
+    assert all_are(slots, 7)
 
 
 @pytest.mark.gpu
@@ -360,13 +350,11 @@ def test_the_order_holds_for_a_stream_of_the_callers() -> None:
     mine = torch.cuda.Stream()
     with torch.cuda.stream(mine):
         torch.cuda._sleep(LONG)
-        for cache in caches:
-            cache.fill_(9)
+        fill(caches, 9)
         completion = CudaCopier(0).gather(kv, copy, views(slots))
-        for cache in caches:
-            cache.fill_(1)
+        fill(caches, 1)
     assert completion.wait(10)
-    assert all(bool((slot == 9).all()) for slot in slots)
+    assert all_are(slots, 9)
 
 
 @pytest.mark.gpu

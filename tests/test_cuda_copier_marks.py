@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from test_copier import all_are, fill
 from torch import Tensor
 
 from vcache_backend.vram_pool.copies.copier import NOTHING
@@ -53,15 +54,6 @@ class Room:
     @property
     def plan(self) -> CopyPlan:
         return plan_blocks(self.kv, CHUNK, np.random.default_rng(0).permutation(256))
-
-
-def all_are(tensors: list[Tensor], value: int) -> bool:
-    return all(bool((tensor == value).all()) for tensor in tensors)
-
-
-def fill(tensors: list[Tensor], value: int) -> None:
-    for tensor in tensors:
-        tensor.fill_(value)
 
 
 def test_a_scatter_after_a_mark_is_not_waited_for_by_the_current_stream() -> None:

@@ -171,23 +171,6 @@ def test_all_whom_nobody_named_have_one_share_and_no_table(clock: FakeClock) -> 
     assert [stats.name for stats in directory.quotas.stats(0)] == ["*", "acme"]
 
 
-def test_a_share_is_that_of_the_segments_there_are_and_given_back_slots_do_not_count(
-    clock: FakeClock,
-) -> None:
-    directory = make(clock, quotas={"acme": 0.5})
-    lend(directory)
-    put(directory, A, tenant="acme")
-    reserved = directory.reserve(WRITER, [B], KIB, tenant_id("acme"))
-    directory.abort(WRITER, reserved.reservation)
-    directory.remove([A])
-    lend(directory, "s1", device="gpu-1")
-    put(directory, A, B, C, D, tenant="acme")
-    directory.drop_segment(m.SegmentId("s0"))
-    directory.backlog.run(100)
-    (stats,) = directory.quotas.stats(0)
-    assert stats.used == used(directory, "s1")
-
-
 # ---- placement
 
 
@@ -221,15 +204,12 @@ def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(
 # ---- the work of a turn
 
 
-def filled(
-    directory: Directory, count: int, medium: str = "cuda", name: str = "s0", first: int = 0
-) -> list[m.ChunkKey]:
+def filled(directory: Directory, count: int) -> list[m.ChunkKey]:
     """So many chunks of 1 KiB in a segment of their own, which they fill."""
-    client = Peer(1, ProcessId(11, 5), "host" if medium == "host" else "gpu-0", medium)
-    lend(directory, name, count, client.device, medium)
-    keys = [chunk_key(first + n) for n in range(count)]
+    lend(directory, chunks=count)
+    keys = [chunk_key(n) for n in range(count)]
     for at in range(0, count, m.MAX_SLOTS):
-        put(directory, *keys[at : at + m.MAX_SLOTS], client=client)
+        put(directory, *keys[at : at + m.MAX_SLOTS])
     return keys
 
 
@@ -293,24 +273,6 @@ def test_what_takes_long_is_begun_at_once_and_done_in_later_turns(
     )
     assert sum(info.used for info in directory.segment_infos()) == 0
     assert directory.reservations.counts() == (0, 0)
-
-
-def test_what_is_cleared_is_not_found_while_its_slots_come_back(clock: FakeClock) -> None:
-    """Nor is it in a ledger; and what is stored meanwhile stays."""
-    directory = make(clock)
-    keys = filled(directory, MANY)
-    assert directory.clear(b"namespac") == MANY
-    assert (len(directory), directory.find(m.Find(keys)).pooled, there(directory, *keys)) == (
-        0,
-        b"",
-        [],
-    )
-    assert directory.acquire(READER, keys[:5]) == m.Leased(0, 0.0, [])
-    again = put(directory, *keys[:10])
-    while directory.backlog:
-        directory.backlog.run(backlog.AT_ONCE)
-    assert directory.acquire(READER, keys).locations == again.slots
-    assert used(directory) == 10 * KIB
 
 
 def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) -> None:

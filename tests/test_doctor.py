@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 from fake_cuda import UUIDS, FakeCuda
 from processes import IN_A_CONTAINER, Child, Stage, containers, stage
+from test_cuda_segments import cuda as cuda
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import Finding, diagnose, offload
 from vcache_backend.doctor import gpus as gpu_checks
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
-from vcache_backend.vram_pool import cuda_driver
-from vcache_backend.vram_pool.cuda_driver import Driver
 
 
 @pytest.fixture
@@ -35,13 +34,10 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def gpus(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
     """A machine with two fake GPUs."""
-    fake = FakeCuda()
-    driver = Driver(fake)
-    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: True)
-    return fake
+    return cuda
 
 
 def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:

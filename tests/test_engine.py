@@ -15,7 +15,6 @@ from engine_cases import (
     fresh,
     get,
     pair,
-    prompt_node,
     put,
     said,
     shared,
@@ -25,7 +24,7 @@ from processes import SECONDS
 
 from vcache_backend.transfer import store
 
-__all__ = ["folder", "fresh", "pair", "prompt_node", "shared"]
+__all__ = ["folder", "fresh", "pair", "shared"]
 
 
 # ---- the bytes
@@ -127,23 +126,6 @@ def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
 
 
 # ---- whose chunks they are
-
-
-def test_chunks_lie_on_all_devices_of_the_node(shared: Node) -> None:
-    mine, theirs = Cache(), Cache()
-    layout = layout_of(mine)
-    writer = shared.engine("host:a", 2 * mine.chunk_bytes, layout)
-    reader = shared.engine("host:b", 4 * mine.chunk_bytes, layout)
-    put(writer, mine, prompt(5 * CHUNK))
-    used = {s["device"]: s["chunks"] for s in writer.get_stats()["server"]["segments"].values()}
-    assert used == {"host:a": 2, "host:b": 3}
-    assert get(reader, theirs, prompt(5 * CHUNK)) == 5 * CHUNK
-    moved = reader.get_stats()["bytes"]
-    assert (moved["own"], moved["peer"], moved["stored"]) == (
-        3 * mine.chunk_bytes,
-        2 * mine.chunk_bytes,
-        0,
-    )
 
 
 def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None:

@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,12 +21,11 @@ import pytest
 import torch
 from fake_cuda import MIB, NOTHING, FakeCuda
 from processes import Worker, script, with_torch
+from test_cuda_segments import cuda as cuda
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.integration.vllm.in_place.exporter import begin
-from vcache_backend.vram_pool import cuda_driver
-from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.exports import cuda_memory as cuda_exportable
 from vcache_backend.vram_pool.exports import host_memory as host_exportable
 from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
@@ -160,7 +159,6 @@ def test_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None
     exporter = begin("cpu")
     before = kv()
     context = exporter.context()
-    assert context is not None
     with context:
         layers = {"a": kv().view(torch.bfloat16), "b": kv()}
         layers["c"] = layers["b"][100:]
@@ -207,39 +205,19 @@ def test_a_context_that_fails_does_not_raise_into_vllm(
 def test_what_vllm_raises_within_its_context_is_vllms() -> None:
     exporter = begin("cpu")
     context = exporter.context()
-    assert context is not None
     with pytest.raises(MemoryError), context:
         raise MemoryError
     assert torch._C._len_torch_function_stack() == 0
 
 
-# ---- the GPU's, as torch calls it
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Two fake GPUs of 64 MiB."""
-    fake = FakeCuda()
-    driver = Driver(fake)
-    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
-    return fake
-
-
-Callbacks = tuple[
-    Callable[[int, int, int | None], int | None], Callable[[int | None, int, int, int | None], None]
-]
-
-
-def callbacks(memory: CudaExportable) -> Callbacks:
-    """What torch has of it: two C functions."""
-    return memory._callbacks
+# ---- the GPU's, as torch calls it: it has two C functions
 
 
 def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_it_frees_them(
     cuda: FakeCuda,
 ) -> None:
     memory = CudaExportable(1)
-    allocate, free = callbacks(memory)
+    allocate, free = memory._callbacks
     first, second = allocate(3 * MIB, 1, None), allocate(2 * MIB, 1, None)
     assert [one.nbytes for one in memory.allocations()] == [4 * MIB, 2 * MIB]
     assert [one.address for one in memory.allocations()] == [first, second]
@@ -264,7 +242,7 @@ def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothi
     cuda: FakeCuda, call: str
 ) -> None:
     memory = CudaExportable(0)
-    allocate, _ = callbacks(memory)
+    allocate, _ = memory._callbacks
     cuda.broken = call
     assert allocate(2 * MIB, 0, None) is None
     assert memory.problem.startswith(
@@ -276,7 +254,7 @@ def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothi
 
 def test_freeing_never_raises_through_c(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     memory = CudaExportable(0)
-    allocate, free = callbacks(memory)
+    allocate, free = memory._callbacks
     address = allocate(2 * MIB, 0, None)
     cuda.broken = "cuDevicePrimaryCtxRetain"
     free(address, 2 * MIB, 0, None)
@@ -295,7 +273,7 @@ def test_nothing_is_collected_under_torchs_lock_and_everything_afterwards(
     monkeypatch.setattr(
         cuda, "cuMemCreate", lambda *given: (collects.append(gc.isenabled()), create(*given))[1]
     )
-    allocate, free = callbacks(CudaExportable(0))
+    allocate, free = CudaExportable(0)._callbacks
     free(allocate(2 * MIB, 0, None), 2 * MIB, 0, None)
     assert (collects, gc.isenabled()) == ([False], True)
 

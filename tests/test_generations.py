@@ -85,15 +85,6 @@ def test_a_block_that_the_cache_does_not_have_equals_nothing(view: GenerationVie
         assert view.leading(u32(0, block), u64(2, 2), 1) == 1
 
 
-def test_of_a_table_that_was_given_up_nothing_is_believed(
-    table: Generations, view: GenerationView
-) -> None:
-    assert not view.dead
-    table.give_up()
-    assert view.dead
-    assert view.leading(u32(0), u64(2), 1) == 0
-
-
 def test_a_change_that_cannot_be_made_is_told_and_changes_nothing(table: Generations) -> None:
     with pytest.raises(IndexError):
         table.void([1, BLOCKS])

@@ -43,7 +43,7 @@ class Memory(NamedTuple):
 @contextmanager
 def written(device: Device) -> Iterator[tuple[OwnedSegment, MappedSegment]]:
     with create(device, SIZE) as owned, map_segment(owned.info, owned.fd, device) as mapped:
-        whole = mapped.tensor(0, SIZE)
+        whole = mapped.whole[:SIZE]
         whole.copy_(pattern(whole.device))
         torch.cuda.synchronize(device.ordinal)
         yield owned, mapped
@@ -83,7 +83,7 @@ def test_200_lives_of_a_gpu_segment_leave_no_fd_and_no_memory() -> None:
             info, kept = owned.info, os.dup(owned.fd)
         with map_segment(info, kept, device) as mapped:
             os.close(kept)
-            mapped.tensor(0, 1).fill_(1)
+            mapped.whole[:1].fill_(1)
 
     assert left_behind(life, cycles=200) == (0, 0)
 
@@ -101,8 +101,8 @@ def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
                 assert (seen.device, seen.data_ptr()) == (torch.device("cuda", ordinal), address)
                 torch.add(pattern(seen.device), ordinal, out=seen)
                 torch.cuda.synchronize(ordinal)
-                assert torch.equal(other.tensor(0, SIZE), pattern(torch.device("cpu")) + ordinal)
-                other.tensor(5, 1).fill_(99)
+                assert torch.equal(other.whole[:SIZE], pattern(torch.device("cpu")) + ordinal)
+                other.whole[5:6].fill_(99)
                 # What comes of a kernel: torch's own copies take `seen` for memory of the GPU.
                 assert (seen[4:7] == 99).tolist() == [False, True, False]
                 del seen
@@ -140,10 +140,10 @@ def test_memory_is_locked_while_another_thread_captures_a_graph() -> None:
 def test_a_peer_reads_and_writes_the_segment_of_the_other_gpu() -> None:
     with written(devices.resolve("cuda:0")) as (owned, mapped):
         with map_segment(owned.info, owned.fd, devices.resolve("cuda:1")) as peer:
-            whole = peer.tensor(0, SIZE)
+            whole = peer.whole[:SIZE]
             assert whole.device == torch.device("cuda:1")
             assert torch.equal(whole, pattern(whole.device))
-            peer.tensor(5, 1).fill_(254)
+            peer.whole[5:6].fill_(254)
             torch.cuda.synchronize(1)
             del whole
-        assert mapped.tensor(5, 1).item() == 254
+        assert mapped.whole[5:6].item() == 254

@@ -176,13 +176,12 @@ def check(
     assert changed == bool(copy.nbytes)
 
 
-def some(kv: PagedKV, count: int, seed: int = 0, first: int = 0) -> CopyPlan:
+def some(kv: PagedKV, count: int, first: int = 0) -> CopyPlan:
     """A plan for chunks of two blocks: `count` blocks from anywhere, of which those from `first` on
     are wanted.
     """
-    return plan_blocks(
-        kv, 2 * kv.block_size, np.random.default_rng(seed).permutation(kv.num_blocks)[:count], first
-    )
+    blocks = np.random.default_rng(0).permutation(kv.num_blocks)[:count]
+    return plan_blocks(kv, 2 * kv.block_size, blocks, first)
 
 
 # A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is no multiple of 16 nor
@@ -351,10 +350,12 @@ def owners(
 
 
 def taken(reader: PagedKV, there: Owners, chosen: list[tuple[int, int, int]]) -> list[Tensor]:
-    """What the reader's pages must be: poison, and the owners' bytes in the places chosen. By
-    indexing alone.
+    """Poison the reader's pages. What they must be then: poison, and the owners' bytes in the
+    places chosen. By indexing alone.
     """
-    pages = [torch.full_like(page, POISON) for page in reader.pages]
+    for page in reader.pages:
+        page.fill_(POISON)
+    pages = [page.clone() for page in reader.pages]
     for owner, block, place in chosen:
         for page, source in zip(pages, there.caches[owner].pages, strict=True):
             page[place] = source[block]
@@ -392,8 +393,6 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
     reader = owners(1, page_bytes, 3, device, [16]).caches[0]
     chosen = choose(6, there, reader, page_bytes + count)
     expected = taken(reader, there, chosen)
-    for page in reader.pages:
-        page.fill_(POISON)
     launch(reader, there.rows(chosen), there.origins, False, replace(tuning, ctas=ctas))
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
 
@@ -457,8 +456,6 @@ def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> 
     reader = owners(1, page_bytes, layers, "cpu", [data.draw(st.integers(0, 9))]).caches[0]
     chosen = choose(data.draw(st.integers(0, 7)), there, reader, data.draw(st.integers(0, 999)))
     expected = taken(reader, there, chosen)
-    for page in reader.pages:
-        page.fill_(POISON)
     reference.pull(reader, there.rows(chosen), there.origins)
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
 
@@ -500,7 +497,5 @@ def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(
     reader = owners(1, 512, 2, device, [0]).caches[0]
     chosen = [(0, 1, 0), (1, 3, 1), (1, 2, 5)]
     expected = taken(reader, there, chosen)
-    for page in reader.pages:
-        page.fill_(POISON)
     assert launch(reader, there.rows(chosen), there.origins, False, SMALL) == aligned
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))

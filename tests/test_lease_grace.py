@@ -6,23 +6,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from engine_cases import Copied, Node, here, put
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import SECONDS, eventually, hasty, hung
+from processes import SECONDS, asked, eventually, hasty, hung
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
-from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.copies.copier import HostCopier
 
 __all__ = ["here"]
 
@@ -39,7 +36,6 @@ class Reading:
         self.session, self.bystander = reader._session, here.client()
         keys = reader.keys(prompt(2 * CHUNK))
         lease = self.session.leases.acquire(keys)
-        assert lease is not None
         self.lease = lease
         assert len(self.lease.locations) == 2
 
@@ -50,11 +46,7 @@ class Reading:
 
     def answered(self) -> tuple[int, int]:
         """Renewals and releases that the server answered."""
-        latency = self.bystander.stats().latency
-        renewals, releases = (
-            latency[name].count if name in latency else 0 for name in ("Renew", "Release")
-        )
-        return renewals, releases
+        return asked(self.bystander, "Renew"), asked(self.bystander, "Release")
 
     def leases(self) -> int:
         return self.bystander.stats().leases
@@ -133,9 +125,7 @@ class HalfFailing(HostCopier):
         self.failing, self.finished = threading.Event(), threading.Event()
         self.launched = 0
 
-    def scatter(  # type: ignore[override]
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Copied:
+    def scatter(self, *_: object) -> Copied:  # type: ignore[override]
         self.launched += 1
         return Failed(self.failing) if self.launched == 1 else Copied(self.finished)
 

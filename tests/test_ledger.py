@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,8 @@ def compacts_nothing(record: r.Record) -> Iterator[r.Record]:
 
 
 def read(fd: int) -> r.LedgerState:
-    earlier = EarlierLedger(fd)
-    try:
+    with closing(EarlierLedger(fd)) as earlier:
         return earlier.read()
-    finally:
-        earlier.close()
 
 
 def locations(directory: Directory) -> dict[ChunkKey, Location]:
@@ -254,13 +252,12 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
             said = more
         turn = max(1, int.from_bytes(said[-8:], "little"))
         os.close(there)
-        earlier = EarlierLedger(client)
-        assert earlier.take_over(HEIR), "its server has ended"
-        state = earlier.read()
+        with closing(EarlierLedger(client)) as earlier:
+            assert earlier.take_over(HEIR), "its server has ended"
+            state = earlier.read()
         left = state.chunks, set(state.held), set(state.segments)
         assert left in truth[turn : turn + 2], f"after turn {turn}"
         turns.add(turn)
-        earlier.close()
         os.close(client)
     assert len(turns) > 10
 
@@ -270,15 +267,13 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
 
 def test_a_ledger_is_taken_over_once_and_not_while_its_server_lives(ledger: Ledger) -> None:
     client = os.dup(ledger.fd)
-    earlier = EarlierLedger(client)
-    assert not earlier.take_over(HEIR)
-    assert (earlier.epoch, earlier.heir) == (EPOCH, 0)
-    ledger.close()
-    assert earlier.take_over(HEIR)
-    earlier.close()
-    again = EarlierLedger(client)
-    assert (again.take_over(HEIR + 1), again.heir) == (False, HEIR)
-    again.close()
+    with closing(EarlierLedger(client)) as earlier:
+        assert not earlier.take_over(HEIR)
+        assert (earlier.epoch, earlier.heir) == (EPOCH, 0)
+        ledger.close()
+        assert earlier.take_over(HEIR)
+    with closing(EarlierLedger(client)) as again:
+        assert (again.take_over(HEIR + 1), again.heir) == (False, HEIR)
     os.close(client)
 
 
@@ -377,7 +372,6 @@ def test_memory_that_cannot_be_written_ends_the_ledger(
     ledger.write(HISTORY[:1], compacts_nothing)
     client = os.dup(ledger.fd)
     ledger.close()
-    earlier = EarlierLedger(client)
-    assert not earlier.take_over(HEIR)
-    earlier.close()
+    with closing(EarlierLedger(client)) as earlier:
+        assert not earlier.take_over(HEIR)
     os.close(client)

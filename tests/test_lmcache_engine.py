@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from engine_cases import WrongCopier
-from kv_cases import CHUNK, FLASH, MLA, PACKED, Arrangement
-from lmcache_cases import (
-    Engine,
-    Pair,
-    Pool,
-    all_of,
-    chunks,
-    needs_lmcache,
-    pair,
-    pool,
-    said,
-    served,
-    shared,
-    tokens,
-)
+from kv_cases import CHUNK, MLA, PACKED, Arrangement
+from lmcache_cases import Engine, Pool, all_of, chunks, needs_lmcache, pool, served, tokens
 from processes import QUICK, eventually
 
 from vcache_backend import status
@@ -32,24 +19,13 @@ from vcache_backend import status
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
-__all__ = ["pair", "pool", "served", "shared"]
+__all__ = ["pool", "served"]
 pytestmark = needs_lmcache
 FP8 = Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn)
 """Other layouts are in test_paged, and the plugin's usual one is in every test here."""
 
 
 # ---- store, look up, retrieve
-
-
-def test_what_one_engine_stores_another_retrieves_byte_for_byte(served: Pool) -> None:
-    writer, reader = served.engine(FP8), served.engine(FP8, lent=0)
-    prompt = tokens(5 * CHUNK + 7)
-    assert reader.lookup(prompt) == 0
-    writer.store(prompt)
-    assert reader.lookup(prompt, "r") == 5 * CHUNK
-    for engine in (reader, writer):
-        assert said(engine.retrieve(prompt[: 5 * CHUNK])) == all_of(5 * CHUNK)
-    assert served.settled()
 
 
 def flip_a_byte(inside: Inside) -> None:
@@ -64,13 +40,13 @@ def test_the_comparison_sees_one_wrong_byte(served: Pool) -> None:
 
 
 def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
-    writer, reader = served.engine(FLASH), served.engine(FLASH)
+    writer, reader = served.engine(FP8), served.engine(FP8, lent=0)
     writer.store(chunks(4))
     # On a chunk's border, on a block's, in the middle of a block, all but one token.
     for cached in (CHUNK, CHUNK + 16, 2 * CHUNK + 5, 4 * CHUNK - 1):
         first = cached // CHUNK * CHUNK
         assert reader.lookup(chunks(4), f"r{cached}") == 4 * CHUNK
-        assert said(reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)) == all_of(
+        assert reader.retrieve(chunks(4), request=f"r{cached}", cached=cached) == all_of(
             4 * CHUNK - first, first
         )
     assert served.settled()
@@ -83,7 +59,7 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored_even_if_lmcache_would(served:
     writer.store(tokens(CHUNK - 1, family=2))
     assert served.stats().chunks == 2
     assert reader.lookup(prompt, "r") == 2 * CHUNK
-    assert said(reader.retrieve(prompt)) == all_of(2 * CHUNK)
+    assert reader.retrieve(prompt) == all_of(2 * CHUNK)
 
 
 # ---- leases
@@ -110,8 +86,8 @@ def hashes(inside: Inside, prompt: list[int]) -> list[int]:
 def test_lmcaches_own_events_tell_of_the_stored_chunks(served: Pool) -> None:
     engine, prompt = served.engine(enable_kv_events=True), tokens(3 * CHUNK + 9)
     engine.store(prompt, skip=CHUNK)
-    first, second, third = engine.do(hashes, prompt)
-    assert engine.do(events) == [
+    first, second, third = engine.ask(hashes, prompt)
+    assert engine.ask(events) == [
         ([second], first, prompt[CHUNK : 2 * CHUNK], CHUNK),
         ([third], second, prompt[2 * CHUNK : 3 * CHUNK], CHUNK),
     ]
@@ -121,12 +97,12 @@ def freeze(inside: Inside, frozen: bool) -> None:
     inside.engine.freeze(frozen)
 
 
-def test_a_frozen_engine_stores_nothing(pair: Pair) -> None:
-    served, engine, _ = pair
-    engine.do(freeze, True)
+def test_a_frozen_engine_stores_nothing(served: Pool) -> None:
+    engine = served.engine()
+    engine.ask(freeze, True)
     engine.store(chunks(2))
     assert served.stats().chunks == 0
-    engine.do(freeze, False)
+    engine.ask(freeze, False)
     engine.store(chunks(2))
     assert served.stats().chunks == 2
 
@@ -141,14 +117,14 @@ def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_man
     for length in (3, 2):
         assert engine.lookup(chunks(length), "r") == length * CHUNK
         eventually(lambda: served.leases() == 1)
-    engine.do("unpin", "r")
+    engine.ask("unpin", "r")
     assert served.settled()
-    engine.do(remember_at_most, 2)
+    engine.ask(remember_at_most, 2)
     for request in ("1", "2", "3", "4"):
         assert engine.lookup(chunks(3), request) == 3 * CHUNK
     eventually(lambda: served.leases() == 2)
     # One that is forgotten is looked up anew.
-    assert said(engine.retrieve(chunks(3), request="1")) == all_of(3 * CHUNK)
+    assert engine.retrieve(chunks(3), request="1") == all_of(3 * CHUNK)
 
 
 # ---- several ranks
@@ -166,7 +142,7 @@ def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Po
     prompt = tokens(4 * CHUNK)
     for rank in (first, second):
         rank.store(prompt[: 3 * CHUNK])
-    assert first.do("ask", prompt, "r") == 3 * CHUNK
+    assert first.ask("ask", prompt, "r") == 3 * CHUNK
     for rank in (first, second):
         rank.retrieve(prompt[: 3 * CHUNK], request="r")
     eventually(lambda: status.tokens(served.stats()) == (4 * CHUNK, 3 * CHUNK))
@@ -175,12 +151,12 @@ def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Po
 def test_a_chunk_counts_when_both_ranks_have_stored_their_part(served: Pool) -> None:
     first, second = ranks(served)
     first.store(chunks(3))
-    assert first.do("ask", chunks(3), "early") == 0
+    assert first.ask("ask", chunks(3), "early") == 0
     second.store(chunks(2))
-    assert first.do("ask", chunks(3), "r") == 2 * CHUNK
+    assert first.ask("ask", chunks(3), "r") == 2 * CHUNK
     assert served.leases() == 2
     for rank in (first, second):
-        assert said(rank.retrieve(chunks(2))) == all_of(2 * CHUNK)
+        assert rank.retrieve(chunks(2)) == all_of(2 * CHUNK)
     assert served.settled()
 
 
@@ -189,7 +165,91 @@ def test_mla_is_stored_once_and_every_rank_reads_it(served: Pool) -> None:
     first.store(chunks(3))
     second.store(chunks(3))
     assert served.stats().counters["committed"] == served.stats().chunks == 3
-    assert first.do("ask", chunks(3), "r") == 3 * CHUNK
+    assert first.ask("ask", chunks(3), "r") == 3 * CHUNK
     for rank in (first, second):
-        assert said(rank.retrieve(chunks(3))) == all_of(3 * CHUNK)
+        assert rank.retrieve(chunks(3)) == all_of(3 * CHUNK)
+    assert served.settled()
+
+
+# ---- LMCache's host tier beside us
+
+HOST_TIER: dict[str, Any] = {"local_cpu": True, "max_local_cpu_size": 0.01}
+
+
+def in_hot_cache(inside: Inside) -> int:
+    """Chunks that the host tier holds."""
+    return len(inside.manager.local_cpu_backend.hot_cache)
+
+
+def fill_host_tier(inside: Inside, prompt: list[int]) -> int:
+    """Put chunks there under the prompt's keys, as a disk or a server behind it would that others
+    fill, too. Their bytes are arranged as stock LMCache arranges them."""
+    tier = inside.manager.local_cpu_backend
+    shapes = inside.metadata.get_shapes(CHUNK)
+    dtypes = inside.metadata.get_dtypes()
+    for key in inside.keys(prompt):
+        tier.submit_put_task(key, tier.allocate(shapes, dtypes))
+    return in_hot_cache(inside)
+
+
+def test_what_another_tier_has_under_our_keys_is_not_read(served: Pool) -> None:
+    """Its keys say nothing of the layout of the bytes."""
+    engine = served.engine(**HOST_TIER)
+    engine.store(chunks(1))
+    assert engine.ask(fill_host_tier, chunks(3)) == 3
+    assert engine.lookup(chunks(3), "r") == CHUNK
+    assert engine.retrieve(chunks(3), request="r") == all_of(CHUNK)
+    assert engine.retrieve(chunks(3)) == all_of(CHUNK)
+
+
+# ---- the allocator's role
+
+
+def allocators(inside: Inside) -> tuple[bool, list[str]]:
+    return inside.manager.allocator_backend is inside.backend, list(inside.manager.storage_backends)
+
+
+def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
+    assert served.engine().ask(allocators) == (True, ["vcache"])
+    engine = served.engine(**HOST_TIER)
+    assert engine.ask(allocators) == (True, ["LocalCPUBackend", "vcache"])
+    engine.store(chunks(3))
+    assert engine.ask(in_hot_cache) == 0
+    assert engine.retrieve(chunks(3)) == all_of(3 * CHUNK)
+
+
+# ---- forgetting
+
+
+def test_clear_forgets_the_namespace(served: Pool) -> None:
+    engine, other = served.engine(), served.engine(extra={"vcache.model": "another"})
+    for one in (engine, other):
+        one.store(chunks(3))
+    assert served.stats().chunks == 6
+    assert engine.ask(clear) == 3 * CHUNK
+    assert (engine.lookup(chunks(3)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
+    other.store(chunks(2, family=2))
+    assert other.ask(clear, chunks(2, family=2)) == 2
+    assert (other.lookup(chunks(2, family=2)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
+
+
+def clear(inside: Inside, prompt: list[int] | None = None) -> int:
+    return int(inside.engine.clear(prompt))
+
+
+def recreate(inside: Inside) -> bool:
+    before = inside.backend
+    inside.manager.recreate_backend("vcache")
+    inside.show_kv_caches()
+    return inside.manager.allocator_backend is inside.backend is not before
+
+
+def test_a_backend_made_again_works_as_before(served: Pool) -> None:
+    engine, reader = served.engine(), served.engine()
+    engine.store(chunks(2))
+    assert engine.ask(recreate)
+    assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
+    engine.store(chunks(2, family=2))
+    assert reader.retrieve(chunks(2, family=2)) == all_of(2 * CHUNK)
+    assert engine.ask("healthy")
     assert served.settled()

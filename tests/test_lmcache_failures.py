@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from kv_cases import CHUNK, SMALL, Arrangement
-from lmcache_cases import Pool, Retrieved, chunks, needs_lmcache, pool, served
+from lmcache_cases import Pool, all_of, chunks, needs_lmcache, pool, served
 from processes import QUICK, SECONDS, eventually, hasty
 from test_start_server import end_servers, servers
 
@@ -24,13 +24,8 @@ pytestmark = needs_lmcache
 STEPPED_ASIDE = "vcache stepped aside"
 
 
-def nothing(found: Retrieved) -> bool:
-    """No token came, and no byte of the KV cache was touched."""
-    return (found.tokens, found.right) == (0, True)
-
-
-def all_of(found: Retrieved, count: int) -> bool:
-    return (found.tokens, found.right) == (count, True)
+NOTHING = all_of(0)
+"""No token came, and no byte of the KV cache was touched."""
 
 
 # ---- the server
@@ -38,11 +33,11 @@ def all_of(found: Retrieved, count: int) -> bool:
 
 def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Pool) -> None:
     engine = pool.engine(client=QUICK)
-    assert engine.do("healthy")
-    assert engine.do("logged", "start one with `vcache serve`")
+    assert engine.ask("healthy")
+    assert engine.ask("logged", "start one with `vcache serve`")
     engine.store(chunks(2))
     assert engine.lookup(chunks(2), "r") == 0
-    assert nothing(engine.retrieve(chunks(2)))
+    assert engine.retrieve(chunks(2)) == NOTHING
     pool.node.serve()
 
     def stored() -> bool:
@@ -50,7 +45,7 @@ def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Poo
         return engine.lookup(chunks(2)) == 2 * CHUNK
 
     eventually(stored)
-    assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
+    assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
 
 
 def test_a_server_that_an_engine_has_started_outlives_it_and_so_does_the_pool(pool: Pool) -> None:
@@ -59,7 +54,7 @@ def test_a_server_that_an_engine_has_started_outlives_it_and_so_does_the_pool(po
         with pool.engine(**told) as first:
             first.store(chunks(2))
         started = servers(pool.node.path)
-        assert all_of(pool.engine(**told).retrieve(chunks(2)), 2 * CHUNK)
+        assert pool.engine(**told).retrieve(chunks(2)) == all_of(2 * CHUNK)
         assert servers(pool.node.path) == started != []
     finally:
         end_servers(pool.node.path)
@@ -116,15 +111,15 @@ def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(
     if how == "is gone":
         pool.node.server.kill()
     else:
-        engine.do(wait_by, hasty(QUICK))
+        engine.ask(wait_by, hasty(QUICK))
         pool.node.server.stop()
-    assert engine.do(every_method_for, chunks(2)) == {}
-    assert engine.do("healthy")
+    assert engine.ask(every_method_for, chunks(2)) == {}
+    assert engine.ask("healthy")
     if how == "hangs":
         pool.node.server.cont()
-        engine.do(wait_by, QUICK)
+        engine.ask(wait_by, QUICK)
         eventually(lambda: engine.lookup(chunks(2)) == 2 * CHUNK)
-        assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
+        assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
 
 
 def every_method_for_garbage(inside: Inside) -> list[dict[str, Any]]:
@@ -157,11 +152,11 @@ def store_garbage(inside: Inside) -> list[Any]:
 
 def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
     engine = served.engine()
-    assert not any(engine.do(every_method_for_garbage))
-    assert not any(engine.do(store_garbage))
+    assert not any(engine.ask(every_method_for_garbage))
+    assert not any(engine.ask(store_garbage))
     assert served.stats().chunks == 0
     engine.store(chunks(2))
-    assert all_of(engine.retrieve(chunks(2)), 2 * CHUNK)
+    assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
     assert served.settled()
 
 
@@ -204,8 +199,7 @@ def believe_leases_for(inside: Inside, seconds: float) -> None:
 
 
 def failures(inside: Inside) -> dict[str, int]:
-    found: dict[str, int] = inside.worker.session.stats.snapshot()["failures"]
-    return found
+    return inside.worker.session.stats.snapshot()["failures"]
 
 
 @pytest.mark.parametrize("grace", [SECONDS, 0.0], ids=["within the grace", "after it"])
@@ -217,35 +211,38 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
     """
     engine = served.engine(client=QUICK)
     engine.store(chunks(3))
-    engine.do(settle_later)
-    engine.do(believe_leases_for, grace)
+    engine.ask(settle_later)
+    engine.ask(believe_leases_for, grace)
     assert engine.lookup(chunks(3), "r") == 3 * CHUNK
     # Nobody knows yet: LMCache is told yes, and vLLM asks before it lets a token out.
     assert engine.retrieve(chunks(3), request="r").tokens == 3 * CHUNK
     served.node.server.kill()
-    blocks = engine.do(settle)
+    blocks = engine.ask(settle)
     lost = not grace
     assert len(blocks) == (3 * CHUNK // SMALL.block_size if lost else 0)
-    assert engine.do(failures).get("lease_lost", 0) == lost
-    assert engine.do(settle) == []
+    assert engine.ask(failures).get("lease_lost", 0) == lost
+    assert engine.ask(settle) == []
 
 
 def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(
     served: Pool,
 ) -> None:
     engine, other = served.engine(), served.engine()
-    engine.store(chunks(4))
-    assert engine.lookup(chunks(4), "r") == 4 * CHUNK
-    other.do(remove, chunks(4)[: 3 * CHUNK], 2)
-    assert engine.lookup(chunks(4), "later") == 2 * CHUNK
+    engine.store(chunks(5))
+    assert engine.lookup(chunks(5), "r") == 5 * CHUNK
+    assert other.ask(remove, chunks(6), 2) == (True, 2)
+    assert engine.lookup(chunks(5), "later") == 2 * CHUNK
     # The look-up's lease keeps their places until it ends.
-    assert all_of(engine.retrieve(chunks(4), request="r"), 4 * CHUNK)
-    assert all_of(engine.retrieve(chunks(4), request="later"), 2 * CHUNK)
+    assert engine.retrieve(chunks(5), request="r") == all_of(5 * CHUNK)
+    assert engine.retrieve(chunks(5), request="later") == all_of(2 * CHUNK)
     assert served.settled()
+    assert served.stats().chunks == 2
 
 
-def remove(inside: Inside, prompt: list[int], chunk: int) -> None:
-    inside.backend.batched_remove(inside.keys(prompt)[chunk:])
+def remove(inside: Inside, prompt: list[int], first: int) -> tuple[bool, int]:
+    """The chunk of this number, and then all from it on."""
+    keys = inside.keys(prompt)[first:]
+    return inside.backend.remove(keys[0]), inside.backend.batched_remove(keys)
 
 
 # ---- stepping aside
@@ -262,24 +259,24 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool, case: str) -> None:
     options, says = CASES[case]
     engine = served.engine(**options)
-    lines = engine.do("logged", STEPPED_ASIDE)
+    lines = engine.ask("logged", STEPPED_ASIDE)
     assert len(lines) == 1
     assert says in lines[0]
     assert "\n" not in lines[0]
     assert "with a traceback" not in lines[0]
-    assert not engine.do("healthy")
+    assert not engine.ask("healthy")
     assert engine.lookup(chunks(2), "r") == 0
     engine.store(chunks(2))
-    assert nothing(engine.retrieve(chunks(2)))
+    assert engine.retrieve(chunks(2)) == NOTHING
     assert (served.stats().chunks, served.leases()) == (0, 0)
-    assert engine.do("logged", STEPPED_ASIDE) == lines
+    assert engine.ask("logged", STEPPED_ASIDE) == lines
     # The server is told, where the settings name one.
     assert case == "a wrong setting" or says in str(served.stats().reports)
 
 
 def test_a_backend_that_stepped_aside_answers_every_method(served: Pool) -> None:
     engine = served.engine(use_layerwise=True, process={"bind": False})
-    assert engine.do(every_method_for_stepped_aside) == {}
+    assert engine.ask(every_method_for_stepped_aside) == {}
 
 
 def every_method_for_stepped_aside(inside: Inside) -> dict[str, Any]:
@@ -303,7 +300,7 @@ def spoil_the_slot() -> None:
 
 def test_one_wrong_byte_in_the_round_trip_at_start_and_nothing_is_cached(served: Pool) -> None:
     engine = served.engine(process={"before": spoil_the_slot})
-    (line,) = engine.do("logged", STEPPED_ASIDE)
+    (line,) = engine.ask("logged", STEPPED_ASIDE)
     assert "gathered wrongly" in line
-    assert not engine.do("healthy")
+    assert not engine.ask("healthy")
     assert served.settled()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from engine_cases import Cache, layout_of, node
-from instance_cases import instance_id, join, keys, publish, show
+from instance_cases import instance_id, join, keys, share
 from processes import ROOT, SECONDS, Child, Stage, eventually, ran
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
@@ -71,9 +71,10 @@ def beside(alone: Stage) -> str:
     return monitoring(alone)[1]
 
 
-def get(address: str, path: str = "/metrics") -> tuple[int, str]:
+def get(address: str, path: str = "/metrics", **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{address}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -82,15 +83,7 @@ def get(address: str, path: str = "/metrics") -> tuple[int, str]:
 
 def asked_as(address: str, host: str) -> int:
     """The status for whoever reached this address by that name."""
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"http://{address}/stats.json", headers={"Host": host}),
-            timeout=20,
-        ) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+    return get(address, "/stats.json", Host=host)[0]
 
 
 def answers(address: str) -> bool:
@@ -116,9 +109,7 @@ def used(alone: Stage) -> Client:
     """
     owner = alone.client()
     reader = alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
-    join(owner, A)
-    show(owner, A)
-    publish(owner, A, keys(3))
+    share(owner, A)
     looked_for(reader)
     owner.find(m.Find(keys(5)))  # as vLLM's workers, it has told no layout
     reader.reads = lambda: [m.Reads(A, 1010 << 20, 2)]

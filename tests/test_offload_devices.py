@@ -5,7 +5,6 @@ Bytes are compared.
 from __future__ import annotations
 
 import pytest
-import torch
 from engine_cases import Node, get
 from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, places, prompt
 from mooncake_cases import depot, model, needs_mooncake
@@ -40,7 +39,6 @@ def test_what_one_node_stored_another_reads_and_keeps(
     assert (one.contains(key), two.contains(key), two.contains(ChunkKey(bytes(26)))) == (0, 1, -1)
     assert two.lookup(tokens) == LENGTH
     # More than one call of the uploader's: its bounce buffer is written again.
-    assert two._session.uploader is not None
     two._session.uploader.most = 2
     assert get(two, cache, tokens) == LENGTH
     stats = two.get_stats()
@@ -51,19 +49,6 @@ def test_what_one_node_stored_another_reads_and_keeps(
     assert get(two, cache, tokens, seed=2) == LENGTH
     stats = two.get_stats()
     assert (stats["hits"]["vram"], stats["offload"]["written"]) == (5, 0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_tokens_the_caller_has_stay_as_they_are(
-    nodes: list[Node], depot: Depot, model: str, device: str
-) -> None:
-    cache, tokens = cache_on(device), prompt(LENGTH)
-    one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
-    through(one, cache, tokens)
-    cache.poison()
-    slots, mask = places(cache.sizes, LENGTH, 3), torch.arange(LENGTH) >= CHUNK + 16
-    assert torch.equal(two.retrieve(tokens, mask, cache.tensors, slots), mask)
-    assert cache.holds_only(tokens[mask], slots[mask])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -126,9 +126,9 @@ def test_two_rows_of_blocks_are_not_taken_for_two_blocks_of_heads() -> None:
         PagedKV.describe([kv(2, BLOCKS, BLOCK, DIM)], BLOCK)
 
 
-def refused(tensor: Tensor, block_size: int = BLOCK, axes: str | None = None) -> str:
+def refused(tensor: Tensor, axes: str | None = None) -> str:
     with pytest.raises(LayoutError) as caught:
-        PagedKV.describe({"model.layers.0": tensor}, block_size, axes=axes)
+        PagedKV.describe({"model.layers.0": tensor}, BLOCK, axes=axes)
     return str(caught.value)
 
 

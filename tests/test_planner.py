@@ -33,30 +33,6 @@ def places(*ids: int) -> Int64s:
     return (np.array(ids, dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
 
 
-def test_whole_chunks_are_their_blocks_in_order() -> None:
-    ids = [7, 3, 30, 4, 0, 31, 9, 8]
-    by_slot = SlotPlaces(KV, CHUNK, places(*ids), [0, CHUNK])
-    for copy in (
-        by_slot.load_plan(0, 2),
-        by_slot.store_plan([0, 1]),
-        plan_blocks(KV, CHUNK, np.array(ids)),
-    ):
-        rows = [
-            [0, 0, 7],
-            [0, 192, 3],
-            [0, 384, 30],
-            [0, 576, 4],
-            [1, 0, 0],
-            [1, 192, 31],
-            [1, 384, 9],
-            [1, 576, 8],
-        ]
-        assert copy.blocks.tolist() == rows
-        assert copy.nbytes == 2 * 3 * 2 * 4 * PAGE
-        assert copy.complete(2).tolist() == [True, True]
-    assert by_slot.loaded(1).tolist() == [True] * CHUNK + [False] * CHUNK
-
-
 def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
     copy = plan_blocks(several, CHUNK, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))

@@ -6,7 +6,7 @@ import os
 
 import msgspec
 import pytest
-from instance_cases import NAMESPACE, instance_id, join, keys, publish, show
+from instance_cases import NAMESPACE, instance_id, join, keys, publish, share, show
 from model import FakeClock, chunk_key
 from processes import Stage, eventually, info, make_memfd
 from test_directory import work_of
@@ -39,14 +39,12 @@ def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage:
     first, second = stage.client(), stage.client()
     assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None
     told = coming(second, 6, promise=1)
-    assert told is not None
     assert (told.chunks, told.begun) == (5, False)
     assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None, "nobody waits for oneself"
     assert first.find(m.Find(keys(6), 1, A)).coming is None, "who waits promises nothing"
     paces = {"chunk_seconds": 0.5, "step_seconds": 2.0}
     assert first.promise(m.Promise(1, keys(5), **paces)) == m.Promised(5)
     told = coming(second, 6)
-    assert told is not None
     assert (told.chunks, told.begun, told.chunk_seconds, told.step_seconds) == (5, True, 0.5, 2.0)
     assert told.quiet < 5
 
@@ -70,9 +68,7 @@ def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> No
 def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: Stage) -> None:
     """In place what its own instance has; in a pool what all ranks have."""
     owner, reader = stage.client(), stage.client()
-    join(owner, A)
-    show(owner, A)
-    publish(owner, A, keys(2))
+    share(owner, A, 2)
     assert owner.promise(m.Promise(1, keys(4), instance=A)).chunks == 2
     assert chunks(reader, 6) == (2, 2)
     publish(owner, A, keys(2, start=2), first=8)
@@ -93,7 +89,6 @@ def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: St
     store(1, pooled[1:2])
     found = reader.find(m.Find(pooled, 2, pool_only=True))
     assert len(found.pooled) == 2
-    assert found.coming is not None
     assert found.coming.chunks == 1
     store(1, pooled[2:])
     store(0, pooled[2:])
@@ -201,7 +196,6 @@ def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock.advance(promises.QUIET_SECONDS - 1)
     directory.tick()
     told = directory.promises.coming(BOB, keys(1, start=1))
-    assert told is not None
     assert told.quiet == promises.QUIET_SECONDS - 1
     clock.advance(2)
     directory.tick()

@@ -17,7 +17,7 @@ from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
 from neighbour_cases import Owner, instance, kv_mapped
 from processes import QUICK, SECONDS, Worker, asked, eventually
-from resident_cases import Reader, owner, owner_process
+from resident_cases import Reader, owner, owner_apart
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ResidentRun
@@ -247,7 +247,7 @@ def apart(
     """An owner in a process of its own, a reader that knows it, tokens, and where the owner has
     computed their chunks.
     """
-    one = owner_process(here, 1, theirs)
+    one = owner_apart(here, 1, theirs)
     reader = Reader(here, device=ours)
     tokens = prompt(chunks * CHUNK)
     there: ResidentRun = one.ask("compute", tokens, list(range(2 * chunks)))
@@ -354,7 +354,7 @@ def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_la
     here: Node, theirs: str, ours: str
 ) -> None:
     tokens = prompt(6 * CHUNK)
-    with owner_process(here, 1, theirs) as one, owner_process(here, 2, theirs) as two:
+    with owner_apart(here, 1, theirs) as one, owner_apart(here, 2, theirs) as two:
         first, second = (made.ask("compute", tokens, list(range(12))) for made in (one, two))
         reader = Reader(here, segment_bytes=ROOM, device=ours)
         reader.put(tokens, [0, 4])

@@ -1,6 +1,4 @@
-"""Loads of chunks that lie in two other KV caches, in the pool, in the offload tier, or nowhere, in
-any order.
-"""
+"""Loads of chunks that lie in two other KV caches, in the pool, or nowhere, in any order."""
 
 from __future__ import annotations
 
@@ -13,14 +11,11 @@ from engine_cases import Node, node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import CHUNK, prompt
-from mooncake_cases import depot, model
-from offload_cases import nodes
 from processes import eventually
 from resident_cases import Reader, owner
 
 from vcache_backend.metadata_server.messages import ResidentRun
 
-__all__ = ["depot", "model", "nodes"]
 CHUNKS = 6
 FAMILIES = count(1)
 

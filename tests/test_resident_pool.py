@@ -20,11 +20,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from vcache_backend.integration.vllm.in_place import duplicates
-from vcache_backend.integration.vllm.in_place.block_pool import (
-    NUMBERS,
-    KVBlocks,
-    ResidentPool,
-)
+from vcache_backend.integration.vllm.in_place.block_pool import NUMBERS, KVBlocks, ResidentPool
 from vcache_backend.integration.vllm.in_place.duplicates import Duplicates
 from vcache_backend.integration.vllm.scheduler.request_params import DEFAULT
 from vcache_backend.integration.vllm.scheduler.tracked import StoreState, Tracked

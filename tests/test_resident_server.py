@@ -25,6 +25,7 @@ from instance_cases import (
     numbers,
     publish,
     shape,
+    share,
     show,
 )
 from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, make_memfd, running
@@ -43,13 +44,11 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from processes import PATIENT
-from instance_cases import instance_id, join, keys, publish, show
+from instance_cases import instance_id, share
 from vcache_backend.metadata_server.client import Client
 client = Client(Path(sys.argv[1]), PATIENT)
 A = instance_id(1)
-join(client, A)
-show(client, A)
-publish(client, A, keys(3))
+share(client, A)
 """
 
 
@@ -108,7 +107,6 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     assert there.residents == [here]
     assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
     sent = reader.send_find(m.Find(keys(2)), SECONDS)
-    assert sent is not None
     assert sent.answer().residents == [here.cut(0, 2)]
 
     joined, (table, *pidfds) = reader.open_instance(A)
@@ -241,9 +239,7 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
     owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
     for owner, instance in zip(owners, ids, strict=True):
-        join(owner, instance)
-        show(owner, instance)
-        publish(owner, instance, keys(8))
+        share(owner, instance, 8)
     firsts = set()
     for _ in range(50):
         there = reader.find(m.Find(keys(8)))
@@ -261,12 +257,8 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
 ) -> None:
     owner = owning(alone)
     owner.expect("shown")
-    table = make_table(64)
-    try:
-        with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
-            reader.join(A, NAMESPACE, 64, 1, EACH, table)
-    finally:
-        os.close(table)
+    with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
+        join(reader, A)
     with pytest.raises(Refused, match=f"pid {owner.pid} is this part"):
         show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
@@ -286,9 +278,7 @@ def test_the_same_process_takes_its_place_again_while_its_old_connection_is_stil
     alone: Stage, reader: Client
 ) -> None:
     before, after = alone.client(), alone.client()
-    join(before, A)
-    show(before, A)
-    publish(before, A, keys(3))
+    share(before, A)
     show(after, A)
     assert found(reader) == 3
     with pytest.raises(Refused, match="has shown no cache"):
@@ -383,9 +373,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     """With any answer to their schedulers, not to others who use their name."""
     a, b = alone.client(), alone.client()
     for client, name, count in ((a, A, 3), (b, B, 2)):
-        join(client, name)
-        show(client, name)
-        publish(client, name, keys(count))
+        share(client, name, count)
     assert reader.find(m.Find(keys(1), 1, A)).copies == []
     assert a.listen(A).copies == copies(B, 1, 0)
     assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
@@ -399,9 +387,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     with running(alone.path):
         a, b = alone.client(), alone.client()
         for client, name in ((a, A), (b, B)):
-            join(client, name)
-            show(client, name)
-            publish(client, name, keys(3))
+            share(client, name)
         assert a.listen(A).copies == copies(B, 1, 0)
 
 
@@ -413,9 +399,7 @@ def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
-            join(client, name)
-            show(client, name)
-            publish(client, name, keys(1))
+            share(client, name, 1)
             client.listen(name)
         (last, name), silent = clients[2], {A, B}
         for sequence in range(2, 200):
@@ -552,19 +536,17 @@ def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
 
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
-    table = make_table(m.MAX_BLOCKS)
     with alone.client() as greedy:
         for number in range(3):
-            greedy.join(instance_id(number), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+            join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):
-            greedy.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+            join(greedy, instance_id(11), m.MAX_BLOCKS)
         for number in range(3, instances.MAX_INSTANCES):
             show(greedy, instance_id(number))
         with pytest.raises(Refused, match="64 instances share in place already"):
             show(reader, instance_id(99))
     eventually(lambda: not reader.stats().instances)
-    reader.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
-    os.close(table)
+    join(reader, instance_id(11), m.MAX_BLOCKS)
 
 
 def test_memory_of_instances_leaves_descriptors_for_clients(alone: Stage, memfd: int) -> None:
@@ -588,7 +570,6 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
     packed = chunk_blocks(0, count, each), chunk_generations(2, count, each)
     assert owner.publish(m.Publish(A, 1, keys(count), *packed)) == count
     sent = reader.send_find(m.Find(keys(count)), SECONDS)
-    assert sent is not None
     part = sent.answer()
     assert part.cut
     assert 200 < len(part.pooled) < count
@@ -599,5 +580,4 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
 
 
 def packed(cache: m.CacheShape) -> list[Any]:
-    fields: list[Any] = msgspec.to_builtins(cache)
-    return fields
+    return msgspec.to_builtins(cache)

@@ -68,12 +68,12 @@ def mapped(owned: OwnedSegment) -> Iterator[MappedSegment]:
 def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(
     owned: OwnedSegment, mapped: MappedSegment
 ) -> None:
-    mapped.tensor(9, 1).fill_(9)
+    mapped.whole[9:10].fill_(9)
     assert mapped.fd != owned.fd
     assert not os.get_inheritable(mapped.fd)
     owned.close()
     with map_segment(mapped.info, mapped.fd, HOST) as again:
-        assert again.tensor(9, 1).item() == 9
+        assert again.whole[9:10].item() == 9
 
 
 # ---- what a segment is
@@ -83,16 +83,6 @@ def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(
 def test_an_impossible_size_is_refused(nbytes: int) -> None:
     with pytest.raises(SegmentError, match=f"{nbytes:,} B"):
         create(HOST, nbytes)
-
-
-@pytest.mark.parametrize(
-    ("offset", "length"), [(-1, 1), (0, 0), (0, -5), (0, NBYTES + 1), (NBYTES, 1), (NBYTES - 4, 5)]
-)
-def test_bytes_outside_the_segment_have_no_address(
-    mapped: MappedSegment, offset: int, length: int
-) -> None:
-    with pytest.raises(SegmentError, match=rf"not in segment {mapped.id} of 1,048,576 B"):
-        mapped.tensor(offset, length)
 
 
 # ---- what is refused
@@ -197,7 +187,7 @@ def test_close_may_be_called_again_and_what_is_closed_says_so(
             _ = segment.fd
     assert number >= 0
     with pytest.raises(SegmentError, match="is closed"):
-        mapped.tensor(0, 1)
+        _ = mapped.whole
 
 
 def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_the_last(
@@ -205,7 +195,7 @@ def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_th
 ) -> None:
     before = open_fds(), mappings()
     mapped = map_segment(owned.info, owned.fd, HOST)
-    view = mapped.tensor(0, NBYTES)
+    view = mapped.whole[:NBYTES]
     part = view[10:20].view(torch.int16)
     mapped.close()
     del view, mapped
@@ -221,7 +211,7 @@ def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_th
 
 def one_life() -> MappedSegment:
     with create(HOST, NBYTES) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
-        mapped.tensor(0, 1).fill_(1)
+        mapped.whole[:1].fill_(1)
         return mapped
 
 

@@ -65,7 +65,7 @@ def worker(raw: Raw, memfd: int) -> Raw:
 
 def hello(stage: Stage, layout: dict[str, str], device: str = "host") -> list[Any]:
     """What a new connection of an instance is answered."""
-    return stage.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, device, "host", layout)
+    return stage.raw(hello=False).hello(layout, device)
 
 
 def put(raw: Raw, *keys: bytes) -> list[Any]:
@@ -84,7 +84,7 @@ def test_every_request_and_its_answer(
     name, epoch, mismatches = worker.welcome
     assert (name, mismatches) == ("welcome", [])
     assert isinstance(epoch, int)
-    assert (worker.ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[::2]) == ["error", False]
+    assert worker.hello()[::2] == ["error", False]
     segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, "live"]
     assert worker.ask("list_segments") == ["segments", [segment]]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
@@ -157,8 +157,7 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     there.
     """
     layout = {"model": "llama", "extra.hash_probe": "17", "namespace": "aa", "pp_rank": "0"}
-    one = stage_.raw(hello=False)
-    assert one.ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)[2] == []
+    assert hello(stage_, layout)[2] == []
     other = Client(
         stage_.path,
         PATIENT,
@@ -171,9 +170,7 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     assert "extra.hash_probe: '-4' here, '17' there" in line
     assert "same PYTHONHASHSEED" in line
     assert hello(stage_, {"model": "qwen", "namespace": "cc"})[2] == []
-    next_stage = stage_.raw(hello=False).ask(
-        "hello", m.PROTOCOL_VERSION, "host", "host", layout | {"pp_rank": "1", "namespace": "dd"}
-    )
+    next_stage = hello(stage_, layout | {"pp_rank": "1", "namespace": "dd"})
     assert ["'17' here, '-4' there" in line for line in next_stage[2]] == [True], (
         "the stages of one instance are no mismatch"
     )
@@ -224,10 +221,10 @@ def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(
 # ---- one client's requests and the others'
 
 
-def unread(raw: Raw, *message: Any, seconds: float = 0.3) -> int:
+def unread(raw: Raw, *message: Any) -> int:
     """Send a request as often as the server takes it, without reading an answer; how often."""
     sent = 0
-    raw.socket.settimeout(seconds)
+    raw.socket.settimeout(0.3)
     with suppress(TimeoutError):
         while True:
             raw.send(*message)
@@ -276,16 +273,10 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: St
     gone = select.poll()
     gone.register(third.socket, select.POLLRDHUP)
     assert gone.poll(1000 * SECONDS)
-    reply = third.ask("hello", m.PROTOCOL_VERSION, "host", "host", {})
-    assert "raise server.max_clients" in reply[1]
+    assert "raise server.max_clients" in third.hello()[1]
     assert third.closed()
     first.close()
-    eventually(
-        lambda: (
-            alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[0]
-            == "welcome"
-        )
-    )
+    eventually(lambda: hello(alone, {})[0] == "welcome")
 
 
 def test_a_process_may_have_any_name() -> None:

@@ -20,14 +20,7 @@ from processes import (
     make_memfd,
     running,
 )
-from server_cases import (
-    KIB,
-    has_room,
-    offer,
-    offering,
-    put,
-    reserving,
-)
+from server_cases import KIB, has_room, offer, offering, put, reserving
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import messages as m
@@ -109,12 +102,8 @@ def test_a_ledger_that_another_server_took_over_costs_the_contents_and_nothing_e
     server.kill()
     client.close()
     server = stage_.server()
-    with Raw(stage_.path, hello=False) as raw:
-        hello = "hello", m.PROTOCOL_VERSION, "host", "host", {}
-        raw.send(*hello, fds=(late.fds[0],))
-        assert raw.receive()
-        raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
-        refused = raw.receive()
+    with Raw(stage_.path, ledger=late.fds[0]) as raw:
+        refused = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
         assert (refused[0], refused[2]) == ("error", False)
         assert "is in no ledger" in refused[1]
         assert raw.ask("list_segments") == ["segments", []]
@@ -129,9 +118,7 @@ def test_a_client_that_missed_whole_servers_makes_the_next_one_forget_nothing(
     with Raw(stage_.path) as away:
         for _ in range(3):
             server = restart_with(stage_, client, server)
-        with Raw(stage_.path, hello=False) as back:
-            back.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(away.fds[0],))
-            assert back.receive()
+        Raw(stage_.path, ledger=away.fds[0]).close()
     assert client.present([A]).epoch == 0
 
 
@@ -152,13 +139,11 @@ def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memf
     put(client, B, C)
     restart_with(stage_, client, server)
     eventually(lambda: client.contains([B, C]) == [True, True])
-    with Raw(stage_.path, hello=False) as raw:
-        raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(kept,))
-        assert raw.receive()
+    with Raw(stage_.path, ledger=kept) as raw:
         absent = raw.ask("open_segment", "s0")
         assert (absent[0], absent[2]) == ("error", False)
-        raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
-        assert raw.receive() == ["count", 1], "A; B was stored anew"
+        added = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
+        assert added == ["count", 1], "A; B was stored anew"
     os.close(kept)
     assert client.contains([A, B, C]) == [True] * 3
     server.kill()
@@ -180,11 +165,9 @@ def test_what_came_before_the_news_of_a_reset_is_forgotten(stage_: Stage, memfd:
         hasty = stage_.client(QUICK)
         offer(hasty, info("s1", 4 * KIB), fresh)
         put(hasty, A)
-        with Raw(stage_.path, hello=False) as raw:
-            raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(old.fds[0],))
-            assert raw.receive()
-            raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
-            assert raw.receive() == ["count", 1]
+        with Raw(stage_.path, ledger=old.fds[0]) as raw:
+            added = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
+            assert added == ["count", 1]
     assert (hasty.contains([A, B]), hasty.present([A]).epoch) == ([False, True], epoch)
 
 

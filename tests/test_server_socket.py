@@ -39,18 +39,6 @@ def refused(path: Path) -> str:
 # ---- two servers
 
 
-def test_a_server_whose_lock_is_gone_ends_once_another_one_serves_its_path(stage_: Stage) -> None:
-    first = stage_.server()
-    beside(stage_.path, ".lock").unlink()
-    assert stage_.raw().ask("list_segments") == ["segments", []]
-    second = stage_.server()
-    status, said = first.wait()
-    assert (status, "does not lead to this server any more" in said) == (1, True)
-    assert stage_.raw().ask("list_segments") == ["segments", []]
-    assert f"another server already serves {stage_.path}" in refused(stage_.path)
-    assert second.alive
-
-
 def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: Stage) -> None:
     """Stopped while lock and socket were taken from under it, with a question waiting for when it
     goes on."""

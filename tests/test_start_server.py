@@ -76,12 +76,6 @@ def starter(path: Path, **server: object) -> Child:
     return script(STARTER, json.dumps({"server": {"socket": str(path), **server}}))
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is given time to look after a server that was killed."""
-    monkeypatch.setattr(channel, "KILLED_SECONDS", 0.0)
-
-
 def mourner(path: Path) -> Client:
     """A client that has a server started again, as the integrations make it."""
     made = Client(path, msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02))
@@ -89,8 +83,11 @@ def mourner(path: Path) -> Client:
     return made
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(path: Path) -> None:
+def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody is given time to look after a server that was killed.
+    monkeypatch.setattr(channel, "KILLED_SECONDS", 0.0)
     ensure(config(path))
     with mourner(path) as one, mourner(path) as other:
         (first,) = servers(path)

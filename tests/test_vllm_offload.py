@@ -43,7 +43,7 @@ __all__ = ["own_depot"]
 pytestmark = [needs_vllm, needs_mooncake]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
-FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.vram_pool.copies.uploads:HostUploader.scatter"
+FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.offload.uploads:HostUploader.scatter"
 GATHER, FENCE = (
     f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("gather", "fence")
 )

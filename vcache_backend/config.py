@@ -358,19 +358,14 @@ def from_dict(
     except msgspec.ValidationError as error:
         said = config_file.explained(str(error), Config, lines or {}, values)
         raise ConfigError(f"{source}: {said}") from error
-    share = config.connector.share
-    if share == "auto" and _asks_for_pool(config):
+    share, pool = config.connector.share, config.pool
+    lends = pool.segment_bytes or pool.device != "auto"
+    if share == "auto" and (lends or config.offload.policy != "off"):
         share = "pool"
     if share != "auto":
         config = sharing(config, share)
     socket = os.environ.get("VCACHE_SOCKET")
     return with_socket(config, socket, "VCACHE_SOCKET") if socket else config
-
-
-def _asks_for_pool(config: Config) -> bool:
-    lends = config.pool.segment_bytes or config.pool.device != "auto"
-    offloads = config.offload.policy != "off"
-    return bool(lends) or offloads
 
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:

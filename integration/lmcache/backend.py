@@ -17,7 +17,7 @@ from vcache_backend.errors import VCacheError
 from .. import logs
 from ..guard import answers
 from .patches import StepAside
-from .startup import Starter
+from .startup import Start, begin, say_stepped_aside
 from .unused import NoAllocator
 from .worker import PoolWorker
 
@@ -54,9 +54,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         logs.join_vllm()
         self.worker: PoolWorker | None = None
         self.reason = ""
-        self._starter = Starter(config, metadata, self)
+        self._start: Start | None = None
         try:
-            self.worker = self._starter.start()
+            self._start = begin(config, metadata, self)
+            if kvcaches := self._start.instance.kvcaches:
+                self.bind(kvcaches)
         except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
             self._step_aside(error)
 
@@ -66,9 +68,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """Return the worker for these KV caches. None if the plugin stepped aside."""
         if self.worker is not None:
             self.worker.kvcaches = kvcaches
-        elif not self.reason:
+        elif self._start is not None and not self.reason:
             try:
-                self.worker = self._starter.bind(kvcaches)
+                self.worker = self._start.bind(kvcaches)
             except Exception as error:  # noqa: BLE001 as in the constructor
                 self._step_aside(error)
         return self.worker
@@ -146,6 +148,5 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def _step_aside(self, error: Exception) -> None:
         self.reason = str(error) or type(error).__name__
-        self._starter.say_stepped_aside(
-            self.reason, None if isinstance(error, StepAside | VCacheError) else error
-        )
+        unknown = None if isinstance(error, StepAside | VCacheError) else error
+        say_stepped_aside(self.config, self.metadata, self.reason, unknown)

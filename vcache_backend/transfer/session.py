@@ -23,7 +23,6 @@ from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.transfer.store import Committer
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
-from vcache_backend.vram_pool.copies.uploads import Uploader, make_uploader
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.slots import SlotView
@@ -31,6 +30,7 @@ from vcache_backend.vram_pool.slots import SlotView
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
+    from vcache_backend.offload.uploads import Uploader
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,8 @@ class Session:
         """Prepare the offload tier for these KV caches. Without memory for it go on without it."""
         if self.tier is None:
             return
+        from vcache_backend.offload.uploads import make_uploader
+
         nbytes = kv.chunk_bytes(self.chunk_size)
         try:
             self.uploader = make_uploader(self.copier, kv, nbytes)

@@ -47,8 +47,6 @@ class Pool:
         over_budget: called before memory is lent, with `segment_bytes` and how many bytes are to be
         allocated now. If it returns a reason, nothing is lent."""
         self.device = device
-        self.lent: list[SegmentId] = []
-        """Segments that this process has lent. They stay in the pool when it ends."""
         self._client = client
         self._segment_bytes, self._over_budget = int(segment_bytes), over_budget
         self._mapped: dict[SegmentId, MappedSegment] = {}
@@ -191,7 +189,6 @@ class Pool:
             log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
             mapped.close()
             return False
-        self.lent.append(mapped.id)
         size = f"{mapped.nbytes:,} B"
         log.info("lent %s of %s to the pool as segment %s", size, self.device, mapped.id)
         return self._admit(mapped)

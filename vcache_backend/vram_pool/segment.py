@@ -78,13 +78,6 @@ class MappedSegment(_WithDescriptor):
         super().__init__(info, fd, undo)
         self._whole: torch.Tensor | None = whole
 
-    def tensor(self, offset: int, length: int) -> torch.Tensor:
-        """A view of these bytes as 1-D uint8 on the reader's device. Raises SegmentError."""
-        if offset < 0 or length < 1 or offset + length > self.nbytes:
-            lacks = f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id}"
-            raise SegmentError(f"{lacks} of {self.nbytes:,} B")
-        return self.whole[offset : offset + length]
-
     @property
     def whole(self) -> torch.Tensor:
         """All bytes, and perhaps some more at the end, as a 1-D uint8 tensor. Raises SegmentError

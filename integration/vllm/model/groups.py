@@ -340,10 +340,6 @@ def _group(number: int, group: Any) -> LayerGroup:
 
 def _tail(group: LayerGroup, chunk_size: int) -> int:
     """How many tokens at a chunk's end have blocks that a hit may need; 0: all of them."""
-    tokens = _looked_back(group) * group.block_size
+    # Whole blocks that the window reaches into before a token.
+    tokens = -(-(group.window - 1) // group.block_size) * group.block_size
     return tokens if 0 < tokens < chunk_size else 0
-
-
-def _looked_back(group: LayerGroup) -> int:
-    """The most blocks before a token that its window reaches into; 0: all."""
-    return -(-(group.window - 1) // group.block_size) if group.window else 0

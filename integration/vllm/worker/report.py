@@ -93,8 +93,7 @@ class Reporter:
         tier = self._session.tier if self._session is not None else None
         if tier is None:
             return self._link
-        usable, rate, reported = tier.usable, tier.bandwidth, self._link.bandwidth
-        same = rate == reported
+        rate, reported = tier.bandwidth, self._link.bandwidth
         if rate is not None and reported is not None:
-            same = same or abs(rate - reported) < NOTICEABLE * reported
-        return self._link if same and usable == self._link.usable else Link(usable, rate)
+            rate = reported if abs(rate - reported) < NOTICEABLE * reported else rate
+        return Link(tier.usable, rate)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from vcache_backend.offload.read import Staged
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, Mark
 from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
@@ -26,22 +27,6 @@ BOUNCE_MOST = 64
 """The most chunks of one call."""
 
 
-class HostChunk(Protocol):
-    """A chunk in host memory, perhaps encoded."""
-
-    @property
-    def payload(self) -> Tensor: ...
-
-    @property
-    def codec(self) -> object | None:
-        """None if `payload` is the chunk itself."""
-        ...
-
-    def write_to(self, chunk: Tensor) -> None:
-        """Write the chunk's bytes into `chunk`; on a GPU, on the current stream."""
-        ...
-
-
 class HostUploader:
     """Copies chunks into a KV cache that lies in host memory, too. In the worker's thread that
     launches kernels.
@@ -53,7 +38,7 @@ class HostUploader:
         self.most = BOUNCE_MOST
 
     def scatter(
-        self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None
+        self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None
     ) -> Completion:
         """Like `Copier.scatter`, with `chunks` instead of slots. The caller leaves them as they are
         until the copy is over."""
@@ -61,7 +46,7 @@ class HostUploader:
             kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after
         )
 
-    def _decoded(self, chunk: HostChunk) -> Tensor:
+    def _decoded(self, chunk: Staged) -> Tensor:
         if chunk.codec is None:
             return chunk.payload
         decoded = torch.empty(self._chunk_bytes, dtype=torch.uint8)
@@ -90,7 +75,7 @@ class CudaUploader:
         self._last: CudaCompletion | None = None
 
     def scatter(
-        self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None
+        self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None
     ) -> Completion:
         from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaMark
 
