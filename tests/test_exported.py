@@ -139,14 +139,14 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     stage_: Stage, cache: SharedCache, shape: CacheShape, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage_.server()
-    client, wrong = stage_.client(QUICK), cache.regions[:1]
+    client, wrong = stage_.client(QUICK), list(cache.regions[:1])
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
     shown = OwnCache(client, ONE, 0, shape, wrong)
     assert f"show_cache {ONE.hex()}: 1 fds came along; its 2 regions" in shown.trouble
     eventually(lambda: len(beats) > 2)
     assert caplog.text.count("this KV cache is not shared in place") == 1
-    shown._regions = tuple(cache.regions)
+    wrong[:] = cache.regions
     eventually(lambda: shown.trouble == "")
     assert [one.missing for one in instances(stage_)] == ["its scheduler"]
 
