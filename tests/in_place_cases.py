@@ -189,7 +189,6 @@ class Engine:
 
     def flush(self) -> None:
         """Wait until all that was published is known."""
-        assert self.publisher is not None
         assert self.publisher.flush(SECONDS)
 
     def request(
@@ -275,7 +274,6 @@ class Engine:
         return found
 
     def keys(self, request: Request) -> list[Any]:
-        assert self.half.instance.keys is not None
         return self.half.instance.keys.keys(
             request.block_hashes, 0, len(request.block_hashes) // EACH
         )
@@ -292,8 +290,7 @@ class Engine:
 
     def hit(self, request: Request) -> int:
         """Tokens that vLLM's own cache had of a request that runs."""
-        tokens: int = self.half._requests[request.request_id].local
-        return tokens
+        return self.half._requests[request.request_id].local
 
     def right(self, published: list[Published]) -> bool:
         """Whether all of it is as the table has it now."""

@@ -144,12 +144,10 @@ class Engine(Worker):
         assert self.ask("store", tokens, skip)
 
     def lookup(self, tokens: list[int], request: str = "") -> int:
-        found: int = self.ask("lookup", tokens, request)
-        return found
+        return self.ask("lookup", tokens, request)
 
     def retrieve(self, tokens: list[int], request: str = "r", cached: int = 0) -> Retrieved:
-        found: Retrieved = self.ask("retrieve", tokens, request, cached)
-        return found
+        return self.ask("retrieve", tokens, request, cached)
 
 
 class Pool:
@@ -189,8 +187,7 @@ class Pool:
         return self.node.client()
 
     def leases(self) -> int:
-        count: int = self.stats().leases
-        return count
+        return self.stats().leases
 
     def settled(self) -> bool:
         """Whether all leases and reservations are over, soon. Releases of what was not read go out

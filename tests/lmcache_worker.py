@@ -69,8 +69,7 @@ class Inside:
 
     @property
     def backend(self) -> VCacheBackend:
-        backend: VCacheBackend = self.manager.storage_backends["vcache"]
-        return backend
+        return self.manager.storage_backends["vcache"]
 
     @property
     def worker(self) -> Any:

@@ -238,7 +238,6 @@ class Child(Process):
             start_new_session=True,
             preexec_fn=_start,
         )
-        assert self.process.stdout is not None
         self._out = self.process.stdout.fileno()
         super().__init__(" ".join(arguments)[:120], self.process.pid)
 
@@ -296,7 +295,6 @@ class Child(Process):
 
     def close(self) -> None:
         super().close()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 

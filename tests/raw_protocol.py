@@ -64,10 +64,7 @@ class Raw:
         except ConnectionResetError:  # told once, before the last that the server said
             data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, m.MAX_FDS)
         self.fds += fds
-        message: list[Any] | None = (
-            msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
-        )
-        return message
+        return msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
 
     def ask(self, *message: Any, fds: tuple[int, ...] = ()) -> list[Any] | None:
         """A message and its answer. If the server has closed the connection, the last it said, or

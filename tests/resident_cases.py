@@ -93,10 +93,7 @@ class Reader:
     def blocks(self, tokens: int) -> list[int]:
         """The places of a request of so many tokens: vLLM's blocks, anywhere."""
         most = self.kv.num_blocks * self.kv.block_size // self.size
-        chosen: list[int] = (
-            np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
-        )
-        return chosen
+        return np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
 
     def slots(self, tokens: int) -> torch.Tensor:
         blocks = torch.tensor(self.blocks(tokens), dtype=torch.int64)
@@ -150,8 +147,7 @@ class Reader:
     @property
     def stats(self) -> dict[str, Any]:
         """Of chunks in other KV caches."""
-        found: dict[str, Any] = self.session.stats.snapshot()["resident"]
-        return found
+        return self.session.stats.snapshot()["resident"]
 
     def knows(self, *names: int) -> None:
         """These owners have shown all."""

@@ -4,8 +4,6 @@ four chunks.
 
 from __future__ import annotations
 
-from typing import Any
-
 from model import chunk_key
 from processes import QUICK, Child, Stage, info
 
@@ -29,22 +27,11 @@ RESERVE_AND_WAIT = (
 RESERVE_AND_HANG_UP = (
     WRITER + 'client.reserve(keys, 1024); client.close(); print("hung up"); time.sleep(60)'
 )
-RESERVE_AND_LEAVE_A_CHILD = (
-    WRITER
-    + """
-client.reserve(keys, 1024)
-if os.fork() == 0:
-    os.setsid()
-    print("orphan", os.getpid(), flush=True)
-    time.sleep(60)
-os._exit(0)
-"""
-)
 
 
-def pool(stage_: Stage, memfd: int, **config: Any) -> Client:
+def pool(stage_: Stage, memfd: int) -> Client:
     """A client of a new server, with a segment of four chunks that nobody offers again."""
-    stage_.server(**config)
+    stage_.server()
     client = stage_.client()
     client.add_segment(info("s0", 4 * KIB), memfd)
     return client

@@ -148,27 +148,6 @@ def test_what_is_void_counts_until_it_is_out_of_memory(
     assert directory.residents.nbytes == 0
 
 
-# ---- what they reserve
-
-
-def test_slots_count_until_they_are_free_whatever_has_become_of_their_writer() -> None:
-    """A client that reserves, hangs up and comes back; one that leases chunks and removes them."""
-    directory = Directory(ServerConfig(max_chunks=1000), FakeClock())
-    directory.add_segment(m.SegmentInfo(m.SegmentId("s"), "host", "host", 16 * MIB))
-    slots = 0
-    for number in range(1, 6):
-        client = peer(number=number)
-        reserved = directory.reserve(client, keys(600, start=1000 * number), 256)
-        slots += sum(isinstance(slot, m.Location) for slot in reserved.slots)
-        if number == 1:
-            directory.commit(client, reserved.reservation, [])
-            directory.acquire(client, keys(600, start=1000))
-            directory.remove(keys(600, start=1000))
-        else:
-            directory.disconnect(client)
-    assert slots == 1000
-
-
 # ---- connections
 
 

@@ -215,12 +215,10 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
     client = stage_.client(PATIENT)
     first = client.send_find(m.Find([A], 2), SECONDS)
     second = client._send(m.Acquire([B]), m.Leased, SECONDS)
-    assert first is not None
     assert (second.answer().lease, first.over, len(first.answer().pooled)) == (7, True, 1)
     third = client._send(m.Acquire([B]), m.Leased, SECONDS)
     fourth = client.send_find(m.Find([A]), SECONDS)
     assert client.renew(7)
-    assert fourth is not None
     expected = (True, True, 7, b"\1")
     assert (third.over, fourth.over, third.answer().lease, fourth.answer().pooled) == expected
     client._send(m.Acquire([B]), m.Leased, SECONDS)

@@ -20,9 +20,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 def codec(name: str, dtype: str = "bfloat16", head_dim: int = 64) -> Codec:
-    made = codecs.make(name, dtype, head_dim)
-    assert made is not None
-    return made
+    return codecs.make(name, dtype, head_dim)
 
 
 def kv(dtype: str = "bfloat16", vectors: int = 512, head_dim: int = 64) -> torch.Tensor:

@@ -149,7 +149,6 @@ class DirectoryMachine(Clients):
     @precondition(lambda self: self.compacting is not None)
     def compact_a_slice(self) -> None:
         self.keep_ledger()
-        assert self.compacting is not None
         ledger, told = self.compacting
         record = next(told, None)
         if record is None:

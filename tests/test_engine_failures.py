@@ -227,10 +227,13 @@ def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
     """
     here.serve()
     mine = Cache()
-    here.engine("host:far", 8 * ROOMY, layout_of(mine))
+    far = here.engine("host:far", 8 * ROOMY, layout_of(mine))
     out_of_reach(monkeypatch, "host:far")
     here.engine("host:a", ROOMY, layout_of(mine))
     engine = here.engine("host:b", 0, layout_of(mine))
+    put(engine, mine, prompt(CHUNK))
+    put(far, mine, prompt(2 * CHUNK))
+    assert get(engine, mine, prompt(2 * CHUNK)) == CHUNK, "what lies there is a miss"
     for family in range(2, 6):
         put(engine, mine, prompt(2 * CHUNK, family))
         assert engine.lookup(prompt(2 * CHUNK, family)) == 2 * CHUNK

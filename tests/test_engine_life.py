@@ -1,4 +1,4 @@
-"""The engine in several threads, and its end."""
+"""The end of an engine."""
 
 from __future__ import annotations
 
@@ -9,50 +9,12 @@ from pathlib import Path
 
 from engine_cases import ROOMY, Node, Pair, folder, get, node, put, shared
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import SECONDS, eventually
+from processes import eventually
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.engine import VCacheEngine
 
 __all__ = ["folder", "shared"]
-
-
-# ---- threads, and the end
-
-
-def test_lookup_runs_beside_store_and_retrieve(shared: Node) -> None:
-    """The scheduler's side never sees an impossible answer, and the worker's bytes stay right."""
-    pair = Pair(shared, chunks=6)
-    done, odd, lookups = threading.Event(), [], [0]
-
-    def schedule() -> None:
-        while not done.is_set():
-            for family in range(1, 5):
-                found = pair.reader.lookup(prompt(3 * CHUNK, family))
-                pair.reader.contains(pair.reader.keys(prompt(CHUNK, family))[0])
-                if found not in (0, CHUNK, 2 * CHUNK, 3 * CHUNK):
-                    odd.append(found)
-                lookups[0] += 1
-            pair.reader.get_stats()
-
-    thread = threading.Thread(target=schedule)
-    thread.start()
-    try:
-        for turn in range(12):
-            put(pair.writer, pair.mine, prompt(3 * CHUNK, 1 + turn % 4))
-            assert (
-                get(pair.reader, pair.theirs, prompt(3 * CHUNK, 1 + turn % 4), seed=turn)
-                == 3 * CHUNK
-            )
-            # What it has read may be evicted again: its lease ends behind its back.
-            assert pair.reader.flush(SECONDS)
-    finally:
-        done.set()
-        thread.join(SECONDS)
-    assert not thread.is_alive()
-    assert not odd
-    assert lookups[0] > 12
-    assert pair.reader.get_stats()["failures"] == {}
 
 
 def _held() -> tuple[int, int, int]:

@@ -45,8 +45,7 @@ def _loaded(_: object, file: str) -> dict[str, Any]:
 
     config = LMCacheEngineConfig.from_file(file)
     config.validate()
-    read: dict[str, Any] = json.loads(config.to_json())
-    return read
+    return json.loads(config.to_json())
 
 
 @NEEDS_VLLM

@@ -12,12 +12,11 @@ import msgspec
 import pytest
 import torch
 from kv_cases import ARRANGEMENTS, SMALL, Arrangement, Cache
-from neighbour_cases import EACH, HOST, NAMESPACE, SharedCache, instance
+from neighbour_cases import HOST, SharedCache, instance
 from processes import PATIENT, QUICK, Stage, eventually
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.metadata_server.messages import CacheShape, InstanceStats, LayerKind
-from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.own_cache import OwnCache, cache_shape, check_shape
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region
@@ -136,35 +135,18 @@ def instances(stage: Stage) -> list[InstanceStats]:
     return stage.client(PATIENT).stats().instances
 
 
-def test_a_cache_is_shown_and_shown_again_to_the_next_server_whoever_comes_first(
-    stage_: Stage, cache: SharedCache, shape: CacheShape
-) -> None:
-    first = stage_.server()
-    client, table = stage_.client(QUICK), Generations(ONE, BLOCKS)
-    shown = OwnCache(client, ONE, 0, shape, cache.regions)
-    assert [one.missing for one in instances(stage_)] == ["its scheduler"]
-    client.join(ONE, NAMESPACE, BLOCKS, 1, EACH, table.fd)
-    assert [one.missing for one in instances(stage_)] == [""]
-    first.kill()
-    stage_.server()
-    eventually(lambda: client.connected and instances(stage_))
-    eventually(lambda: [one.missing for one in instances(stage_)] == ["its scheduler"])
-    assert shown.trouble == ""
-    table.close()
-
-
 def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     stage_: Stage, cache: SharedCache, shape: CacheShape, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage_.server()
-    client, wrong = stage_.client(QUICK), cache.regions[:1]
+    client, wrong = stage_.client(QUICK), list(cache.regions[:1])
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
     shown = OwnCache(client, ONE, 0, shape, wrong)
     assert f"show_cache {ONE.hex()}: 1 fds came along; its 2 regions" in shown.trouble
     eventually(lambda: len(beats) > 2)
     assert caplog.text.count("this KV cache is not shared in place") == 1
-    shown._regions = tuple(cache.regions)
+    wrong[:] = cache.regions
     eventually(lambda: shown.trouble == "")
     assert [one.missing for one in instances(stage_)] == ["its scheduler"]
 

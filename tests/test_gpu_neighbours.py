@@ -33,9 +33,7 @@ class GpuReader:
         self.copier = CudaCopier(0)
 
     def there(self, number: int = 1) -> Neighbour:
-        found = eventually(lambda: self.neighbours.get(instance(number)))
-        assert isinstance(found, Neighbour)
-        return found
+        return eventually(lambda: self.neighbours.get(instance(number)))
 
     def close(self) -> None:
         self.copier.close()

@@ -36,7 +36,6 @@ class Reading:
         self.session, self.bystander = reader._session, here.client()
         keys = reader.keys(prompt(2 * CHUNK))
         lease = self.session.leases.acquire(keys)
-        assert lease is not None
         self.lease = lease
         assert len(self.lease.locations) == 2
 

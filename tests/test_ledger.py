@@ -108,16 +108,6 @@ def test_resets_go_through_the_other_namespaces_chunks_once_however_many_there_a
     assert state.chunks.read <= 2 * 2100
 
 
-def test_what_was_written_is_read_back(ledger: Ledger) -> None:
-    assert read(ledger.fd) == r.LedgerState()
-    ledger.write(HISTORY[:2], compacts_nothing)
-    ledger.write(HISTORY[2:], compacts_nothing)
-    state = read(ledger.fd)
-    assert state.chunks == {B: PLACE[1], A: PLACE[0]}
-    assert state.held == {2: HISTORY[3]}
-    assert state.segments == {S0: HISTORY[0]}
-
-
 @pytest.mark.parametrize(
     "records",
     [

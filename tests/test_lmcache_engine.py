@@ -178,3 +178,87 @@ def test_mla_is_stored_once_and_every_rank_reads_it(served: Pool) -> None:
     for rank in (first, second):
         assert rank.retrieve(chunks(3)) == all_of(3 * CHUNK)
     assert served.settled()
+
+
+# ---- LMCache's host tier beside us
+
+HOST_TIER: dict[str, Any] = {"local_cpu": True, "max_local_cpu_size": 0.01}
+
+
+def in_hot_cache(inside: Inside) -> int:
+    """Chunks that the host tier holds."""
+    return len(inside.manager.local_cpu_backend.hot_cache)
+
+
+def fill_host_tier(inside: Inside, prompt: list[int]) -> int:
+    """Put chunks there under the prompt's keys, as a disk or a server behind it would that others
+    fill, too. Their bytes are arranged as stock LMCache arranges them."""
+    tier = inside.manager.local_cpu_backend
+    shapes = inside.metadata.get_shapes(CHUNK)
+    dtypes = inside.metadata.get_dtypes()
+    for key in inside.keys(prompt):
+        tier.submit_put_task(key, tier.allocate(shapes, dtypes))
+    return in_hot_cache(inside)
+
+
+def test_what_another_tier_has_under_our_keys_is_not_read(served: Pool) -> None:
+    """Its keys say nothing of the layout of the bytes."""
+    engine = served.engine(**HOST_TIER)
+    engine.store(chunks(1))
+    assert engine.ask(fill_host_tier, chunks(3)) == 3
+    assert engine.lookup(chunks(3), "r") == CHUNK
+    assert engine.retrieve(chunks(3), request="r") == all_of(CHUNK)
+    assert engine.retrieve(chunks(3)) == all_of(CHUNK)
+
+
+# ---- the allocator's role
+
+
+def allocators(inside: Inside) -> tuple[bool, list[str]]:
+    return inside.manager.allocator_backend is inside.backend, list(inside.manager.storage_backends)
+
+
+def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
+    assert served.engine().ask(allocators) == (True, ["vcache"])
+    engine = served.engine(**HOST_TIER)
+    assert engine.ask(allocators) == (True, ["LocalCPUBackend", "vcache"])
+    engine.store(chunks(3))
+    assert engine.ask(in_hot_cache) == 0
+    assert engine.retrieve(chunks(3)) == all_of(3 * CHUNK)
+
+
+# ---- forgetting
+
+
+def test_clear_forgets_the_namespace(served: Pool) -> None:
+    engine, other = served.engine(), served.engine(extra={"vcache.model": "another"})
+    for one in (engine, other):
+        one.store(chunks(3))
+    assert served.stats().chunks == 6
+    assert engine.ask(clear) == 3 * CHUNK
+    assert (engine.lookup(chunks(3)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
+    other.store(chunks(2, family=2))
+    assert other.ask(clear, chunks(2, family=2)) == 2
+    assert (other.lookup(chunks(2, family=2)), other.lookup(chunks(3))) == (0, 3 * CHUNK)
+
+
+def clear(inside: Inside, prompt: list[int] | None = None) -> int:
+    return int(inside.engine.clear(prompt))
+
+
+def recreate(inside: Inside) -> bool:
+    before = inside.backend
+    inside.manager.recreate_backend("vcache")
+    inside.show_kv_caches()
+    return inside.manager.allocator_backend is inside.backend is not before
+
+
+def test_a_backend_made_again_works_as_before(served: Pool) -> None:
+    engine, reader = served.engine(), served.engine()
+    engine.store(chunks(2))
+    assert engine.ask(recreate)
+    assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
+    engine.store(chunks(2, family=2))
+    assert reader.retrieve(chunks(2, family=2)) == all_of(2 * CHUNK)
+    assert engine.ask("healthy")
+    assert served.settled()

@@ -199,8 +199,7 @@ def believe_leases_for(inside: Inside, seconds: float) -> None:
 
 
 def failures(inside: Inside) -> dict[str, int]:
-    found: dict[str, int] = inside.worker.session.stats.snapshot()["failures"]
-    return found
+    return inside.worker.session.stats.snapshot()["failures"]
 
 
 @pytest.mark.parametrize("grace", [SECONDS, 0.0], ids=["within the grace", "after it"])

@@ -115,7 +115,6 @@ def namespace(
     instance: Instance, chunk_size: int = CHUNK, probe: str = "7", how: str = "sha256_cbor"
 ) -> str:
     config = from_dict({"engine": {"chunk_size": chunk_size}})
-    assert instance.kvcaches is not None
     kv, _ = instance.describe(instance.kvcaches, config)
     return str(instance.layout(instance.kvcaches, kv, chunk_size, probe, how).namespace())
 
@@ -270,7 +269,6 @@ def test_another_lmcache_is_refused(
 
     monkeypatch.setattr(metadata, "version", installed)
     answer = checks.version()
-    assert answer is not None
     assert said in answer
     assert "pip install 'lmcache>=0.5.3,<0.6'" in answer
 

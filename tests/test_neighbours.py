@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-from collections import Counter
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -30,13 +29,14 @@ from neighbour_cases import (
     still,
     threads,
 )
-from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd
+from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import cache_shape
+from vcache_backend.resident.unmapper import LOOK_SECONDS, Unmapper
 
 ONE, TWO = instance(1), instance(2)
 
@@ -54,14 +54,37 @@ class Reader:
 
     def there(self, name: bytes = ONE) -> Neighbour:
         """Once its owner has shown all."""
-        found = eventually(lambda: self.neighbours.get(name))
-        assert isinstance(found, Neighbour)
-        return found
+        return eventually(lambda: self.neighbours.get(name))
 
 
 @pytest.fixture
 def reader(stage: Stage) -> Iterator[Reader]:
     with closing(Reader(stage.client())) as made:
+        yield made
+
+
+class Owners:
+    """KV caches that this process maps as if they were others'."""
+
+    def __init__(self) -> None:
+        self.cache = SharedCache()
+        self.shape = cache_shape(self.cache.kv, self.cache.regions, HOST)
+        self.table = Generations(ONE, self.shape.num_blocks)
+
+    def neighbour(self, fd: int | None = None) -> Neighbour:
+        view = GenerationView.open(self.table.fd, ONE, self.shape.num_blocks)
+        made = Neighbour(ONE, self.shape, view, EACH)
+        made.map([self.cache.regions[0].fd if fd is None else fd], HOST)
+        return made
+
+    def close(self) -> None:
+        self.table.close()
+        self.cache.close()
+
+
+@pytest.fixture
+def owners() -> Iterator[Owners]:
+    with closing(Owners()) as made:
         yield made
 
 
@@ -165,48 +188,6 @@ def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(
         assert reader.neighbours.get(ONE) is None
 
 
-def test_readers_in_many_threads_live_through_the_deaths_of_many_owners(
-    stage: Stage, reader: Reader
-) -> None:
-    """Whoever read wrong bytes that the generations call right, or touched what is unmapped, would
-    fail, or end, here.
-    """
-    stop, names = threading.Event(), list[bytes]()
-    right: Counter[bytes] = Counter()
-    wrong: list[int | None] = []
-
-    def work() -> None:
-        with closing(SharedCache()) as mine:
-            while not stop.wait(0.001):
-                for name in list(names):
-                    neighbour = reader.neighbours.get(name)
-                    if neighbour is None or not neighbour.enter():
-                        continue
-                    value = read(neighbour, mine, 3)
-                    if still(neighbour.view, [3], [4]):
-                        right[name] += 1
-                        wrong.extend([value] if value != name[-1] else [])
-                    neighbour.leave()
-
-    threads_ = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads_:
-        thread.start()
-    try:
-        for life in range(1, 3):
-            with owner(stage, life) as there:
-                assert there.ask("write", [3], life) == [4]
-                name = instance(life)
-                names.append(name)
-                eventually(lambda name=name: right[name] > 20)
-                there.kill()
-    finally:
-        stop.set()
-        for thread in threads_:
-            thread.join(SECONDS)
-    assert wrong == []
-    eventually(lambda: kv_mapped() == 0)
-
-
 # ---- the server comes and goes
 
 
@@ -296,18 +277,14 @@ def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_ag
         assert (mapped(reader.neighbours, TWO), kv_mapped()) == (None, 0)
 
 
-def test_an_fd_of_something_else_is_never_mapped() -> None:
+def test_an_fd_of_something_else_is_never_mapped(owners: Owners) -> None:
     """Whatever the server lets pass. More of that: test_segments."""
-    cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
-    shape = cache_shape(cache.kv, cache.regions, HOST)
-    view = GenerationView.open(table.fd, ONE, SMALL.blocks)
-    nbytes = cache.regions[0].nbytes
+    nbytes = owners.cache.regions[0].nbytes
     short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
     for fd, why in ((short, "holds"), (unsealed, "not sealed against")):
         with pytest.raises(SegmentError, match=why):
-            Neighbour(ONE, shape, view, EACH).map([fd], HOST)
+            owners.neighbour(fd)
         os.close(fd)
-    table.close()
 
 
 # ---- closing
@@ -343,3 +320,54 @@ def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
         assert reader.neighbours.get(ONE) is None
         neighbour.leave()
         eventually(lambda: kv_mapped() == 0)
+
+
+# ---- the thread that unmaps what was a dead owner's
+
+
+def test_the_end_of_one_owner_ends_no_other_that_was_admitted_meanwhile(owners: Owners) -> None:
+    """While the first end is dealt with, somebody admits a living owner: its pidfds may get the
+    same numbers.
+    """
+    living: list[Neighbour] = []
+
+    def admit_another(ended: Neighbour) -> None:
+        if not living:
+            living.append(owners.neighbour())
+            assert unmapper.admit(living[0], [os.pidfd_open(os.getpid()) for _ in ends])
+
+    unmapper = Unmapper(admit_another)
+    with script("input()") as process:
+        ends = [os.pidfd_open(process.pid) for _ in range(8)]
+        dead = owners.neighbour()
+        assert unmapper.admit(dead, ends)
+        process.kill()
+    eventually(lambda: not enters(dead))
+    eventually(lambda: living)
+    eventually(lambda: kv_mapped() == 1)
+    time.sleep(3 * LOOK_SECONDS)
+    assert enters(living[0])
+    unmapper.close(SECONDS)
+    assert kv_mapped() == 0
+    assert not unmapper.admit(owners.neighbour(), [])
+
+
+def test_when_the_thread_fails_nothing_is_read_any_more(
+    owners: Owners, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or an owner's end would never be noticed."""
+
+    def fail(ended: Neighbour) -> None:
+        if ended is first:
+            raise RuntimeError("planted")
+
+    unmapper = Unmapper(fail)
+    first, second = owners.neighbour(), owners.neighbour()
+    with script("input()") as process:
+        assert unmapper.admit(second, [os.pidfd_open(os.getpid())])
+        assert unmapper.admit(first, [os.pidfd_open(process.pid)])
+        process.kill()
+    eventually(lambda: unmapper.closed and kv_mapped() == 0)
+    assert not second.enter()
+    unmapper.close(SECONDS)
+    assert "their ends would go unnoticed" in caplog.text

@@ -80,30 +80,6 @@ def test_without_a_master_everything_else_works(
         assert alone.get_stats()["offload"]["dropped"]["backlog"] == 2
 
 
-def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, model: str) -> None:
-    one, two = (engine(at, own_depot, model) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH)
-    through(one, cache, tokens)
-    own_depot.master.kill()
-    for _ in range(5):
-        # what was asked before it died may still be answered
-        assert two.lookup(tokens) in (0, LENGTH)
-        assert get(two, cache, tokens) == 0
-    assert two.lookup(tokens) == 0
-    assert two.get_stats()["offload"]["usable"] is False
-    own_depot.master.restart()
-    eventually(lambda: two.get_stats()["offload"]["usable"])
-    eventually(lambda: one.get_stats()["offload"]["usable"])
-    # Each further call would have cost it 4 s.
-    assert two.get_stats()["offload"]["store"]["processes_started"] > 1
-    eventually(lambda: own_depot.master.segments())
-    # It forgot every object; what is stored from now on is there.
-    fresh = prompt(LENGTH, 2)
-    through(one, cache, fresh)
-    eventually(lambda: two.lookup(fresh) == LENGTH)
-    assert get(two, cache, fresh) == LENGTH
-
-
 def test_a_hung_provider_costs_one_deadline(
     nodes: list[Node], hung_depot: Depot, model: str
 ) -> None:

@@ -39,14 +39,12 @@ def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage:
     first, second = stage.client(), stage.client()
     assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None
     told = coming(second, 6, promise=1)
-    assert told is not None
     assert (told.chunks, told.begun) == (5, False)
     assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None, "nobody waits for oneself"
     assert first.find(m.Find(keys(6), 1, A)).coming is None, "who waits promises nothing"
     paces = {"chunk_seconds": 0.5, "step_seconds": 2.0}
     assert first.promise(m.Promise(1, keys(5), **paces)) == m.Promised(5)
     told = coming(second, 6)
-    assert told is not None
     assert (told.chunks, told.begun, told.chunk_seconds, told.step_seconds) == (5, True, 0.5, 2.0)
     assert told.quiet < 5
 
@@ -91,7 +89,6 @@ def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: St
     store(1, pooled[1:2])
     found = reader.find(m.Find(pooled, 2, pool_only=True))
     assert len(found.pooled) == 2
-    assert found.coming is not None
     assert found.coming.chunks == 1
     store(1, pooled[2:])
     store(0, pooled[2:])
@@ -199,7 +196,6 @@ def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock.advance(promises.QUIET_SECONDS - 1)
     directory.tick()
     told = directory.promises.coming(BOB, keys(1, start=1))
-    assert told is not None
     assert told.quiet == promises.QUIET_SECONDS - 1
     clock.advance(2)
     directory.tick()

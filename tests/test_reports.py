@@ -116,8 +116,6 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
     stats, segments = (
         service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
     )
-    assert isinstance(stats, m.ServerStats)
-    assert isinstance(segments, m.Segments)
     assert wire.encode(segments)
     assert wire.encode(stats)
     assert len(stats.segments) == len(segments.segments) == MAX_SEGMENTS

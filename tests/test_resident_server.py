@@ -107,7 +107,6 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     assert there.residents == [here]
     assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
     sent = reader.send_find(m.Find(keys(2)), SECONDS)
-    assert sent is not None
     assert sent.answer().residents == [here.cut(0, 2)]
 
     joined, (table, *pidfds) = reader.open_instance(A)
@@ -258,12 +257,8 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
 ) -> None:
     owner = owning(alone)
     owner.expect("shown")
-    table = make_table(64)
-    try:
-        with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
-            reader.join(A, NAMESPACE, 64, 1, EACH, table)
-    finally:
-        os.close(table)
+    with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
+        join(reader, A)
     with pytest.raises(Refused, match=f"pid {owner.pid} is this part"):
         show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
@@ -541,19 +536,17 @@ def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
 
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
-    table = make_table(m.MAX_BLOCKS)
     with alone.client() as greedy:
         for number in range(3):
-            greedy.join(instance_id(number), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+            join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):
-            greedy.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+            join(greedy, instance_id(11), m.MAX_BLOCKS)
         for number in range(3, instances.MAX_INSTANCES):
             show(greedy, instance_id(number))
         with pytest.raises(Refused, match="64 instances share in place already"):
             show(reader, instance_id(99))
     eventually(lambda: not reader.stats().instances)
-    reader.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
-    os.close(table)
+    join(reader, instance_id(11), m.MAX_BLOCKS)
 
 
 def test_memory_of_instances_leaves_descriptors_for_clients(alone: Stage, memfd: int) -> None:
@@ -577,7 +570,6 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
     packed = chunk_blocks(0, count, each), chunk_generations(2, count, each)
     assert owner.publish(m.Publish(A, 1, keys(count), *packed)) == count
     sent = reader.send_find(m.Find(keys(count)), SECONDS)
-    assert sent is not None
     part = sent.answer()
     assert part.cut
     assert 200 < len(part.pooled) < count
@@ -588,5 +580,4 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
 
 
 def packed(cache: m.CacheShape) -> list[Any]:
-    fields: list[Any] = msgspec.to_builtins(cache)
-    return fields
+    return msgspec.to_builtins(cache)

@@ -8,7 +8,6 @@ import fcntl
 import gc
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ import msgspec
 import pytest
 import torch
 from neighbour_cases import few_descriptors
-from processes import SECONDS
 
 from vcache_backend import seals
 from vcache_backend.errors import ConfigError, SegmentError
@@ -204,26 +202,6 @@ def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_th
     assert mappings() == before[1] + 1
     del part
     assert (open_fds() <= before[0], mappings()) == (True, before[1])
-
-
-# ---- leaks
-
-
-def one_life() -> MappedSegment:
-    with create(HOST, NBYTES) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
-        mapped.whole[:1].fill_(1)
-        return mapped
-
-
-def test_segments_are_made_and_closed_from_many_threads() -> None:
-    def lives() -> None:
-        threads = [threading.Thread(target=one_life) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-
-    assert left_behind(lives, cycles=4) == (0, 0)
 
 
 # ---- devices on a machine without a GPU

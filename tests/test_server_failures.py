@@ -31,7 +31,6 @@ from processes import (
 from server_cases import (
     KIB,
     RESERVE_AND_HANG_UP,
-    RESERVE_AND_LEAVE_A_CHILD,
     RESERVE_AND_WAIT,
     has_room,
     pool,
@@ -110,23 +109,6 @@ def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(
     assert client.reserve([A], KIB).slots == [m.Refusal.FULL]
     writer.kill()
     eventually(lambda: has_room(client))
-
-
-def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_open(
-    stage_: Stage, memfd: int
-) -> None:
-    """The connection ends only with the orphan that inherited it, so expiry voids the reservation;
-    the writer is long gone by then.
-    """
-    client = pool(stage_, memfd, reservation_seconds=0.5)
-    writer = stage_.script(RESERVE_AND_LEAVE_A_CHILD)
-    orphan = int(writer.expect("orphan").split()[1])
-    try:
-        writer.process.wait(SECONDS)
-        eventually(lambda: has_room(client))
-        os.kill(orphan, 0)
-    finally:
-        os.kill(orphan, signal.SIGKILL)
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")

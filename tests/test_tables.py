@@ -8,7 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from neighbour_cases import added_to, descriptors, instance, owner, still
+from neighbour_cases import added_to, descriptors, instance, owner
 from processes import PATIENT, QUICK, Stage, asked, eventually, hung
 
 from vcache_backend.integration.vllm.in_place.replicas import choose
@@ -32,22 +32,7 @@ def tables(client: Client) -> Iterator[Tables]:
 
 
 def there(tables: Tables, name: bytes = ONE) -> GenerationView:
-    found = eventually(lambda: tables.view(name))
-    assert isinstance(found, GenerationView)
-    return found
-
-
-def test_a_table_is_opened_once_and_shows_what_its_owner_changes(
-    stage: Stage, client: Client, tables: Tables
-) -> None:
-    with owner(stage) as part:
-        generations = part.ask("write", [1, 2], 7)
-        view = there(tables)
-        assert still(view, [1, 2], generations)
-        part.ask("write", [2], 8)
-        assert tables.view(ONE) is view
-        assert not still(view, [1, 2], generations)
-        assert asked(client, "OpenInstance") == 1
+    return eventually(lambda: tables.view(name))
 
 
 def test_all_unchanged_chunks_of_a_run_are_chosen_though_every_second_has_changed(

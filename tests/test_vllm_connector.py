@@ -97,17 +97,6 @@ def test_what_b_had_itself_is_not_written_again(here: Node, a: Instance, b: Inst
     assert own.said == a.one(beginning).said
 
 
-def test_a_request_runs_once_the_copies_of_its_load_are_over(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    """The bytes of these copies move when somebody waits for them."""
-    tokens = new_tokens(3 * CHUNK + 1)
-    computed = here.keep(a, tokens)
-    with meddled(b, f"{SCATTER},fence", "late"):
-        answer = b.one(tokens)
-    assert (answer.cached, answer.agrees(computed)) == (3 * CHUNK, True)
-
-
 def test_a_request_costs_one_look_up_and_a_hit_one_lease(
     here: Node, a: Instance, b: Instance
 ) -> None:

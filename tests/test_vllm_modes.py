@@ -22,14 +22,7 @@ from vllm_cases import (
     needs_vllm,
     new_tokens,
 )
-from vllm_models import (
-    IMAGE,
-    LAYERS,
-    write_eagle,
-    write_guessed,
-    write_mtp,
-    write_vision_model,
-)
+from vllm_models import LAYERS, write_eagle, write_guessed
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -155,37 +148,22 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     assert guessed > b.counter("vllm:spec_decode_num_accepted_tokens") > 0
 
 
-@pytest.mark.parametrize(
-    ("method", "kinds", "layers", "share"),
-    [
-        ("eagle", "fsfs", 6, "pool"),
-        ("eagle", "", 4, "in_place"),
-        ("mtp", "", 3, "in_place"),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "layers", "share"), [("fsfs", 6, "pool"), ("", 4, "in_place")])
 def test_the_kv_of_a_draft_comes_with_its_targets(
-    here: Node, start: Start, method: str, kinds: str, layers: int, share: str
+    here: Node, start: Start, kinds: str, layers: int, share: str
 ) -> None:
     """Otherwise its guesses after a hit would be worthless: they are as good as after vLLM's own
     hit. Where some layers look at a window, the head's lies in the others' table, and theirs is
     padded to its length. Where none does, the head has twice as many KV heads as the target, so
     that its pages are twice as large."""
-    folder = here.folder / f"{method}{kinds}{share}"
-    guesses: dict[str, Any] = {
-        "method": method,
-        "num_speculative_tokens": 1 if method == "mtp" else 3,
-    }
-    if method == "mtp":
-        model = write_mtp(folder / "target")
-    else:
-        model = write_guessed(folder / "target", kinds, 64)
-        guesses["model"] = str(write_eagle(folder / "head", 1 if kinds else 2))
-    b = start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
-    reader = (
-        b
-        if share == "pool"
-        else start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
-    )
+    folder, shares = here.folder / f"eagle{share}", {"connector": {"share": share}}
+    model = str(write_guessed(folder / "target", kinds, 64))
+    head = str(write_eagle(folder / "head", 1 if kinds else 2))
+    guesses = {"method": "eagle", "num_speculative_tokens": 3, "model": head}
+    b = start(shares, model=model, speculative_config=guesses)
+    reader = b
+    if share == "in_place":
+        reader = start(shares, model=model, speculative_config=guesses)
     tokens = new_tokens(LENGTH + 9)
     computed = here.keep(b, tokens, max_tokens=24)
     said = [line for line in b.log.splitlines() if "B a chunk" in line][-1]
@@ -212,21 +190,6 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     return answer, [
         instance.counter(name) - count for name, count in zip(names, before, strict=True)
     ]
-
-
-def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: Start) -> None:
-    eyes = {"model": str(write_vision_model(here.folder / "eyes")), "skip_tokenizer_init": False}
-    tokens = [*new_tokens(3), IMAGE, *new_tokens(LENGTH - 9)]
-    b = start(**eyes)
-    chunks = here.chunks()
-    one, two = b.one(tokens, image=1), b.one(tokens, image=2)
-    here.stored(chunks + 2 * LENGTH // CHUNK)
-    assert one.said != two.said
-    for image in (1, 2):
-        own, found = b.one(tokens, image=image), b.again(tokens, image=image)
-        assert (found.cached, own.cached) == (LENGTH, LENGTH)
-        assert found.said == own.said
-    assert b.one(tokens, image=3).cached == 0
 
 
 # ---- refused

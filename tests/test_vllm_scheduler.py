@@ -458,10 +458,13 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
     monkeypatch.setattr(waits, "monotonic", clock)
 
     def waited(
-        tokens: list[int], ends: Callable[[], None] = lambda: None, seconds: float = bound + 0.01
+        tokens: list[int],
+        ends: Callable[[], None] = lambda: None,
+        seconds: float = bound + 0.01,
+        **wishes: Any,
     ) -> bool:
         engine.half._pace.chunk_seconds = 1
-        request = engine.add(tokens)
+        request = engine.add(tokens, **wishes)
         engine.step()
         waits = engine.half._requests[request.request_id].wait.since > 0
         ends()
@@ -487,6 +490,9 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         assert waited(tokens, lambda: put(here, engine, tokens), 1)
         late = [waited(begun(owner, engine, name, 1, 2)) for name in range(5, 8)]
         assert late == [True, True, False]
+        # Unless a request says how long the owner may be quiet.
+        tokens = begun(owner, engine, 8, 1, 2)
+        assert waited(tokens, announced=True, wait_seconds=bound)
 
 
 def begun(

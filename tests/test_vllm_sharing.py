@@ -34,11 +34,10 @@ __all__ = ["here"]
 pytestmark = needs_vllm
 
 VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
-FIND_OVER = "vcache_backend.integration.vllm.scheduler.side:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.client:Client.open_cache"
 STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
-"""Places: a copy is over, and was it right; a hit was found, its load is not described
-yet; a worker asks for another one's KV cache; a step is over, and the scheduler learns so."""
+"""Places: a copy is over, and was it right; a worker asks for another one's KV cache; a step is over,
+and the scheduler learns so."""
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
 """KV blocks for 448 tokens."""
 
@@ -107,23 +106,6 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(
     assert b.counter("vllm:vcache_stored_bytes") == 0
 
 
-def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(
-    here: Node, a: Instance, b: Instance, c: Instance
-) -> None:
-    """The chunks that an answer completes; and once its owner has forgotten all, its first reader
-    still has them.
-    """
-    tokens = new_tokens(3 * CHUNK - 10)
-    said = keep(a, tokens, max_tokens=CHUNK + 12)
-    following = tokens + said.tokens + new_tokens(7)
-    assert b.one(following).cached == 4 * CHUNK
-    own = keep(b, following)
-    assert a.ask("forget")
-    hit = c.one(following)
-    assert hit.cached == 4 * CHUNK
-    assert hit.said == own.said
-
-
 def test_requests_of_one_step_are_found_whole_though_one_has_hit_what_the_other_computes(
     here: Node, a: Instance, b: Instance
 ) -> None:
@@ -135,19 +117,6 @@ def test_requests_of_one_step_are_found_whole_though_one_has_hit_what_the_other_
         hit, own = b.one(prompt.tokens), a.one(prompt.tokens)
         assert (hit.cached, own.cached) == (4 * CHUNK, 4 * CHUNK)
         assert hit.said == own.said
-
-
-def test_blocks_that_their_owner_used_again_are_computed(
-    here: Node, a: Instance, b: Instance, tiny: Instance, aside: Instance
-) -> None:
-    """Found, and gone when they are looked at: what others have told is not in there."""
-    tokens, changed = new_tokens(5 * CHUNK + 1), b.counter("vllm:vcache_failures", cause="changed")
-    keep(tiny, tokens)
-    with stopped_at(b, FIND_OVER) as place:
-        answers = place.while_there(lambda: tiny.one(new_tokens(6 * CHUNK)), Prompt(tokens))
-    assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
-    assert answers[0].cached == 0
-    assert answers[0].said == aside.one(tokens).said
 
 
 def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
@@ -169,32 +138,6 @@ def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
         assert b.answer() == {}
     assert b.step(1)["load"].cached == 3 * CHUNK
     assert b.finish("beside").keys() == {"beside"}
-
-
-def test_blocks_that_are_used_again_while_they_are_read_are_computed(
-    here: Node, b: Instance, tiny: Instance, aside: Instance
-) -> None:
-    """The reader's process is stopped until their owner has written all of them, and for longer
-    than a request to the server may take.
-    """
-    tokens = new_tokens(5 * CHUNK + 1)
-    keep(tiny, tokens)
-
-    def use_again() -> None:
-        with b.stopped():
-            tiny.one(new_tokens(6 * CHUNK))
-            time.sleep(0.4)
-
-    lost, beside = b.counter("vllm:vcache_recomputed_tokens"), Prompt(new_tokens(40), max_tokens=14)
-    changed = b.counter("vllm:vcache_failures", cause="changed")
-    with stopped_at(b, VERDICT) as place:
-        answers = place.while_there(use_again, Prompt(tokens), beside)
-    assert b.counter("vllm:vcache_recomputed_tokens") - lost == 5 * CHUNK
-    assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
-    assert answers[0].agrees(aside.one(tokens))
-    assert answers[1].agrees(aside.run(beside)[0])
-    # Nothing wrong is in its own cache, nor does it pass it on.
-    assert b.one(tokens).agrees(aside.one(tokens))
 
 
 def survived(

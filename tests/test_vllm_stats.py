@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -193,10 +194,16 @@ def vllms_own_event(request: Request, first: int, last: int) -> Any:
 
 
 LORA = {"lora_request": LoRARequest("french", 3, "/nowhere")}
+_SEEN = [
+    MultiModalFeatureSpec(None, "image", f"{number}", PlaceholderRange(offset, 20))
+    for number, offset in enumerate((5, 70))
+]
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"cache_salt": "pepper"}, LORA], ids=["plain", "salt", "lora"]
+    "arguments",
+    [{}, {"cache_salt": "pepper"}, LORA, {"mm_features": _SEEN}],
+    ids=["plain", "salt", "lora", "images"],
 )
 @pytest.mark.parametrize("first", [0, 4])
 def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], first: int) -> None:

@@ -61,8 +61,7 @@ SENT = [wire.encode(request) for request in REQUESTS]
 
 
 def packed(*message: Any) -> bytes:
-    data: bytes = msgpack.packb(list(message), use_bin_type=True)
-    return data
+    return msgpack.packb(list(message), use_bin_type=True)
 
 
 def mutated(original: bytes, edits: list[tuple[int, int]]) -> bytes:

@@ -87,8 +87,8 @@ needs_vllm = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM i
 
 class Prompt(NamedTuple):
     """A request. params: its `kv_transfer_params`. lora: the folder of an adapter; lora_id: its
-    number, if not the folder's own. image: the seed of one. rate: the prompt's own log
-    probabilities too. fresh: nothing may come from a cache."""
+    number, if not the folder's own. rate: the prompt's own log probabilities too. fresh: nothing
+    may come from a cache."""
 
     tokens: list[int]
     max_tokens: int = 6
@@ -96,7 +96,6 @@ class Prompt(NamedTuple):
     params: dict[str, Any] | None = None
     lora: str | None = None
     lora_id: int = 0
-    image: int | None = None
     rate: bool = False
     fresh: bool = False
 
@@ -328,8 +327,7 @@ def meddled(
     instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER
 ) -> Iterator[None]:
     """Every call of `place`, at most `times`: `raise`, `count`, `count here` (in the main thread),
-    `slow` (what it returns is done `value` seconds later, or at the end), or `late` (of a copier's
-    copies and its `fence`: bytes move once they are waited for).
+    or `slow` (what it returns is done `value` seconds later, or at the end).
 
     Fails if no call came by, except of `count` and `count here`. After a test that fails the instance is not
     `untouched`."""

@@ -7,7 +7,6 @@ place and meanwhile kills the server or takes chunks away."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import json
@@ -45,7 +44,6 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm_cases import BLOCK, CHUNK, FOREVER, TOKEN_BYTES, Answer, Prompt
-from vllm_models import picture
 
 from benchmarks.vllm.answers import RANKED
 
@@ -292,11 +290,6 @@ class Serving:
         waits.UNKNOWN_CHUNK_SECONDS, waits.UNKNOWN_STEP_SECONDS = chunk_seconds, step_seconds
         waits.LONGEST_STEP_SECONDS, waits.STATE_SECONDS = PATIENCE_SECONDS, 2.0
 
-    def trusts(self) -> None:
-        """From now on its requests wait for everybody again."""
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        scheduler.connector._scheduler._waits._silent.clear()
-
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
         from vcache_backend.metadata_server.client import Client
@@ -339,12 +332,6 @@ class Serving:
                 raise RuntimeError(f"raised in {name} on purpose")
             if action == "stop":
                 _stop(value, args[1:])
-            if action == "late":
-                return (
-                    args[1].wait(0.0)
-                    if name == "fence"
-                    else Late(functools.partial(original, *args, **kwargs))
-                )
             answer = original(*args, **kwargs)
             if action == "negate":
                 _negate(answer, *value)
@@ -381,14 +368,8 @@ class Serving:
     # ---- requests
 
     def _prompt(self, request: Prompt) -> Any:
-        given = {"prompt_token_ids": request.tokens} | (
-            {"cache_salt": request.salt} if request.salt is not None else {}
-        )
-        return (
-            given
-            if request.image is None
-            else given | {"multi_modal_data": {"image": picture(request.image)}}
-        )
+        salt = {"cache_salt": request.salt} if request.salt is not None else {}
+        return {"prompt_token_ids": request.tokens} | salt
 
     def _sampling(self, request: Prompt) -> Any:
         return vllm.SamplingParams(
@@ -443,27 +424,6 @@ class Slow:
     def wait(self, timeout_s: float) -> bool:
         time.sleep(min(timeout_s, max(self.until - time.monotonic(), 0.0)))
         return self.done()
-
-
-class Late:
-    """A copy that moves its bytes once somebody waits for it, on the host or by a fence, and no
-    sooner: as late as a GPU may.
-    """
-
-    def __init__(self, move: Any) -> None:
-        self._move = move
-        self._copy: Any = None
-
-    @property
-    def seconds(self) -> float | None:
-        return self._copy.seconds if self._copy is not None else None
-
-    def done(self) -> bool:
-        return self._copy is not None
-
-    def wait(self, timeout_s: float) -> bool:
-        self._copy = self._copy or self._move()
-        return True
 
 
 def _pages() -> list[Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,15 @@ def write_guessed(folder: Path, windowed: str = "", window: int = 0) -> Path:
     """That model, of whose layers the first one says nearly all: what a head of one layer guesses
     is right every now and then.
     """
-    return _changed(write_model(folder, windowed, window), _first_layer_above_all)
+
+    def above_all(weights: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: one / 50 if ".layers.0." not in name and name.split(".")[-2] in ends else one
+            for name, one in weights.items()
+        }
+
+    ends = "o_proj", "down_proj"
+    return _changed(write_model(folder, windowed, window), above_all)
 
 
 def write_eagle(folder: Path, repeat: int = 1) -> Path:
@@ -98,41 +105,6 @@ def write_eagle(folder: Path, repeat: int = 1) -> Path:
     return _changed(write_model(folder), head, **kind)
 
 
-def write_mtp(folder: Path) -> Path:
-    """It as a MiMo, whose own last layer, for the token after the next one, is its first one."""
-    import torch
-
-    heads = _KV_HEADS
-    width = heads * _HEAD
-
-    def both(weights: dict[str, Any]) -> dict[str, Any]:
-        found = _first_layer_above_all(weights)
-        for layer in range(LAYERS):
-            for name, count in (("q", heads), ("k", _KV_HEADS), ("v", _KV_HEADS)):
-                found[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(
-                    count * _HEAD
-                )
-        found |= {
-            name.replace(".layers.", ".mtp_layers."): one.clone()
-            for name, one in found.items()
-            if ".layers.0." in name
-        }
-        found |= {
-            f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(width)
-            for name in ("token", "hidden", "final")
-        }
-        return found | {
-            "model.mtp_layers.0.input_proj.weight": torch.eye(width, 2 * width).roll(width, 1)
-        }
-
-    kind = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
-        "num_nextn_predict_layers": 1,
-    }
-    return _changed(write_model(folder, heads=heads), both, **kind)
-
-
 def write_experts(folder: Path) -> Path:
     """It as a Mixtral, whose experts are its MLPs with their rows in other orders."""
     import torch
@@ -156,14 +128,6 @@ def write_experts(folder: Path) -> Path:
     kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     kind |= {"num_local_experts": _EXPERTS, "num_experts_per_tok": 2}
     return _changed(write_model(folder), experts, **kind)
-
-
-def _first_layer_above_all(weights: dict[str, Any]) -> dict[str, Any]:
-    ends = "o_proj", "down_proj"
-    return {
-        name: one / 50 if ".layers.0." not in name and any(end in name for end in ends) else one
-        for name, one in weights.items()
-    }
 
 
 def _changed(
@@ -223,74 +187,3 @@ def write_states(folder: Path) -> Path:
     kind |= {"conv_dim": width, "block_dim": width, "block_ff_dim": _MLP}
     kind |= {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}
     return _changed(write_model(folder, heads=_KV_HEADS), mixed, **kind)
-
-
-IMAGE = VOCABULARY - 1
-"""The token of a prompt in whose place vLLM puts an image."""
-_PIXELS, _PATCH, _SEEN = 56, 14, 64
-
-
-def write_vision_model(folder: Path) -> Path:
-    """That model with eyes, an Idefics 3: one that needs neither torchvision nor anything from the
-    hub.
-    """
-    import torch
-    from safetensors.torch import load_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    text = json.loads((write_model(folder) / "config.json").read_text())
-    weights = {
-        name.replace("model.", "model.text_model.", 1): one
-        for name, one in load_file(folder / "model.safetensors").items()
-    }
-    random_, patches = torch.Generator().manual_seed(2), (_PIXELS // _PATCH) ** 2
-    square = *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2"
-    layer: dict[str, Any] = dict.fromkeys(square, (_SEEN, _SEEN))
-    layer |= dict.fromkeys(("layer_norm1", "layer_norm2"), (_SEEN,))
-    shapes = {f"encoder.layers.0.{name}": shape for name, shape in layer.items()}
-    shapes["post_layernorm"] = (_SEEN,)
-    shapes["embeddings.patch_embedding"] = _SEEN, 3, _PATCH, _PATCH
-    shapes["embeddings.position_embedding"] = patches, _SEEN
-    for name, shape in shapes.items():
-        gain = 1.0 / math.sqrt(math.prod(shape[1:]))
-        weight = (
-            torch.randn(shape, generator=random_) * gain if len(shape) > 1 else torch.ones(shape)
-        )
-        weights[f"model.vision_model.{name}.weight"] = weight
-        weights[f"model.vision_model.{name}.bias"] = torch.zeros(shape[0])
-    del weights["model.vision_model.embeddings.position_embedding.bias"]
-    seen = torch.randn(_HIDDEN, 4 * _SEEN, generator=random_)
-    weights["model.connector.modality_projection.proj.weight"] = seen
-    _save(folder / "model.safetensors", weights)
-    vision = {"hidden_size": _SEEN, "intermediate_size": _SEEN, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": _PIXELS, "patch_size": _PATCH}
-    config = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"}
-    config |= {"torch_dtype": "bfloat16", "text_config": text, "vision_config": vision}
-    config |= {"image_token_id": IMAGE, "scale_factor": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>"]
-    words = [f"w{number}" for number in range(VOCABULARY - len(special))] + special
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(special)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "bos_token": "w1"}
-    named |= {"eos_token": "w2", "pad_token": "w2"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    edge = {"longest_edge": _PIXELS}
-    sight = {"image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": False}
-    sight |= {"size": edge, "max_image_size": edge}  # type: ignore[dict-item]
-    (folder / "preprocessor_config.json").write_text(json.dumps(sight))
-    (folder / "processor_config.json").write_text(
-        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": patches // 4})
-    )
-    return folder
-
-
-def picture(seed: int) -> Any:
-    """An image for it."""
-    from PIL import Image
-
-    return Image.frombytes("RGB", (_PIXELS, _PIXELS), random.Random(seed).randbytes(3 * _PIXELS**2))

@@ -1,5 +1,5 @@
-"""What a release of vLLM must look like for its KV cache to be shared in place, read in its
-sources. Nothing of it is imported.
+"""What a release of vLLM must look like for its KV cache to be shared in place, where no CPU runs
+it: read in its sources, of which nothing is imported.
 """
 
 from __future__ import annotations
@@ -25,33 +25,13 @@ _ALLOCATES = {
 }
 _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
 """The function that makes the KV cache, and who calls it in each model runner."""
-_POOL, _SCHEDULER = "v1/core/block_pool.py", "v1/core/sched/scheduler.py"
-_QUEUE = "v1/core/kv_cache_utils.py"
-_MANAGERS = (
-    "v1/core/single_type_kv_cache_manager.py",
-    "v1/core/kv_cache_manager.py",
-    "v1/core/kv_cache_coordinator.py",
-)
-_BINDS = {"bind_gpu_block_pool", "bind_kv_cache_manager"}
 _BACKEND = "device_allocator/sleep_mode_backend.py"
-_ENGINE = "v1/engine/core.py"
+_ENGINE, _MANAGER = "v1/engine/core.py", "v1/core/kv_cache_manager.py"
 _WEIGHTS = "set_weight_version", "collective_rpc"
 """The calls of the engine by which weights change and get a version."""
 FILES = (
-    *(
-        _WORKER,
-        _CPU_WORKER,
-        _BASE,
-        *_RUNNERS,
-        *_ALLOCATES,
-        _ALLOCATE[0],
-        _POOL,
-        _SCHEDULER,
-        *_MANAGERS,
-        _QUEUE,
-    ),
-    _BACKEND,
-    _ENGINE,
+    *(_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0]),
+    *(_BACKEND, _ENGINE, _MANAGER),
 )
 """All that are read."""
 
@@ -79,8 +59,11 @@ def _differences(package: Path) -> Iterator[str]:
     for name in _WEIGHTS:
         if name not in _functions(package / _ENGINE):
             yield f"{_ENGINE} has no {name}"
+    if "block_pool.evict_blocks(" not in ast.unparse(
+        _functions(package / _MANAGER)["evict_blocks"]
+    ):
+        yield f"{_MANAGER}: nobody calls the pool's evict_blocks after a load that failed"
     yield from _allocation(package)
-    yield from _blocks(package)
     if "unregister_kv_caches" in _functions(package / _BASE):
         yield from _sleeping(package)
 
@@ -103,63 +86,6 @@ def _allocation(package: Path) -> Iterator[str]:
         ]
         if not any(name in ast.unparse(node) for node in within):
             yield f"{where}: {caller} does not call {name} in the context it was given"
-
-
-def _blocks(package: Path) -> Iterator[str]:
-    """Whether the connector sees every block that gets another owner or another meaning."""
-    pool = _functions(package / _POOL)
-    yield from (
-        f"{_POOL} has no {name}"
-        for name in (
-            "get_new_blocks",
-            "free_blocks",
-            "evict_blocks",
-            "reset_prefix_cache",
-            "get_num_free_blocks",
-        )
-        if name not in pool
-    )
-    if "= self.fake_free_list_head.next_free_block" not in ast.unparse(
-        _functions(package / _QUEUE)["popleft_n"]
-    ):
-        yield f"{_QUEUE}: blocks are not handed out from where victims are looked for"
-    yield from (
-        f"{_QUEUE} has no {name}"
-        for name in ("remove", "append")
-        if name not in _functions(package / _QUEUE)
-    )
-    # What the pool and a manager keep for themselves, from the start on, is nobody's cache.
-    given = {(_POOL, "get_new_blocks"), (_POOL, "__init__"), (_MANAGERS[0], "__init__")}
-    for path in (_POOL, *_MANAGERS):
-        for function in (
-            node
-            for node in ast.walk(ast.parse((package / path).read_text()))
-            if isinstance(node, ast.FunctionDef)
-        ):
-            takes = [
-                call
-                for call in _nodes(function, ast.Call)
-                if "free_block_queue.popleft" in ast.unparse(call.func)
-            ]
-            if takes and (path, function.name) not in given:
-                yield f"{path}: {function.name} hands out blocks beside get_new_blocks"
-    binds = _BINDS & set(_calls(_functions(package / _SCHEDULER)["__init__"]))
-    for name in binds - {"bind_gpu_block_pool"}:
-        if "bind_gpu_block_pool" not in _calls(_functions(package / _BASE)[name]):
-            yield f"{_BASE}: {name} does not call bind_gpu_block_pool"
-    if not binds:
-        yield f"{_SCHEDULER}: the connector does not get the block pool"
-    asked = {
-        name
-        for path in _MANAGERS
-        for function in _functions(package / path).values()
-        for name in _calls(function)
-    }
-    yield from (
-        f"{_MANAGERS}: nobody calls the pool's {name}"
-        for name in ("evict_blocks", "reset_prefix_cache")
-        if name not in asked
-    )
 
 
 def _sleeping(package: Path) -> Iterator[str]:

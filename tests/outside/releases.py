@@ -1,5 +1,5 @@
-"""Whether each supported release of vLLM makes its KV cache as `exportable` expects, and tells its
-connector of every block that is handed out: read in its source archive.
+"""Whether each supported release of vLLM makes its KV cache as `exportable` expects, where only a
+GPU would show it: read in its source archive.
 
 Fetches the archives from the package index, keeps the files that are looked at in .venv/outside,
 and imports nothing of them."""

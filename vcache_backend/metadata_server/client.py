@@ -163,7 +163,11 @@ class Client(Channel):
         heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            self._untold.update(asked=asked, found=found, awaited=awaited, waited_ms=waited_ms)
+            untold = self._untold
+            untold["asked"] += asked
+            untold["found"] += found
+            untold["awaited"] += awaited
+            untold["waited_ms"] += waited_ms
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

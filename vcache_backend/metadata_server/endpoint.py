@@ -56,6 +56,20 @@ def make_folder(path: Path) -> None:
         raise ConfigError(f"server.socket: {fault}")
 
 
+def try_lock(path: Path) -> int | None:
+    """Lock a file beside the socket. Returns its descriptor, with which the lock ends; None while
+    another process has the lock. OSError."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return lock
+
+
 class Endpoint:
     """A listening socket with its lock, which keeps other servers away. ConfigError if that fails.
 
@@ -108,15 +122,10 @@ class Endpoint:
             folder.chmod(status.st_mode | 0o11)
 
     def _lock(self, undo: ExitStack) -> None:
-        path = beside(self._path, ".lock")
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = try_lock(beside(self._path, ".lock"))
+        if lock is None:
+            raise ConfigError(f"server.socket: another server already serves {self._path}")
         undo.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"server.socket: another server already serves {self._path}"
-            ) from error
         os.ftruncate(lock, 0)
         os.pwrite(lock, processes.namespaces(), 0)
 

@@ -6,7 +6,6 @@ log, so neither a signal to the worker's group nor the end of the worker's paren
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from vcache_backend import config as configuration
@@ -22,7 +21,7 @@ from vcache_backend.config import ClientConfig, Config
 from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import beside, make_folder
+from vcache_backend.metadata_server.endpoint import beside, make_folder, try_lock
 
 log = logging.getLogger(__name__)
 
@@ -103,15 +102,11 @@ def _silence(path: Path, trusted: int | None) -> str:
 def _alone(path: Path, deadline: float) -> Iterator[None]:
     """Hold the lock under which a process starts a server; ServerUnavailable at the deadline. The
     lock ends with its process."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    while (lock := try_lock(path)) is None:
+        if time.monotonic() > deadline:
+            raise ServerUnavailable(f"another process holds {path} and has not started one yet")
+        time.sleep(_PAUSE_SECONDS)
     try:
-        while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() > deadline:
-                raise ServerUnavailable(f"another process holds {path} and has not started one yet")
-            time.sleep(_PAUSE_SECONDS)
         yield
     finally:
         os.close(lock)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Iterator, Sequence
 
-from vcache_backend.errors import LayoutError, VCacheError
+from vcache_backend.errors import LayoutError
+from vcache_backend.metadata_server.calls.standing import Standing
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import (
     MAX_KINDS,
@@ -18,8 +17,6 @@ from vcache_backend.metadata_server.messages import (
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
-
-log = logging.getLogger(__name__)
 
 
 def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
@@ -105,13 +102,9 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         raise LayoutError(f"its KV cache has {reason}")
 
 
-class OwnCache:
-    """Shares this worker's KV cache through the server, until `close`.
-
-    The constructor sends the KV cache in the caller's thread; after every reconnection the client's
-    thread sends it again. The caller keeps the regions' fds open until `close`. trouble: why the
-    server refuses the KV cache now, or empty. Each new reason is logged, and every heartbeat tries
-    again."""
+class OwnCache(Standing):
+    """Shares this worker's KV cache through the server, until `close`. The caller keeps the
+    regions' fds open until then."""
 
     def __init__(
         self,
@@ -121,38 +114,7 @@ class OwnCache:
         shape: CacheShape,
         regions: Sequence[Region],
     ) -> None:
-        self._client, self._instance, self._rank = client, instance, rank
-        self._shape, self._regions = shape, tuple(regions)
-        self._lock = threading.Lock()
-        self._closed, self.trouble = False, ""
-        client.on_return.append(self._show)
-        client.on_beat.append(self._mend)
-        self._show()
+        def show() -> None:
+            client.show_cache(instance, rank, shape, [region.fd for region in regions])
 
-    def close(self) -> None:
-        """Stop sending the KV cache. The server forgets it when this client's connection closes.
-        Idempotent."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._client.on_return.remove(self._show)
-                self._client.on_beat.remove(self._mend)
-
-    def _mend(self) -> None:
-        """Send the KV cache again if the server refused it, for lack of room for example. Runs in
-        the client's thread."""
-        if self.trouble:
-            self._show()
-
-    def _show(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                fds = [region.fd for region in self._regions]
-                self._client.show_cache(self._instance, self._rank, self._shape, fds)
-                self.trouble = ""
-            except VCacheError as error:
-                if str(error) != self.trouble:
-                    log.warning("this KV cache is not shared in place: %s", error)
-                self.trouble = str(error)
+        super().__init__(client, show, "this KV cache is not shared in place")

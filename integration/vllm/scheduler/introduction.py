@@ -14,6 +14,7 @@ from time import monotonic
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
+from vcache_backend.metadata_server.calls.standing import Standing
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Found, Heard, SegmentId
 from vcache_backend.resident.tables import Tables
@@ -61,8 +62,6 @@ class Introduction:
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until = 0.0
         self._prefix, self._name = b"", name
-        self._not_joined = ""
-        """Why the server refused our generations; empty if it took them, or was not asked."""
         self.publications = publications
         weights = config.connector.weights
         self.version = versions.digest(weights) if weights else b""
@@ -184,40 +183,22 @@ class Introduction:
         client.on_reply = lambda reply: (
             publications.hear(reply) if isinstance(reply, Found | Heard) else None
         )
-        client.on_return.append(self._join)
-        client.on_beat.append(self._beat)
-        self._join()
+        join = partial(self._join, client, publications)
+        Standing(client, join, "vcache: others cannot read this instance's KV cache")
+        client.on_beat.append(self._listen)
 
-    def _join(self) -> None:
-        """Show the server our generations.
-
-        Called on connecting, on reconnecting, and with every heartbeat until the server takes them.
-        Runs in the scheduler's thread or the client's background thread."""
-        publications, client = self.publications, self.client
-        if publications is None or client is None or not client.connected:
-            return
-        try:
-            client.join(
-                publications.instance,
-                self._prefix,
-                publications.blocks,
-                self.ranks,
-                publications.each,
-                publications.generations.fd,
-            )
-        except VCacheError as error:
-            if str(error) != self._not_joined:
-                log.warning("vcache: others cannot read this instance's KV cache: %s", error)
-            self._not_joined = str(error)
-            return
-        self._not_joined = ""
+    def _join(self, client: Client, publications: Publications) -> None:
+        """Show the server our generations, and listen. Runs in the scheduler's thread or the
+        client's background thread."""
+        client.join(
+            publications.instance,
+            self._prefix,
+            publications.blocks,
+            self.ranks,
+            publications.each,
+            publications.generations.fd,
+        )
         self._listen()
-
-    def _beat(self) -> None:
-        if self._not_joined:
-            self._join()
-        else:
-            self._listen()
 
     def _listen(self) -> None:
         """Ask for resets by others, and for chunks that others hold as well. Runs in either

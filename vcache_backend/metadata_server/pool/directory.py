@@ -184,10 +184,8 @@ class Directory(SegmentDirectory):
     def remove(self, keys: list[m.ChunkKey]) -> int:
         """Forget chunks. Returns how many. A leased chunk's slot is freed when its last lease
         ends."""
-        entries, resting = (
-            self.contents.live_entries(keys),
-            map(self.contents.resting.get, set(keys)),
-        )
+        entries = self.contents.live_entries(keys)
+        resting = map(self.contents.resting.get, set(keys))
         self.contents.forget(entries + [entry for entry in resting if entry is not None])
         self.counters["removed"] += len(entries)
         return len(entries)
