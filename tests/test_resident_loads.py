@@ -15,7 +15,7 @@ import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
-from neighbour_cases import Owner, instance, kv_mapped
+from neighbour_cases import Owner, instance, kv_mapped, mapped
 from processes import QUICK, SECONDS, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_apart
 
@@ -105,6 +105,21 @@ def test_a_kv_cache_whose_mapping_ends_between_two_looks_at_it_is_read(
     monkeypatch.setattr(neighbours, "expects", look)
     load = reader.load(tokens, [there], known=False)
     assert (load.run(SECONDS), load.cause) == (1, "")
+
+
+def test_a_chunk_whose_first_owner_is_gone_is_waited_for_while_the_second_is_mapped(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, reader, tokens, second = beside(here, 1)
+    neighbours, opened, opens = reader.neighbours, reader.neighbours._open, threading.Event()
+    assert mapped(neighbours, instance(9)) is None
+    monkeypatch.setattr(neighbours, "_open", lambda name: opens.wait(SECONDS) and opened(name))
+    first = second._replace(instance=instance(9))
+    load = reader.load(tokens, [first, second], known=False)
+    load.advance()
+    opens.set()
+    assert (load.run(SECONDS), load.cause) == (1, "")
+    assert reader.check(load, tokens) == 1
 
 
 def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:

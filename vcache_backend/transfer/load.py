@@ -235,6 +235,9 @@ class Load:
                 return True
             if offload.expects(chunk):
                 return False
+        if memory.expects(chunk):
+            # The chunk's first owner is gone, and the KV cache of the second is being mapped.
+            return False
         self.hold(memory.pool.cause or (offload.cause if offload is not None else "") or ABSENT)
         return False
 
