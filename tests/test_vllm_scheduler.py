@@ -97,12 +97,19 @@ def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_
         assert (len(meta.loads), meta.cancelled) == (1, set())
 
 
-def test_a_step_in_which_requests_only_run_on_sends_one_constant(engine: Engine) -> None:
+def test_a_step_in_which_requests_only_run_on_sends_one_constant(
+    here: Node, engine: Engine
+) -> None:
     """It costs next to nothing to plan, and to send to workers in other processes."""
     engine.add(new_tokens(CHUNK + 3), 2 * CHUNK)
     metas = [engine.step() for _ in range(4)]
     assert [meta is QUIET for meta in metas] == [False, False, True, True]
     assert pickle.loads(pickle.dumps(QUIET)) is QUIET
+    # A load begins beside it, and is not wanted any more.
+    engine.add(pooled(here, engine), name="r")
+    assert len(engine.step().loads) == 1
+    abort(engine)
+    assert [engine.step().cancelled for _ in range(2)] == [{"r"}, set()]
 
 
 # ---- the end of a load, before the report of the step that saw it
