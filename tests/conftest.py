@@ -217,17 +217,8 @@ def _why(report: Any) -> str:
     """The lines that raised, from the test down, and what they raised; its beginning and its end,
     since it may quote a log.
     """
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is None:
-        lines = str(report.longrepr).splitlines()
-    else:
-        source = [
-            line
-            for entry in report.longrepr.reprtraceback.reprentries
-            for line in entry.lines
-            if line.startswith(">")
-        ]
-        lines = [*source, *f"{crash.path}:{crash.lineno}: {crash.message}".splitlines()]
+    text = report.longreprtext.splitlines()
+    lines = [line for line in text if line.startswith((">", "E "))] or text
     if len(lines) > 16:
         lines[6:-8] = ["…"]
     return "\n".join(line[:300] for line in lines)

@@ -192,17 +192,6 @@ def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -
     assert (reader.stats["stale"], reader.stats["refused"]) == (1, 0)
 
 
-@pytest.mark.parametrize("block", [0, 5])
-def test_a_block_that_is_used_again_while_it_is_read_ends_the_load_before_it(
-    here: Node, block: int
-) -> None:
-    one, reader, tokens, there = beside(here, 4)
-    reader.copier.half_way = lambda: one.reuse(block)
-    assert reader.loaded(tokens, [there]) == (block // 2, "changed")
-    assert reader.stats["refused"] == 4 - block // 2
-    assert reader.session.stats.snapshot()["failures"] == {}
-
-
 def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(here: Node) -> None:
     one, reader, tokens, there = beside(here, 4)
     reader.copier.finished.clear()
@@ -212,6 +201,8 @@ def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(here
     reader.copier.finished.set()
     assert load.advance()
     assert (reader.check(load, tokens), load.cause) == (2, "changed")
+    assert reader.stats["refused"] == 2
+    assert reader.session.stats.snapshot()["failures"] == {}
 
 
 @pytest.mark.parametrize("given_up", [False, True])

@@ -28,14 +28,7 @@ from processes import (
     hung,
     info,
 )
-from server_cases import (
-    KIB,
-    RESERVE_AND_HANG_UP,
-    RESERVE_AND_WAIT,
-    has_room,
-    pool,
-    reserving,
-)
+from server_cases import KIB, RESERVE_AND_HANG_UP, RESERVE_AND_WAIT, has_room, pool, reserving
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m

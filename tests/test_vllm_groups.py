@@ -45,17 +45,6 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
 )
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    SparseCacheRole,
-    UniformTypeKVCacheSpecs,
-)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -80,14 +69,14 @@ CASES = 400
 def spec(window: int = 0, block_size: int = 16) -> Any:
     sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8 * 16 // block_size}
     sizes |= {"dtype": torch.float32}
-    return (
-        SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
-    )
+    if window:
+        return kinds.SlidingWindowSpec(sliding_window=window, **sizes)
+    return kinds.FullAttentionSpec(**sizes)
 
 
 def state(**changes: Any) -> Any:
     """As vLLM has it where its prefix cache is on."""
-    return MambaSpec(
+    return kinds.MambaSpec(
         **{
             "block_size": 16,
             "shapes": ((1, 2),),
@@ -98,9 +87,9 @@ def state(**changes: Any) -> Any:
     )
 
 
-def caches(*specs: Any) -> KVCacheConfig:
-    named = [KVCacheGroupSpec([f"layer {number}"], one) for number, one in enumerate(specs)]
-    return KVCacheConfig(num_blocks=400, kv_cache_tensors=[], kv_cache_groups=named)
+def caches(*specs: Any) -> kinds.KVCacheConfig:
+    named = [kinds.KVCacheGroupSpec([f"layer {number}"], one) for number, one in enumerate(specs)]
+    return kinds.KVCacheConfig(num_blocks=400, kv_cache_tensors=[], kv_cache_groups=named)
 
 
 # ---- lists, against vLLM's own manager
@@ -227,79 +216,6 @@ def test_blocks_that_vllm_has_are_not_wanted_and_missing_ones_do_not_count_as_lo
     ]
 
 
-class Running:
-    """A request in vLLM's own manager, and what vLLM's worker has in the blocks of its states."""
-
-    def __init__(self, name: str, length: int, choice: random.Random) -> None:
-        tokens = [choice.randrange(1000) for _ in range(length)]
-        hasher = get_request_block_hasher(16, sha256_cbor)
-        self.request = Request(
-            name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher
-        )
-        self.length, self.rows = length, [list[int](), list[int]()]
-
-
-def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
-    """Not before, when its block holds something else, and not some steps later, when somebody else
-    may have it: blocks are few.
-    """
-    init_none_hash(sha256_cbor)
-    choice = random.Random(9)
-    config = caches(state(), spec())
-    earlier = later = seen = preempted = 0
-    config.num_blocks = 30
-    lengths = {"max_model_len": 1024, "max_in_flight_tokens": 1024}
-    manager = KVCacheManager(
-        config, **lengths, enable_caching=True, scheduler_block_size=16, hash_block_size=16
-    )
-    found, living, taken = groups.read(config, 16), list[Running](), list[tuple[int, Any]]()
-    holds: dict[int, Any] = {}
-    for number in range(10 * CASES):
-        if len(living) < 3:
-            living.append(Running(f"{number}", choice.randrange(20, 250), choice))
-        one = choice.choice(living)
-        before = one.request.num_computed_tokens
-        step = min(choice.choice([1, 16, 48]), one.length - before)
-        # As its scheduler cuts steps: one that begins within a block ends with it, at most.
-        reached = (
-            before + step
-            if step == 1 or before + step == one.length
-            else (before + step) // 16 * 16
-        )
-        reached = min(reached, -(-before // 16) * 16) if before % 16 else reached
-        manager.new_step_starts()
-        if reached <= before:
-            continue
-        if (added := manager.allocate_slots(one.request, reached - before)) is None:
-            # As if preempted: it begins anew.
-            manager.free(one.request)
-            one.request.num_computed_tokens, one.rows, preempted = 0, [[], []], preempted + 1
-            continue
-        one.rows = [row + new for row, new in zip(one.rows, added.get_block_ids(), strict=True)]
-        ended = found.ended(
-            one.rows,
-            reached,
-            manager.take_boundary_state_offloads().get(one.request.request_id, ()),
-        )
-        assert (reached in ended) == (not reached % 16)
-        named = [
-            (block, (one.request.request_id, tokens))
-            for tokens, blocks in ended.items()
-            for block in blocks
-        ]
-        earlier += sum(holds.get(block) != what for block, what in named)
-        # As `preprocess_mamba` and the model's run leave it.
-        holds[one.rows[0][(reached - 1) // 16]] = (one.request.request_id, reached)
-        later += sum(holds[block] != what for block, what in taken[-10:])
-        assert all(holds[block] == what for block, what in named)
-        taken, seen = taken + named, seen + len(named)
-        one.request.num_computed_tokens = reached
-        if reached == one.length:
-            living.remove(one)
-            manager.free(one.request)
-    assert min(seen, earlier, later, preempted) > 100
-
-
 def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hit_ends() -> None:
     found = groups.read(caches(state(), spec(), state(), state()), 32)
     assert (found.blocks, found.parts, found.text.split()[0]) == (2, 2, "full/16")
@@ -349,7 +265,7 @@ def test_tables_that_cannot_be_shared_are_refused_in_one_line(specs: list[Any], 
     assert "\n" not in str(raised.value)
 
 
-def planned(layers: dict[str, Any], layout: KVCacheLayout) -> KVCacheConfig:
+def planned(layers: dict[str, Any], layout: KVCacheLayout) -> kinds.KVCacheConfig:
     """What a worker gets from vLLM for these layers: ten blocks, in this layout."""
     # Elsewhere in vLLM 0.33, whose GPU tests are run from this file, too.
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -372,15 +288,15 @@ def sparse(fp8: bool) -> dict[str, Any]:
         latent |= {"dtype": torch.uint8, "state_content_bytes": 656}
     layers = {}
     for number in range(3):
-        attention = MLAAttentionSpec(
+        attention = kinds.MLAAttentionSpec(
             block_size=64, num_kv_heads=1, is_index_group_leader=True, **latent
         )
-        indexer = MLAAttentionSpec(
+        indexer = kinds.MLAAttentionSpec(
             block_size=64,
             num_kv_heads=1,
             head_size=132,
             dtype=torch.uint8,
-            cache_role=SparseCacheRole.INDEXER,
+            cache_role=kinds.SparseCacheRole.INDEXER,
         )
         layers |= {f"{number}.attn": attention, f"{number}.indexer.k_cache": indexer}
     return layers
@@ -412,8 +328,8 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
     its own in another way."""
 
     def table(window: int = 0, states: int = 1, **sizes: Any) -> Any:
-        kind: Any = functools.partial(SlidingWindowMLASpec, sliding_window=window)
-        return (kind if window else MLAAttentionSpec)(
+        kind: Any = functools.partial(kinds.SlidingWindowMLASpec, sliding_window=window)
+        return (kind if window else kinds.MLAAttentionSpec)(
             num_kv_heads=1, alignment=576, tokens_per_state=states, **sizes
         )
 
@@ -447,13 +363,15 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
 
 
 def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
-    there = planned({"layer 0": spec(), "layer 1": wide(FullAttentionSpec)}, KVCacheLayout.LBNHC)
+    there = planned(
+        {"layer 0": spec(), "layer 1": wide(kinds.FullAttentionSpec)}, KVCacheLayout.LBNHC
+    )
     mixed = there.kv_cache_groups[0].kv_cache_spec
     assert groups.read(there, 64).plain
     mixed.kv_cache_specs["layer 1"] = other("RSWASpec")
     with pytest.raises(LayoutError, match="the KV cache is RSWASpec"):
         groups.read(there, 64)
-    windows = {"layer 0": spec(33), "layer 1": wide(SlidingWindowSpec, sliding_window=33)}
+    windows = {"layer 0": spec(33), "layer 1": wide(kinds.SlidingWindowSpec, sliding_window=33)}
     there = planned(windows, KVCacheLayout.LBNHC)
     assert groups.several(there)
     assert groups.read(there, 64).text == "window33/16"
@@ -473,14 +391,14 @@ def test_stores_are_waited_for_where_vllm_clears_blocks_that_it_hands_out(
     tables: list[dict[str, str]], clears: bool
 ) -> None:
     """It does so before it tells its connector of the step."""
-    made = {"full": spec(), "half": wide(FullAttentionSpec, torch.float16), "state": state()}
+    made = {"full": spec(), "half": wide(kinds.FullAttentionSpec, torch.float16), "state": state()}
     config = caches()
     for table in tables:
         layers = {name: made[kind] for name, kind in table.items()}
         own = next(iter(layers.values()))
-        mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
+        mixed = kinds.UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
         config.kv_cache_groups.append(
-            KVCacheGroupSpec(list(layers), mixed if len(layers) > 1 else own)
+            kinds.KVCacheGroupSpec(list(layers), mixed if len(layers) > 1 else own)
         )
     assert groups.clears(config) == clears
     assert generate_scheduler_kv_cache_config([config]).needs_kv_cache_zeroing == clears

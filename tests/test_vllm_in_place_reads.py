@@ -144,44 +144,39 @@ def take_more(engine: Engine, more: int = 3) -> None:
     assert other.num_computed_tokens >= (empty + more) * BLOCK
 
 
-def has(engine: Engine, tokens: list[int]) -> bool:
-    """Whether vLLM's own cache has all whole chunks."""
+def kept(engine: Engine, tokens: list[int]) -> int:
+    """How many leading chunks vLLM's own cache still has."""
     request = engine.add(tokens, load=False)
     found: int = engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
-    return found == len(tokens) // CHUNK * CHUNK
+    return found // CHUNK
 
 
 @pytest.mark.parametrize(
-    ("then", "keeps_own", "keeps_copy"),
-    [
-        ("nothing", True, False),
-        ("its owner lost it", False, True),
-    ],
+    ("more", "lost", "left"),
+    [(3, False, (2, 2)), (1, False, (2, 3)), (3, True, (0, 4))],
+    ids=["nothing else", "and from its end", "until its owner lost it"],
 )
 def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_own_alone(
     shared: Callable[[], Engine],
-    then: str,
-    keeps_own: bool,
-    keeps_copy: bool,
     monkeypatch: pytest.MonkeyPatch,
+    more: int,
+    lost: bool,
+    left: tuple[int, int],
 ) -> None:
     """Else both have the same, and half as much. Until then there are blocks that hold nothing, and
-    it stays.
+    it stays. vLLM finds what is left of a prefix.
     """
     monkeypatch.setattr(duplicates, "YOUNG", inf)
-    owner = shared()
-    reader = shared()
-    own = new_tokens(2 * CHUNK + 1)
-    both = new_tokens(4 * CHUNK + 1)
+    owner, reader = shared(), shared()
+    own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     computed(owner, both)
     computed(reader, own)
     read(reader, both)
-    if then == "its owner lost it":
-        assert owner.half.publications.duplicates is not None
+    if lost:
         owner.half.publications.generations.void_all()
     hear(reader)
-    take_more(reader)
-    assert (has(reader, own), has(reader, both)) == (keeps_own, keeps_copy)
+    take_more(reader, more)
+    assert (kept(reader, own), kept(reader, both)) == left
 
 
 def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
@@ -198,8 +193,8 @@ def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
     for engine in (owner, reader):
         hear(engine)
         take_more(engine)
-    assert (has(owner, own), has(owner, both)) == (True, False)
-    assert (has(reader, both), has(reader, last)) == (False, True)
+    assert (kept(owner, own), kept(owner, both)) == (2, 2)
+    assert (kept(reader, both), kept(reader, last)) == (0, 1)
 
 
 def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(
@@ -265,23 +260,7 @@ def test_who_could_not_load_a_chunk_again_keeps_it(
         other.half.instance.tables.view(owner.half.publications.instance)
         other.half.instance.client.close()
     take_more(other)
-    assert (has(other, own), has(other, both)) == (False, True)
-
-
-def test_a_prefix_is_given_up_from_its_end(
-    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM finds what is left of it."""
-    monkeypatch.setattr(duplicates, "YOUNG", inf)
-    owner, reader = shared(), shared()
-    own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    computed(owner, both)
-    computed(reader, own)
-    read(reader, both)
-    hear(reader)
-    take_more(reader, 1)
-    request = reader.add(both, load=False)
-    assert reader.scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 3 * CHUNK
+    assert (kept(other, own), kept(other, both)) == (0, 4)
 
 
 def test_news_of_copies_are_heard_though_nobody_reads_the_answer_that_brings_them(
