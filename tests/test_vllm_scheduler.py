@@ -239,6 +239,8 @@ def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(
     assert (right.num_output_tokens, wrong.num_output_tokens) == (1, 0)
     engine.finish(wrong)
     engine.finish(right)
+    again = [chunk for meta in engine.metas for chunk in engine.stored(wrong, meta)]
+    assert again == [*range(CHUNKS)], "what is computed in place of a load is stored"
 
 
 def test_a_load_is_over_once_all_workers_say_so() -> None:
@@ -593,6 +595,8 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(here: Node, engine
     assert loaded(engine) == 0
     assert engine.step(kv_connector_worker_meta=WorkerReport()).flush == second
     flushed(engine, second)
+    with here.client() as client:
+        assert not any(client.contains(engine.keys(engine.request(tokens))))
     assert not engine.step().flush
     put(here, engine, again := new_tokens(PROMPT))
     engine.add(again)
