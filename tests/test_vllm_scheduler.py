@@ -305,6 +305,17 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(
     assert sum(len(meta.loads) for meta in engine.metas) == 0
 
 
+def test_a_request_that_waits_while_the_weights_change_loads_nothing_of_before(
+    here: Node, make: Callable[..., Engine]
+) -> None:
+    engine = make(share="pool", weights="old")
+    engine.add(pooled(here, engine))
+    assert loaded(engine) == CHUNKS
+    engine.add(pooled(here, engine))
+    engine.scheduler.connector.weights_are("new")
+    assert loaded(engine) == 0
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch, ahead: bool
