@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import neighbour_cases
 import numpy as np
 import pytest
 from engine_cases import Node, node
-from neighbour_cases import EACH, HOST, NAMESPACE, SharedCache, instance
+from neighbour_cases import EACH, NAMESPACE, instance
 from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Find, Found, Publish
-from vcache_backend.resident.generations import Generations
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer import outbox, publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
@@ -41,20 +40,14 @@ class Step:
         return self.over
 
 
-class Owner:
-    """A scheduler that joins when a test wants it to, and a worker with its publisher; all in this
+class Owner(neighbour_cases.Owner):
+    """A worker with its publisher, and a scheduler that joins when a test wants it to; all in this
     process.
     """
 
     def __init__(self, here: Node) -> None:
-        self.scheduler = Client(here.path, QUICK)
-        self.client = Client(here.path, QUICK)
-        cache = SharedCache()
-        self.table = Generations(NAME, cache.sizes.blocks)
-        self.stats = EngineStats()
-        self.shown = OwnCache(
-            self.client, NAME, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions
-        )
+        super().__init__(here.path, QUICK, NAME, scheduler=False)
+        self.scheduler, self.stats = Client(here.path, QUICK), EngineStats()
         self.publisher = Publisher(self.client, self.stats, NAME, EACH)
 
     def join(self) -> None:
@@ -75,10 +68,8 @@ class Owner:
 
     def close(self) -> None:
         self.publisher.close()
-        self.shown.close()
-        self.table.close()
-        for client in (self.client, self.scheduler):
-            client.close()
+        super().close()
+        self.scheduler.close()
 
 
 def key(number: int) -> ChunkKey:

@@ -6,14 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 
-import numpy as np
 import pytest
 from neighbour_cases import added_to, descriptors, instance, owner
 from processes import PATIENT, QUICK, Stage, asked, eventually, hung
 
-from vcache_backend.integration.vllm.in_place.replicas import choose
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Found, ResidentRun
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import MAX_REFUSED, Refusals, Tables
 
@@ -33,19 +30,6 @@ def tables(client: Client) -> Iterator[Tables]:
 
 def there(tables: Tables, name: bytes = ONE) -> GenerationView:
     return eventually(lambda: tables.view(name))
-
-
-def test_all_unchanged_chunks_of_a_run_are_chosen_though_every_second_has_changed(
-    stage: Stage, tables: Tables
-) -> None:
-    with owner(stage) as part:
-        (now,) = part.ask("write", [1], 7)
-        there(tables)
-        chunks = 1024
-        generations = np.array([now, now + 2] * (chunks // 2), np.uint64).tobytes()
-        run = ResidentRun(0, chunks, ONE, np.full(chunks, 1, np.uint32).tobytes(), generations)
-        found, runs = choose(Found(b"\1" * chunks, [run]), tables, 1, 0)
-    assert (found, [run.first for run in runs]) == (chunks, list(range(0, chunks, 2)))
 
 
 def test_the_table_of_a_killed_owner_is_forgotten(

@@ -354,19 +354,6 @@ def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
     assert [one.number for one in published] == [0, 1, 2]
 
 
-def test_what_was_loaded_before_a_reset_is_not_published_after_it(
-    shared: Callable[[], Engine],
-) -> None:
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    request = reader.add(tokens, max_tokens=CHUNK)
-    assert len(reader.step().loads) == 1
-    reader.scheduler.reset_prefix_cache()
-    reader.step(finished_recving={request.request_id})
-    reader.finish(request)
-    assert [reader.numbers(request, meta) for meta in reader.metas] == [[]] * len(reader.metas)
-
-
 def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[], Engine]) -> None:
     """Another has it, too; of its last chunk nobody has anything any more."""
     owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)

@@ -305,21 +305,6 @@ def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(
         assert b.ask("calls")[FENCE] > 0
 
 
-def test_others_go_on_beside_a_load_that_takes_long(two: Two, a: Instance, b: Instance) -> None:
-    """The store does not answer for as long as the other request takes."""
-    (tokens, own), (beside, undisturbed) = two.kept(a), alone(a)
-    b.add("beside", beside, max_tokens=8)
-    b.step(1)
-    with stopped_at(b, CALL) as call:
-        b.add("waits", tokens)
-        done = b.finish("beside")
-        eventually(lambda: call.reached)
-    assert set(done) == {"beside"}
-    assert done["beside"].agrees(undisturbed)
-    late = b.finish("waits")["waits"]
-    assert (late.cached, late.said) == (HITS, own.said)
-
-
 @pytest.mark.parametrize("what", ["provider dies", "master hangs"])
 def test_a_store_that_fails_under_a_load_costs_a_computation(
     two: Two, a: Instance, b: Instance, hasty: Instance, what: str
@@ -345,19 +330,6 @@ def test_a_store_that_fails_under_a_load_costs_a_computation(
         eventually(provider.gone)
     for reader in (hasty, b):
         two.hits_from_below(a, reader)
-
-
-def test_a_pool_whose_server_dies_under_a_load_from_below(
-    two: Two, a: Instance, b: Instance
-) -> None:
-    tokens, computed = two.kept(a)
-    lost = b.counter("vllm:vcache_recomputed_tokens")
-    with stopped_at(b, FETCH) as moment:
-        (answer,) = moment.while_there(two.second.kill, Prompt(tokens))
-    assert answer.agrees(computed)
-    assert b.counter("vllm:vcache_recomputed_tokens") - lost == HITS
-    two.second.serve_again()
-    two.hits_from_below(a, b)
 
 
 def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Instance) -> None:

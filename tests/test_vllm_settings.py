@@ -17,13 +17,7 @@ from vcache_backend.errors import ConfigError
 from vcache_backend.integration import plugin
 from vcache_backend.integration.vllm import settings
 from vcache_backend.integration.vllm.scheduler import adapters, request_params
-from vcache_backend.metadata_server.messages import (
-    KEY_BYTES,
-    NAMESPACE_BYTES,
-    RANK_BYTES,
-    ChunkKey,
-    of_rank,
-)
+from vcache_backend.metadata_server.messages import KEY_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest
 from vcache_backend.transfer.layout import Namespace
 
@@ -187,7 +181,7 @@ def test_wishes_that_are_not_understood_are_named(given: Any, said: str) -> None
 
 # ---- keys
 
-NAMESPACE, OTHER = Namespace(bytes(range(32))), Namespace(bytes(range(1, 33)))
+NAMESPACE = Namespace(bytes(range(32)))
 hashes = st.lists(st.binary(min_size=32, max_size=32), max_size=40, unique=True)
 in_turn = pytest.mark.parametrize("each", [1, 2, 8], ids="{} blocks a chunk".format)
 
@@ -202,18 +196,6 @@ def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -
         last = blocks[(number + 1) * each - 1]
         assert key == NAMESPACE.prefix + last[:HASH_BYTES] + bytes(RANK_BYTES)
         assert len(key) == KEY_BYTES
-
-
-@given(blocks=hashes, rank=st.integers(0, 2 ** (8 * RANK_BYTES) - 1))
-def test_ranks_and_namespaces_never_share_a_key(blocks: list[bytes], rank: int) -> None:
-    maker = BlockHashKeys(NAMESPACE, 1)
-    keys = maker.keys(blocks, 0, len(blocks))
-    of_one = of_rank(keys, rank)
-    assert of_rank(of_one, 0) == keys
-    assert [key[:-RANK_BYTES] for key in of_one] == [key[:-RANK_BYTES] for key in keys]
-    assert all(int.from_bytes(key[-RANK_BYTES:], "big") == rank for key in of_one)
-    assert not set(keys) & set(BlockHashKeys(OTHER, 1).keys(blocks, 0, len(blocks)))
-    assert len(NAMESPACE.prefix) == NAMESPACE_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 8, HASH_BYTES - 1])

@@ -219,22 +219,6 @@ class Serving:
         for page in _pages():
             page[1:] = POISON
 
-    def negate(self, chunk: int, group: int, at: int) -> bool:
-        """Where this instance shares in place: a block of a prompt's `chunk`, counted from the last
-        one that it has published, that this group has of it, gets the other signs. Whether it still
-        holds what was published."""
-        worker = get_kv_transfer_group()._worker
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
-        kv, told = worker._worker.kv, list(worker.in_place.publisher._kept.values())[chunk]
-        blocks = np.frombuffer(told.blocks, dtype="<u4")
-        generations = np.frombuffer(told.generations, dtype="<u8")
-        number = int(np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])[group]) + at
-        for page in kv.pages:
-            page[int(blocks[number]), 1::2] ^= 0x80
-        return bool(
-            scheduler.publications.generations.counters[blocks[number]] == generations[number]
-        )
-
     def written(self, everywhere: bool = False) -> int:
         """How many blocks were written since they were poisoned, in some layer or everywhere."""
         written = [(page[1:] != POISON).any(dim=1) for page in _pages()]
