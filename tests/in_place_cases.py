@@ -274,9 +274,8 @@ class Engine:
         return found
 
     def keys(self, request: Request) -> list[Any]:
-        return self.half.instance.keys.keys(
-            request.block_hashes, 0, len(request.block_hashes) // EACH
-        )
+        made, instance = request.block_hashes, self.half.instance
+        return instance.keys.keys(made, 0, len(made) // EACH, instance.version)
 
     def stored(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         """Which of the request's chunks a step stores in the pool; the last step."""

@@ -182,6 +182,8 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
         elif act == "r" and dice.random() < 0.2:
             assert pool.reset_prefix_cache()
             copies, going, maybe = [], set(), set()
+        cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
+        assert not (watched.view.counters[cached] & np.uint64(1)).any(), "others may read it"
 
 
 def test_after_a_reset_no_copy_leaves_before_the_empty_blocks(watched: Watched) -> None:

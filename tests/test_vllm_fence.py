@@ -17,6 +17,7 @@ from processes import QUICK, SECONDS, eventually
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
+from vcache_backend.integration.vllm.ends import LoadEnds
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, StoreSpec
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.integration.vllm.worker.loading import Attached
@@ -28,6 +29,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Completion
 
 FIRST, SECOND = [3, 4], [7, 8]
+KEYS = [ChunkKey(bytes([number]) * KEY_BYTES) for number in range(3)]
 
 
 class Copier(UnfinishedCopier):
@@ -75,8 +77,19 @@ class Worker:
         assert len(self.copier.ends) == 2
 
     def store(self, blocks: list[int], number: int) -> None:
-        key = ChunkKey(bytes([number]) * KEY_BYTES)
-        self.stores.start([StoreSpec("r", [key], blocks, [])])
+        self.stores.start([StoreSpec("r", [KEYS[number]], blocks, [])])
+
+    def loads(self, *specs: LoadSpec, ends: tuple[str, str] = ("", "")) -> Loads:
+        """These loads, which begin once the stores are over. ends: see `StepMetadata`."""
+        for end in self.copier.ends:
+            end.set()
+        assert self.session.flush(SECONDS)
+        model: Any = SimpleNamespace(block_size=self.block_size)
+        loads = Loads(model, False, Reporter((0, 0), 0, 0), self.stores, Meter())
+        loads.expect(specs)
+        attached = Attached(self.session, self.kv, self.block_size)
+        loads.begin(attached, StepMetadata(list(specs), ends=ends))
+        return loads
 
     def step(self, *fresh: list[int], **more: Any) -> list[int]:
         """The stores that a step waits for which gives away these blocks."""
@@ -141,19 +154,25 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
 ) -> None:
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(), threading.Event()
-    for end in worker.copier.ends:
-        end.set()
-    assert worker.session.flush(SECONDS)
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
-    model: Any = SimpleNamespace(block_size=worker.block_size)
-    loads = Loads(model, False, Reporter((0, 0), 0, 0), worker.stores, Meter())
-    key = ChunkKey(bytes(KEY_BYTES))
-    spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6])
-    loads.expect([spec])
-    loads.begin(Attached(worker.session, worker.kv, worker.block_size), StepMetadata(loads=[spec]))
+    loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6]))
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
     assert copy.over
     # A second load of the same request. Each has a report of its own, since `LoadEnds` counts.
     loads.expect([LoadSpec("r", lost=True)])
     assert [loads.finished(idle=False) for _ in range(3)] == [{"r"}, {"r"}, set()]
+
+
+def test_of_a_load_that_failed_vllm_hears_with_the_blocks_that_it_has_not_filled(
+    worker: Worker,
+) -> None:
+    """No sooner, or its request would run."""
+    lost = LoadSpec("lost", [KEYS[2]], [1, 2], number=1)
+    right = LoadSpec("right", [KEYS[0]], [5, 6], number=2)
+    ends, told = LoadEnds(1), set[str]()
+    ends.expect([lost, right])
+    loads = worker.loads(lost, right, ends=ends.address)
+    eventually(lambda: told.update(loads.finished(idle=False)) or told == {"lost", "right"})
+    assert (ends.over(), loads.invalid()) == ({"right"}, {1, 2})
+    ends.close()

@@ -97,12 +97,19 @@ def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_
         assert (len(meta.loads), meta.cancelled) == (1, set())
 
 
-def test_a_step_in_which_requests_only_run_on_sends_one_constant(engine: Engine) -> None:
+def test_a_step_in_which_requests_only_run_on_sends_one_constant(
+    here: Node, engine: Engine
+) -> None:
     """It costs next to nothing to plan, and to send to workers in other processes."""
     engine.add(new_tokens(CHUNK + 3), 2 * CHUNK)
     metas = [engine.step() for _ in range(4)]
     assert [meta is QUIET for meta in metas] == [False, False, True, True]
     assert pickle.loads(pickle.dumps(QUIET)) is QUIET
+    # A load begins beside it, and is not wanted any more.
+    engine.add(pooled(here, engine), name="r")
+    assert len(engine.step().loads) == 1
+    abort(engine)
+    assert [engine.step().cancelled for _ in range(2)] == [{"r"}, set()]
 
 
 # ---- the end of a load, before the report of the step that saw it
@@ -232,6 +239,8 @@ def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(
     assert (right.num_output_tokens, wrong.num_output_tokens) == (1, 0)
     engine.finish(wrong)
     engine.finish(right)
+    again = [chunk for meta in engine.metas for chunk in engine.stored(wrong, meta)]
+    assert again == [*range(CHUNKS)], "what is computed in place of a load is stored"
 
 
 def test_a_load_is_over_once_all_workers_say_so() -> None:
@@ -294,6 +303,17 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(
     engine.finish(running)
     engine.finish(request)
     assert sum(len(meta.loads) for meta in engine.metas) == 0
+
+
+def test_a_request_that_waits_while_the_weights_change_loads_nothing_of_before(
+    here: Node, make: Callable[..., Engine]
+) -> None:
+    engine = make(share="pool", weights="old")
+    engine.add(pooled(here, engine))
+    assert loaded(engine) == CHUNKS
+    engine.add(pooled(here, engine))
+    engine.scheduler.connector.weights_are("new")
+    assert loaded(engine) == 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -586,6 +606,8 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(here: Node, engine
     assert loaded(engine) == 0
     assert engine.step(kv_connector_worker_meta=WorkerReport()).flush == second
     flushed(engine, second)
+    with here.client() as client:
+        assert not any(client.contains(engine.keys(engine.request(tokens))))
     assert not engine.step().flush
     put(here, engine, again := new_tokens(PROMPT))
     engine.add(again)

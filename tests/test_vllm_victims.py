@@ -63,8 +63,9 @@ def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
 def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
     make: Callable[..., Engine],
 ) -> None:
-    """The pool may have lost it by then."""
+    """The pool may have lost it by then. Beside a request that only runs on."""
     engine = make(lends=1 << 20)
+    engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
     request = engine.add(new_tokens(3 * CHUNK + 5))
     engine.finish(request)
     assert [saved(engine, meta, request) for meta in engine.metas] == [[]] * len(engine.metas), (
