@@ -125,18 +125,6 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     assert engine.hit(again) == 0
 
 
-def test_the_role_and_the_request_may_forbid_it(make: Callable[..., Engine]) -> None:
-    for role, store, numbers in (
-        ("kv_both", False, []),
-        ("kv_consumer", True, []),
-        ("kv_producer", True, [0, 1]),
-    ):
-        engine = make(role=role)
-        request = engine.add(new_tokens(2 * CHUNK), store=store)
-        engine.step()
-        assert engine.numbers(request) == numbers
-
-
 def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
     make: Callable[..., Engine],
 ) -> None:
