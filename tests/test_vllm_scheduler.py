@@ -142,20 +142,6 @@ def test_a_later_request_of_a_name_is_looked_at_though_the_earlier_one_had_far_t
     assert [engine.stored(later, engine.step()) for _ in range(3)] == [[], [0], []]
 
 
-def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
-    here: Node, engine: Engine
-) -> None:
-    """vLLM ends if a request that runs is reported, as the worker does once that step is over."""
-    ends(engine)
-    request = engine.add(pooled(here, engine), name="r")
-    engine.step(**SAYS_NOTHING)
-    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    engine.step(finished_recving={"r"})
-    assert request.status == RequestStatus.RUNNING
-    assert request.num_output_tokens == 1
-    engine.finish(request)
-
-
 def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(
     here: Node, engine: Engine
 ) -> None:
@@ -655,17 +641,6 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
         engine.finish(request)
         stored = [one for meta in engine.metas[before:] for one in engine.stored(request, meta)]
         assert stored == [*range((len(prompt) + answer - 1) // CHUNK)]
-
-
-def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(
-    here: Node, engine: Engine
-) -> None:
-    request = engine.add(pooled(here, engine, 2), max_tokens=CHUNK)
-    assert loaded(engine) == 2
-    reset(engine)
-    engine.step(finished_recving={request.request_id})
-    engine.finish(request)
-    assert [meta.stores for meta in engine.metas] == [[]] * len(engine.metas)
 
 
 @pytest.mark.parametrize("local", [0, 1])
