@@ -21,7 +21,7 @@ import yaml
 from engine_cases import Node
 from engine_cases import node as engine_node
 from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache
-from processes import PATIENT, Worker, eventually
+from processes import PATIENT, SECONDS, Worker, eventually
 from vllm_cases import changed, home
 
 from benchmarks.vllm.settings import lmcache as lmcache_settings
@@ -210,7 +210,8 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def served(pool: Pool) -> Pool:
-    pool.node.serve()
+    """No lease ends by itself while a test waits for that."""
+    pool.node.serve(lease_seconds=10 * SECONDS)
     return pool
 
 

@@ -93,6 +93,8 @@ def test_lmcaches_own_events_tell_of_the_stored_chunks(served: Pool) -> None:
         ([second], first, prompt[CHUNK : 2 * CHUNK], CHUNK),
         ([third], second, prompt[2 * CHUNK : 3 * CHUNK], CHUNK),
     ]
+    engine.store(prompt[:CHUNK])
+    assert engine.retrieve(prompt[: 3 * CHUNK]) == all_of(3 * CHUNK)
 
 
 def freeze(inside: Inside, on: bool) -> None:
@@ -127,6 +129,9 @@ def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_man
         assert engine.lookup(chunks(length), "r") == length * CHUNK
         eventually(lambda: served.leases() == 1)
     engine.ask("unpin", "r")
+    assert served.settled()
+    assert engine.lookup(chunks(3), "vLLM has it") == 3 * CHUNK
+    assert engine.retrieve(chunks(3), request="vLLM has it", cached=3 * CHUNK) == all_of(0)
     assert served.settled()
     engine.ask(remember_at_most, 2)
     for request in ("1", "2", "3", "4"):

@@ -44,9 +44,9 @@ ONE, TWO = instance(1), instance(2)
 class Reader:
     """A worker with a KV cache of its own, and what it reads from."""
 
-    def __init__(self, client: Client, cache: SharedCache | None = None, rank: int = 0) -> None:
+    def __init__(self, client: Client, cache: SharedCache | None = None) -> None:
         self.client, self.cache = client, cache or SharedCache()
-        self.neighbours = Neighbours(client, HOST, self.cache.kv, rank)
+        self.neighbours = Neighbours(client, HOST, self.cache.kv, 0)
 
     def close(self) -> None:
         self.neighbours.close()
@@ -103,13 +103,6 @@ def test_a_reader_reads_what_the_owner_wrote_where_it_lies(stage: Stage, reader:
         assert not still(neighbour.view, [5, 7], generations)
         neighbour.leave()
         assert (neighbour.each, neighbour.split, neighbour.shape.device) == (EACH, 1, "host")
-
-
-def test_each_rank_reads_from_the_same_rank(stage: Stage) -> None:
-    with owner(stage, ranks=2), owner(stage, ranks=2, rank=1, scheduler=False) as second:
-        second.ask("write", [3], 77)
-        with closing(Reader(stage.client(), rank=1)) as reader:
-            assert read(reader.there(), reader.cache, 3) == 77
 
 
 # ---- the end of an owner

@@ -125,18 +125,6 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     assert engine.hit(again) == 0
 
 
-def test_the_role_and_the_request_may_forbid_it(make: Callable[..., Engine]) -> None:
-    for role, store, numbers in (
-        ("kv_both", False, []),
-        ("kv_consumer", True, []),
-        ("kv_producer", True, [0, 1]),
-    ):
-        engine = make(role=role)
-        request = engine.add(new_tokens(2 * CHUNK), store=store)
-        engine.step()
-        assert engine.numbers(request) == numbers
-
-
 def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
     make: Callable[..., Engine],
 ) -> None:
@@ -164,6 +152,34 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
     assert not {tuple(zip(one.blocks, one.generations, strict=True)) for one in again} & {
         tuple(zip(one.blocks, one.generations, strict=True)) for one in before
     }
+
+
+@pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
+def test_blocks_whose_step_never_ran_are_not_published(
+    make: Callable[..., Engine], hit: int
+) -> None:
+    """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its
+    owner takes the step away from it, and then its owner finds them in vLLM's own cache, never
+    written."""
+    steps = {
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 2 * CHUNK,
+        "max_num_batched_tokens": 5 * BLOCK + 8,
+    }
+    engine = make(blocks=hit + 3, arguments=steps)
+    gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1)
+    engine.step()
+    first = engine.add(new_tokens(BLOCK), max_tokens=8)
+    engine.step()
+    assert engine.numbers(gone) == [2, 3]
+    engine.step()
+    assert gone.num_preemptions == 1
+    engine.finish(first)
+    engine.step()
+    assert engine.hit(gone) == hit * BLOCK
+    again = [engine.numbers(gone, meta) for meta in engine.metas[2:]]
+    engine.finish(gone)
+    assert again == [[]] * len(again)
 
 
 # ---- resets

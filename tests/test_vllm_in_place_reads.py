@@ -308,31 +308,6 @@ def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(
     assert engine.numbers(last) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("right", [0, 1], ids=["nothing held", "the first chunk held"])
-def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(
-    shared: Callable[[], Engine], right: int
-) -> None:
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    request = reader.add(tokens)
-    (load,) = reader.step().loads
-    invalid = set(load.blocks[right * EACH :])
-    failed = WorkerReport(failed={request.request_id})
-    reader.step(
-        finished_recving={request.request_id},
-        invalid_block_ids=invalid,
-        kv_connector_worker_meta=failed,
-    )
-    assert [reader.numbers(request, meta) for meta in reader.metas] == [[]] * len(reader.metas)
-    for _ in range(10):
-        if reader.step().publications:
-            break
-        assert request.num_output_tokens == 0
-    assert request.num_computed_tokens >= 3 * CHUNK
-    assert reader.numbers(request) == [0, 1, 2]
-    assert reader.right(reader.published(request))
-
-
 def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
     shared: Callable[[], Engine],
 ) -> None:

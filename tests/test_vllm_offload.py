@@ -47,6 +47,7 @@ FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.offload.uploads:HostUploader
 GATHER, FENCE = (
     f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("gather", "fence")
 )
+PROMOTE = f"{OURS}.worker.stores:Stores.promote"
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 CALL = "vcache_backend.offload.store:Store.get"
 """In a thread of the reader's. A provider that hangs for long is taken for dead by its master, and
@@ -353,7 +354,7 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Inst
 
 PLACES = [
     FETCH,
-    f"{OURS}.worker.stores:Stores.promote",
+    PROMOTE,
     f"{OURS}.scheduler.offload:OffloadLookup.extend",
 ]
 
@@ -375,11 +376,20 @@ def test_an_exception_of_ours_is_a_miss(two: Two, a: Instance, b: Instance, plac
 def test_after_a_reset_nothing_of_before_is_taken_from_below(
     two: Two, a: Instance, b: Instance
 ) -> None:
-    """A reset is for weights that have changed, and the store has the old ones' chunks."""
+    """A reset is for weights that have changed, and the store has the old ones' chunks. Nor is
+    promoted what a load has taken before."""
     two.empty()
     tokens = new_tokens(HITS + 17)
     _, old = two.keep(a, tokens)
-    assert b.one(tokens).cached == HITS
+    namespace = bytes.fromhex(min(old).removeprefix(NAME_PREFIX).partition(".")[0])
+
+    def reset() -> None:
+        with two.second.connection() as client:
+            client.clear(namespace, reset=True)
+
+    with stopped_at(b, PROMOTE) as place:
+        (answer,) = place.while_there(reset, Prompt(tokens))
+    assert (answer.cached, b.ask("told"), two.chunks()) == (HITS, True, 0)
     assert b.ask("reset")
     before = two.names()
     b.one(new_tokens(5))

@@ -74,6 +74,7 @@ def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_
             {"connector": 3},
             "kv_connector_extra_config: connector: Expected a section of settings, got 3",
         ),
+        ({"config": False}, "config: Expected the path of a YAML file, got False"),
         (
             {"server": {"socket": "run/vcache.sock"}},
             (

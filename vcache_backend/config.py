@@ -400,8 +400,9 @@ def load(path: str | Path | None = None) -> Config:
 def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     """Read the file that `load` reads, without checking keys and values. Returns its values, its
     name, and the lines of its keys. Raises ConfigError."""
-    path = path or os.environ.get("VCACHE_CONFIG")
-    if not path:
+    if path in (None, ""):
+        path = os.environ.get("VCACHE_CONFIG", "")
+    if path == "":
         return {}, "defaults", {}
     if not isinstance(path, str | Path):
         raise ConfigError(f"config: Expected the path of a YAML file, got {path!r}")

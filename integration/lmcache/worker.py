@@ -51,9 +51,9 @@ class _Launched(NamedTuple):
 class PoolWorker:
     """Loads and stores one rank's chunks. Look-ups in any thread, else the main thread.
 
-    kvcaches: the tensors that loads fill. settles: `load` only launches
-    copies, and the caller asks `settle` in the same step which blocks failed. In either case work
-    queued on the current stream comes after the copies."""
+    kvcaches: the tensors that loads fill and stores read. settles: `load` only launches copies, and
+    the caller asks `settle` in the same step which blocks failed. In either case work queued on the
+    current stream comes after the copies."""
 
     def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool) -> None:
         """ranks: how many ranks hold a shard of every chunk. needs_scope: do not cache requests

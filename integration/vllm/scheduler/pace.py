@@ -3,6 +3,7 @@ short hit is loaded or computed."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from math import inf
 from time import monotonic
@@ -18,6 +19,11 @@ CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 WEIGHTY = 32
 """The fewest chunks of a measurement that has its whole weight if a chunk took longer than usual.
 Of few chunks it says mostly how long the steps of other requests are."""
+RECENT = 8
+"""How many of the newest measurements `slowest` looks at."""
+MANY = 8
+"""Where a request has more chunks in the newest step, an instance has much to compute, and every
+hit is loaded: to compute one would hold up all prompts behind it."""
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
@@ -37,7 +43,8 @@ class Pace:
     down, too. Steps that compute prompts are not: they are long when an instance has much to
     compute, and then it must not compute even more.
 
-    chunk_seconds: 0.0 before the first measurement."""
+    chunk_seconds: the mean; 0.0 before the first measurement. recent: the newest measurements of
+    it."""
 
     def __init__(
         self, live: Mapping[str, Tracked], size: int, ahead: bool, loads_wait: bool
@@ -46,6 +53,7 @@ class Pace:
         when the last one begins, not when it is over. loads_wait: a load waits for the steps under
         way, so a step that is planned ahead does not know of it yet."""
         self.chunk_seconds = 0.0
+        self.recent = deque[float](maxlen=RECENT)
         self._size, self._ahead = size, ahead
         self._measured: Tracked | None = None
         self._chunks, self._tokens, self._since = 0, 0, 0.0
@@ -88,6 +96,14 @@ class Pace:
             old = self.chunk_seconds or new
             weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, self._chunks / WEIGHTY))
             self.chunk_seconds, self._measured = old + weight * (new - old), None
+            self.recent.append(new)
+
+    @property
+    def slowest(self) -> float:
+        """The longest time for a chunk of the newest measurements; 0.0 before the first. The mean
+        follows a short time sooner than a long one, so a prompt often takes longer than the mean
+        says."""
+        return max(self.recent, default=0.0)
 
     def under_way(self) -> float:
         """How long the last planned step takes; 0.0 if vLLM plans a step when that is over."""
@@ -109,8 +125,9 @@ class Pace:
             chunks * chunk_seconds < these steps * mean time of a step
 
         On an idle instance the steps of a load run no model and are short, so every hit is loaded,
-        and so it is before both times are measured."""
+        and so it is before both times are measured, and where there is much to compute (`MANY`)."""
         seconds = chunks * self.chunk_seconds
         sooner = 0.0 < seconds < self._load_steps * self._step_seconds
+        calm = self._most <= MANY * self._size
         # Does a request of the last step still run?
-        return sooner and not self._live.keys().isdisjoint(self._scheduled)
+        return sooner and calm and not self._live.keys().isdisjoint(self._scheduled)

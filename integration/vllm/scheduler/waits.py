@@ -24,7 +24,8 @@ AGAIN_SECONDS = 0.005
 LAST_SECONDS = 0.02
 """How long past a wait's bound the server's last answer may take."""
 LONGER = 1.1
-"""A request waits at most so many times as long as it would take to compute the chunks here."""
+"""A request waits at most so many times as long as it would take to compute the chunks here, at the
+slowest of the recent paces, which counts for at most `ALIKE` times the mean."""
 ALIKE = 1.5
 """An owner is no slower than this instance unless it says that a chunk takes so many times as long
 there. The paces that equal instances measure differ by that much, in a simulation with vLLM's
@@ -172,7 +173,8 @@ class Waits:
             own = self._pace.chunk_seconds or coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
-            here = LONGER * own * missing
+            slowest = min(max(own, self._pace.slowest), ALIKE * own)
+            here = LONGER * slowest * missing
             seconds = here + min(here, self._pace.under_way())
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS

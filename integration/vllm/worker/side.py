@@ -176,8 +176,8 @@ class WorkerSide:
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
-        """Store or publish the chunks that the step completes. All of its model run
-        must be queued."""
+        """Store or publish the chunks that the step completes. All of its model run must be
+        queued."""
         if self._worker is None:
             return
         self._stores.start(self._meta.stores)
