@@ -16,23 +16,23 @@ from benchmarks.results import read  # noqa: E402
 from benchmarks.serving.summary import case  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-ONCE = RESULTS / "h100x4-vllm-0.33-routed-later-2026-11-26.json"
-THREE_RUNS = RESULTS / "h100x4-vllm-0.33-routed-2026-11-27.json"
+ROUTED = RESULTS / "h200x2-vllm-0.33-routed-2026-11-27.json"
+LMCACHE = RESULTS / "h200x2-vllm-0.33-lmcache-server-2026-11-27.json"
 RANKS = RESULTS / "h100x4-vllm-0.33-ranks-later-2026-11-27.json"
 ARMS = {
     "alone_turn": ("vLLM, in turn", "#b0b0b0"),
     "alone_cache_aware16": ("vLLM behind vllm-router, 16", "#6f6f6f"),
     "alone_cache_aware64": ("vLLM behind vllm-router, 64", "#4a4a4a"),
+    "mp_turn": ("LMCache's server, in turn", "#c98a3a"),
     "inplace_turn": ("vcache, in turn", "#1f6fb4"),
-    "inplace_least": ("vcache, fewest in flight", "#18578f"),
     "inplace_cache_aware64": ("vcache behind vllm-router, 64", "#123f75"),
     "alone_dp_turn": ("vLLM, data parallel", "#b0b0b0"),
     "inplace_dp_turn": ("vcache, data parallel", "#1f6fb4"),
 }
 LINES = [
-    ("fork", (ONCE,), "one 32k context, 48 requests"),
-    ("prefix", (ONCE, THREE_RUNS), "repeated prefixes"),
-    ("chat", (ONCE,), "320 conversations"),
+    ("fork", (LMCACHE, ROUTED), "one 32k context, 48 requests"),
+    ("prefix", (ROUTED,), "repeated prefixes"),
+    ("trace", (LMCACHE, ROUTED), "conversations of a trace"),
     ("prefix", (RANKS,), "prefixes, one vllm serve"),
 ]
 """Workload, result files, and what a panel is called. A row of a later file replaces that

@@ -4,6 +4,8 @@ providers.
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,12 +17,16 @@ from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_de
 from mooncake_store import Depot
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through
 from processes import SECONDS, eventually, leaving_nothing
+from resident_cases import owner
 from test_cli import vcache
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
 from vcache_backend.offload import objects, write
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces
 
 __all__ = ["depot", "hung_depot", "model", "nodes", "own_depot", "raw"]
 pytestmark = needs_mooncake
@@ -59,6 +65,38 @@ def test_a_bad_object_is_a_miss_and_removed(
     # What is computed instead is written.
     through(two, cache, tokens)
     assert raw.there(names) == [True] * 5
+
+
+def test_a_load_whose_fetch_is_over_sleeps_while_the_next_chunks_kv_cache_is_mapped(
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that maps it needs the interpreter, too."""
+    one, two = (engine(at, depot, model) for at in nodes)
+    tokens, session = prompt(2 * CHUNK), two._session
+    through(one, Cache(), tokens)
+    cache = Cache()
+    kv = session.bind(cache.tensors)
+    neighbours = Neighbours(session.client, session.device, kv, 0)
+    nodes[1].undo.callback(neighbours.close)
+    blocks = list(range(2 * CHUNK // kv.block_size))
+    there = owner(nodes[1]).compute(tokens, blocks).cut(1, 2)
+    opened, opens = neighbours._open, threading.Event()
+    monkeypatch.setattr(neighbours, "_open", lambda name: opens.wait(SECONDS) and opened(name))
+    places = BlockPlaces(kv, CHUNK, blocks, kv.block_size)
+    load = Load(session, places, two.keys(tokens), residents=[there], neighbours=neighbours)
+    eventually(lambda: load.advance() or load.loaded == 1)
+    sleepers, sleep = set[int](), time.sleep
+
+    def noted(seconds: float) -> None:
+        sleepers.add(threading.get_ident())
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", noted)
+    load.advance()
+    load.wait(SECONDS)
+    assert threading.get_ident() in sleepers
+    opens.set()
+    assert (load.run(SECONDS), load.cause) == (2, "")
 
 
 def test_without_a_master_everything_else_works(

@@ -230,6 +230,21 @@ def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
     assert len(directory.promises) == promises.MAX_OF_CLIENT
 
 
+def test_the_last_of_many_ranks_that_stores_promised_chunks_takes_no_long_turn() -> None:
+    directory = made(FakeClock())
+    directory.add_segment(info("s", 1 << 30, "gpu-0"))
+    each = m.MAX_LOOKED_UP // m.MAX_RANKS
+    for number in range(m.MAX_SLOTS // each):
+        some = keys(each, start=number * each)
+        directory.promise(ALICE, m.Promise(number, some, m.MAX_RANKS))
+    assert len(directory.promises) == m.MAX_SLOTS
+    for rank in range(m.MAX_RANKS):
+        reserved = directory.reserve(ALICE, keys(m.MAX_SLOTS, rank), 256).reservation
+        assert len(directory.promises) == m.MAX_SLOTS
+        assert work_of(lambda at=reserved: directory.commit(ALICE, at, [])) <= 40 * backlog.AT_ONCE
+    assert len(directory.promises) == 0
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, 1e9])
 def test_impossible_paces_are_refused(seconds: float) -> None:
     data = msgspec.msgpack.encode(m.Promise(1, keys(1), 1, seconds))

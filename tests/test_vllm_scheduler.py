@@ -781,7 +781,7 @@ def test_beside_running_requests_a_short_hit_is_computed(
     assert loads(0.001, announced=True), "whoever asks for the load gets it"
     assert loads(0.0), "the pace is not known"
     assert not loads(0.001), "sooner than in two steps of 20 ms"
-    prompt = engine.add(new_tokens(pace.MANY * CHUNK + 1))
+    prompt = engine.add(new_tokens(pace.BUSY_CHUNKS * CHUNK + 1))
     engine.step()
     assert loads(0.001, other), "there is much to compute"
     for request in (running, prompt):

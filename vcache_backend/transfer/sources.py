@@ -231,7 +231,7 @@ class OffloadSource:
 
     def wait(self, seconds: float) -> bool:
         """Wait at most `seconds` for a fetch. False at once if no chunk is being fetched."""
-        if self._fetch is None:
+        if self._fetch is None or self._fetch.over:
             return False
         self._fetch.wait(seconds)
         return True

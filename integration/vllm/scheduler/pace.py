@@ -21,9 +21,9 @@ WEIGHTY = 32
 Of few chunks it says mostly how long the steps of other requests are."""
 RECENT = 8
 """How many of the newest measurements `slowest` looks at."""
-MANY = 8
-"""Where a request has more chunks in the newest step, an instance has much to compute, and every
-hit is loaded: to compute one would hold up all prompts behind it."""
+BUSY_CHUNKS = 8
+"""An instance is busy if one request of the newest step computes more chunks than this. Then it
+loads every hit: computing a short one would hold up all prompts behind it."""
 LOAD_STEPS = 1
 """How many steps later the first token comes if its request loads: the step beside which it loads.
 With asynchronous scheduling a load that waits for the steps under way ends after the next step is
@@ -125,9 +125,9 @@ class Pace:
             chunks * chunk_seconds < these steps * mean time of a step
 
         On an idle instance the steps of a load run no model and are short, so every hit is loaded,
-        and so it is before both times are measured, and where there is much to compute (`MANY`)."""
+        and so it is before both times are measured, and on a busy one (`BUSY_CHUNKS`)."""
         seconds = chunks * self.chunk_seconds
         sooner = 0.0 < seconds < self._load_steps * self._step_seconds
-        calm = self._most <= MANY * self._size
+        busy = self._most > BUSY_CHUNKS * self._size
         # Does a request of the last step still run?
-        return sooner and calm and not self._live.keys().isdisjoint(self._scheduled)
+        return sooner and not busy and not self._live.keys().isdisjoint(self._scheduled)

@@ -5,9 +5,9 @@ planned. It is only a reason to wait: whoever waits for a broken promise compute
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import compress, islice
 
 import msgspec
 
@@ -122,13 +122,16 @@ class Promises:
 
     def stored(self, keys: Iterable[m.ChunkKey], pooled: Chunks) -> None:
         """Chunks of single ranks can be read now in the pool."""
+        stored = defaultdict[int, dict[m.ChunkKey, None]](dict)
         for key in keys if self._by_key else ():
             first, rank = _first(key), int.from_bytes(key[-m.RANK_BYTES :], "big")
             promised = self._by_key.get(first)
             if promised is not None and rank < promised.ranks:
                 self._progress(promised)
-                if pooled.leading_of_all([first], promised.ranks):
-                    self._keep(promised, first)
+                stored[promised.ranks][first] = None
+        # For all chunks at once: one look for each chunk and rank would take a long turn.
+        for ranks, chunks in stored.items():
+            self.arrived(compress(chunks, pooled.of_all(list(chunks), ranks)))
 
     # ---- broken
 
