@@ -329,7 +329,8 @@ def test_other_memory_is_no_ledger(make: object, tmp_path: Path) -> None:
 
 def test_no_contents_do_more_than_be_refused(ledger: Ledger) -> None:
     """Whatever the words and frames are: the reader raises Damaged, or has a state that can be."""
-    ledger.write(HISTORY, compacts_nothing)
+    ledger.write([*HISTORY, r.Held(9, WRITER, {})], compacts_nothing)
+    assert 9 in read(ledger.fd).held, "though no server reserves nothing"
     valid = ledger._words[ledgers._VALID]
     whole = os.pread(ledger.fd, valid >> 1, ledgers.AREAS[0])
     dice, refused = random.Random(3), 0

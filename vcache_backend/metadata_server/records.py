@@ -140,7 +140,7 @@ class LedgerState(msgspec.Struct):
             case Held(reservation=reservation, chunks=chunks):
                 self.held[reservation] = record
                 generations = (location.generation for location in chunks.values())
-                self.generation = max(self.generation, *generations)
+                self.generation = max([self.generation, *generations])
             case Published(reservation=reservation):
                 held = self.held.pop(reservation, None)
                 if held:
