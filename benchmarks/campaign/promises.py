@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vcache_backend.metadata_server.client import Client
 
@@ -91,11 +91,10 @@ class Promising(Whole):
         connector = self.engine.engine_core.engine_core.scheduler.connector
         half, matched = connector._scheduler, connector._scheduler.matched
         # vLLM has imported the connector by another name than this module would.
-        waits: Any = sys.modules[type(half._waits).__module__]
-        self._waits = waits
-        waits.DISTRUST_SECONDS = DISTRUST_SECONDS
+        self._waits = cast(Any, sys.modules[type(half._waits).__module__])
+        self._waits.DISTRUST_SECONDS = DISTRUST_SECONDS
         if self.settings.control == "no bound":
-            wait_for_ever(waits.Waits)
+            wait_for_ever(self._waits.Waits)
 
         def watched(request: Any, local: int) -> Any:
             began, answer = time.monotonic(), matched(request, local)
@@ -108,6 +107,7 @@ class Promising(Whole):
 
         half.matched = watched
         half._pace.chunk_seconds, half._pace.look = CHUNK_SECONDS, lambda: None
+        half._pace.recent.append(10 * CHUNK_SECONDS)
         count = half._waits._meter.waited
 
         def waited(end: str, *given: Any) -> None:
