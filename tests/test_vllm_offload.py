@@ -333,6 +333,19 @@ def test_a_store_that_fails_under_a_load_costs_a_computation(
         two.hits_from_below(a, reader)
 
 
+def test_a_pool_whose_server_dies_under_a_load_from_below(
+    two: Two, a: Instance, b: Instance
+) -> None:
+    tokens, computed = two.kept(a)
+    lost = b.counter("vllm:vcache_recomputed_tokens")
+    with stopped_at(b, FETCH) as moment:
+        (answer,) = moment.while_there(two.second.kill, Prompt(tokens))
+    assert answer.agrees(computed)
+    assert b.counter("vllm:vcache_recomputed_tokens") - lost == HITS
+    two.second.serve_again()
+    two.hits_from_below(a, b)
+
+
 def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Instance) -> None:
     """It is aborted while the store is asked for its chunks: each time one buffer at least is with
     the store, and all of them have been once.
