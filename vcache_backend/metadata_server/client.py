@@ -80,14 +80,6 @@ class Client(Channel):
             replies[0], present=[held for reply in replies for held in reply.present]
         )
 
-    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if it is not in the pool."""
-        return [
-            id_
-            for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present)
-            for id_ in reply.segments
-        ]
-
     def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading chunks, at most `MAX_KEYS`."""
         return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)

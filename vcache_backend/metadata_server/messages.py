@@ -393,11 +393,9 @@ class Release(Request, frozen=True, tag="release"):
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`. `where`:
-    also name the segments."""
+    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`."""
 
     keys: Keys
-    where: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
@@ -743,12 +741,10 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
-    """`epoch`: of the keys' namespace. `segments`: one for each key, if asked for; "" if the chunk
-    is not in the pool."""
+    """`epoch`: of the keys' namespace."""
 
     present: list[bool]
     epoch: int = 0
-    segments: list[str] = []
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):

@@ -90,9 +90,8 @@ class Service:
                 return m.Count(directory.abort(client, reservation))
             case m.Renew(lease):
                 return m.Verdict(directory.renew(lease))
-            case m.Contains(keys, where):
-                segments = directory.segments_of(keys) if where else []
-                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments)
+            case m.Contains(keys):
+                return m.Present(directory.contains(keys), directory.epochs.of(keys))
             case m.Touch(keys):
                 return m.Count(directory.touch(keys))
             case m.Remove(keys):
