@@ -242,11 +242,11 @@ def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int
     )
 
 
-def kv_mapped() -> int:
-    """Mappings of KV caches of others in this process."""
+def kv_mapped(pid: int | None = None) -> int:
+    """Mappings of KV caches of others in this process, or in the process `pid`."""
     return sum(
         "memfd:vcache-kv-of-a-test" in line and " r--s " in line
-        for line in Path("/proc/self/maps").read_text().splitlines()
+        for line in Path(f"/proc/{pid or 'self'}/maps").read_text().splitlines()
     )
 
 

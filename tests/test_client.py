@@ -151,7 +151,6 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.lookup(many) == len(many)
     assert client.lookup(many[::2], ranks=2) == len(many) // 2
     assert client.contains([*many, A[:8] + b"\xff" * 18]) == [True] * len(many) + [False]
-    assert client.segments_of(many) == ["s" * 64] * len(many)
     assert len(client.acquire(many).locations) == m.MAX_KEYS
     assert client.touch(many) == client.remove(many) == len(many)
 

@@ -51,7 +51,6 @@ REQUESTS: list[m.AnyRequest] = [
     ),
     m.OpenInstance(INSTANCE),
     m.OpenCache(INSTANCE, 1),
-    m.CloseInstance(INSTANCE),
     m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)),
     m.Retract(INSTANCE, 8),
     m.Find([A], 2, INSTANCE),

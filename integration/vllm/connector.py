@@ -147,16 +147,6 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduler.allocated(request, blocks, external)
         return True
 
-    @answers(None)
-    def get_external_cache_hit_sources(
-        self, request: Any, num_external_tokens: int
-    ) -> dict[Any, int] | None:
-        """Count the tokens of a hit by place. vLLM 0.32 and later call it after
-        `update_state_after_alloc`."""
-        side = self._scheduler
-        tokens = side.hit_sources(request, num_external_tokens) if side is not None else {}
-        return compat.hit_sources(tokens, num_external_tokens)
-
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
         if side is None:

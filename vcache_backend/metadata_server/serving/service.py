@@ -90,9 +90,8 @@ class Service:
                 return m.Count(directory.abort(client, reservation))
             case m.Renew(lease):
                 return m.Verdict(directory.renew(lease))
-            case m.Contains(keys, where):
-                segments = directory.segments_of(keys) if where else []
-                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments)
+            case m.Contains(keys):
+                return m.Present(directory.contains(keys), directory.epochs.of(keys))
             case m.Touch(keys):
                 return m.Count(directory.touch(keys))
             case m.Remove(keys):
@@ -103,7 +102,7 @@ class Service:
                 assert_never(request)
 
     def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
-        """Answer requests about chunks in instances' KV caches, and about their readers."""
+        """Answer requests about chunks in instances' KV caches."""
         directory, instances = self.directory, self.instances
         match request:
             case m.Find():
@@ -121,8 +120,6 @@ class Service:
             case m.Listen(instance):
                 epoch = directory.epochs.of([m.ChunkKey(instances.listens(client, instance))])
                 return m.Heard(epoch, directory.residents.copies(instance))
-            case m.CloseInstance(instance):
-                return instances.close_instance(client, instance)
             case _:
                 assert_never(request)
 
@@ -147,7 +144,7 @@ class Service:
             case m.OpenInstance(instance):
                 return self.instances.open(instance)
             case m.OpenCache(instance, rank):
-                return self.instances.open_cache(client, instance, rank)
+                return self.instances.open_cache(instance, rank)
             case m.Stats():
                 return server_stats(self), ()
             case m.Report(level, text):
