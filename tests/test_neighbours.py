@@ -20,7 +20,6 @@ from neighbour_cases import (
     added_to,
     descriptors,
     enters,
-    few_descriptors,
     instance,
     kv_mapped,
     mapped,
@@ -30,6 +29,7 @@ from neighbour_cases import (
     threads,
 )
 from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
+from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
