@@ -16,15 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from model import FakeClock, Held, Memory, Model, Slot, chunk_key, room_of
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server.messages import (
-    GRACE_SECONDS,
-    ChunkKey,
-    Find,
-    Location,
-    Refusal,
-    SegmentId,
-    SegmentInfo,
-)
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal
 from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
@@ -97,7 +90,7 @@ class Clients(RuleBasedStateMachine):
         device, nbytes = SEGMENTS[name]
         with self.little_at_once():
             chunks = self.directory.add_segment(
-                SegmentInfo(SegmentId(name), device, "cuda", nbytes)
+                m.SegmentInfo(m.SegmentId(name), device, "cuda", nbytes)
             )
         self.keep_ledger()
         return chunks
@@ -426,7 +419,7 @@ class Clients(RuleBasedStateMachine):
     def lookup(self, wanted: list[ChunkKey]) -> None:
         live = self.model.live_keys()
         missing = [at for at, key in enumerate(wanted) if key not in live]
-        pooled = self.directory.find(Find(wanted, pool_only=True)).pooled
+        pooled = self.directory.find(m.Find(wanted, pool_only=True)).pooled
         assert len(pooled) == (missing[0] if missing else len(wanted))
 
     @rule(pick=one_of, wanted=keys)

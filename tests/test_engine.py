@@ -19,7 +19,7 @@ from engine_cases import (
     said,
     shared,
 )
-from kv_cases import CHUNK, FLASH, MLA, PACKED, SMALL, Arrangement, Cache, layout_of, places, prompt
+from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS
 
 from vcache_backend.transfer import store
@@ -28,18 +28,6 @@ __all__ = ["folder", "fresh", "pair", "shared"]
 
 
 # ---- the bytes
-
-
-@pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA], ids=lambda a: a.name)
-def test_what_is_stored_comes_back_into_other_blocks_and_touches_nothing_else(
-    shared: Node, arrangement: Arrangement
-) -> None:
-    pair = Pair(shared, arrangement)
-    tokens = prompt(4 * CHUNK)
-    put(pair.writer, pair.mine, tokens)
-    assert pair.reader.lookup(tokens) == 4 * CHUNK
-    assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
-    assert get(pair.writer, pair.mine, tokens, seed=2) == 4 * CHUNK
 
 
 def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(pair: Pair) -> None:
@@ -69,6 +57,10 @@ def test_a_view_of_fewer_blocks_is_never_written_beyond_its_end(
     assert not pair.reader.retrieve(tokens, None, view, slots).any()
     assert pair.theirs.holds_only(tokens[:0], slots[:0])
     assert said(caplog, f"blocks {half} to {half + 3} but the KV cache has {half} blocks")
+    pair.reader.store(prompt(2 * CHUNK, 2), None, view, slots)
+    assert pair.reader.flush(SECONDS)
+    (segment,) = pair.reader.get_stats()["server"]["segments"].values()
+    assert segment["used"] == 2 * pair.mine.chunk_bytes, "nothing is stored or kept for it"
 
 
 def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:

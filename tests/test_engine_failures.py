@@ -205,20 +205,6 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """From now on nobody here can map segments on `device`, as a GPU cannot that has no peer
-    access.
-    """
-    mapping = segments.map_segment
-
-    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
-        if info.device == device:
-            raise SegmentError(f"{reader} has no peer access to {device}")
-        return mapping(info, fd, reader)
-
-    monkeypatch.setattr(segments, "map_segment", refusing)
-
-
 def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +214,14 @@ def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
     here.serve()
     mine = Cache()
     far = here.engine("host:far", 8 * ROOMY, layout_of(mine))
-    out_of_reach(monkeypatch, "host:far")
+    mapping = segments.map_segment
+
+    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
+        if info.device == "host:far":
+            raise SegmentError(f"{reader} has no peer access to it")
+        return mapping(info, fd, reader)
+
+    monkeypatch.setattr(segments, "map_segment", refusing)
     here.engine("host:a", ROOMY, layout_of(mine))
     engine = here.engine("host:b", 0, layout_of(mine))
     put(engine, mine, prompt(CHUNK))

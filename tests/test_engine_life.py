@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine_cases import ROOMY, Node, Pair, folder, get, node, put, shared
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import eventually
+from processes import eventually, ran
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.engine import VCacheEngine
@@ -46,6 +46,8 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
             # The keeper maps what the other one lends, for good.
             eventually(lambda: len(keeper._session.pool.mapped()) == 2)
         before = _held()
+        inherited = ran("ls", "-l", "/proc/self/fd", close_fds=False).stdout
+        assert "memfd:" not in inherited, "a program started meanwhile has none of it either"
         closed = []
         for life in range(1, 4):
             engine = live(life)

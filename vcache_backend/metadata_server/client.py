@@ -247,10 +247,6 @@ class Client(Channel):
         cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
         return cache.shape, fds
 
-    def close_instance(self, instance: bytes) -> None:
-        """Say that this process no longer maps any region of the instance."""
-        self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
-
     # ---- inside
 
     def _in_parts(
