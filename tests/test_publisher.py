@@ -260,3 +260,4 @@ def test_the_next_server_is_told_of_what_is_still_there(
     assert over.wait(SECONDS)
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]
+    assert owner.publisher.flush(SECONDS), "once"
