@@ -108,6 +108,7 @@ class Engine:
         """arguments: of vLLM's. lends: bytes, to the pool. paced: it computes a hit where that is
         sooner. states: which of two block tables has states; None if there is one table, without.
         asynchronous: it may plan a step before the last one is over. connector: settings."""
+        self.here = here
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
