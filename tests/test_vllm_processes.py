@@ -119,6 +119,12 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         assert ranks.ask(_ends) == [1, 1], "each has written the number of its first load"
         assert own.said == from_pool.said
         assert own.agrees(computed)
+        # Both have all tokens, and each its part of their bytes.
+        counted = [
+            f"vllm:vcache_{name}" for name in ("loaded_tokens", "loaded_bytes", "stored_bytes")
+        ]
+        whole = LENGTH * TOKEN_BYTES
+        assert [ranks.counter(name) for name in counted] == [LENGTH, whole, whole]
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()
