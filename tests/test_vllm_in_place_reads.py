@@ -230,20 +230,6 @@ def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Callable[...,
     assert engine.half.blocks.free > free
 
 
-def test_a_step_whose_blocks_cannot_be_shown_is_planned_all_the_same(
-    shared: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the plan nor what makes good its failure raises into vLLM."""
-    engine = shared()
-
-    def fails() -> None:
-        raise ValueError
-
-    monkeypatch.setattr(engine.half.publications, "show", fails)
-    engine.finish(engine.add(new_tokens(2 * CHUNK + 1)))
-    assert engine.scheduler.connector.failures
-
-
 @pytest.mark.parametrize("why", ["its role", "no server"])
 def test_who_could_not_load_a_chunk_again_keeps_it(
     shared: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, why: str

@@ -367,45 +367,6 @@ def complete(
     return said["choices"][0]["token_ids"], details.get("cached_tokens") or 0
 
 
-def counted(address: str, series: str) -> float:
-    """A series of the server's metrics: its name, with some of its labels, such as
-    `name{label="value"`.
-    """
-    name, _, label = series.partition("{")
-    with urlopen(f"{address}/metrics", timeout=ANSWER_SECONDS) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
-    assert found, f"no {series}"
-    return sum(float(line.rpartition(" ")[2]) for line in found)
-
-
-@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -> None:
-    tokens = new_tokens(LENGTH + 1)
-    here.empty()
-    with serving(here, here.transfer()) as (address,):
-        reset = Request(f"{address}/reset_prefix_cache", method="POST")
-        computed, cached = complete(address, tokens, store=False)
-        assert cached == 0
-        urlopen(reset, timeout=ANSWER_SECONDS).close()
-        assert complete(address, tokens) == (computed, 0)
-        eventually(lambda: here.stats().chunks == 4)
-        assert counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == 0
-        urlopen(reset, timeout=ANSWER_SECONDS).close()
-        assert complete(address, tokens, load=False) == (computed, 0)
-        urlopen(reset, timeout=ANSWER_SECONDS).close()
-        assert complete(address, tokens) == (computed, LENGTH)
-        eventually(
-            lambda: counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == LENGTH
-        )
-        assert (
-            counted(address, 'vllm:vcache_loaded_bytes_total{tier="host"') == LENGTH * TOKEN_BYTES
-        )
-        assert counted(address, "vllm:vcache_lookup_hit_tokens_total") == LENGTH
-        assert counted(address, "vllm:vcache_load_seconds_count") == 1
-        assert counted(address, "vllm:vcache_failures_total") == 0
-
-
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
 def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> None:
     """Nothing of vLLM has started by then: there is nobody else who would go on, or say more."""

@@ -660,15 +660,6 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
     engine.finish(running)
 
 
-def test_a_load_of_which_an_exception_comes_late_is_told_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM takes a request that is over twice for a defect of its own."""
-    monkeypatch.setattr(engine.half, "_stands", lambda *_: 1 / 0)
-    engine.add(pooled(engine))
-    assert [load.lost for load in engine.step().loads] == [True]
-
-
 @pytest.mark.parametrize("table", [0, 1])
 def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
     make: Callable[..., Engine], table: int

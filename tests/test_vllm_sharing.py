@@ -194,7 +194,9 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(
 @pytest.mark.parametrize(
     "place",
     [
+        f"{OURS}.in_place.publications:Publications.show",
         f"{OURS}.scheduler.load_specs:LoadSpecs.of",
+        f"{OURS}.scheduler.side:SchedulerSide._stands",
         f"{OURS}.worker.loads:Loads.begin",
         f"{OURS}.worker.loads:Loads._advance",
         f"{OURS}.worker.report:Reporter.take",
@@ -204,10 +206,10 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(
 def test_an_exception_around_a_load_ends_no_engine(
     a: Instance, b: Instance, aside: Instance, place: str
 ) -> None:
-    """Each request gets an answer: none waits for ever."""
+    """Each request gets an answer: none waits for ever. Nor does what makes a failure good raise."""
     tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
     keep(a, tokens)
-    with meddled(b, place, "raise", times=1):
+    with meddled(b, place, "raise", times=2):
         answers = b.run(Prompt(tokens), beside, together=True)
     survived(a, b, aside, [Prompt(tokens), beside], answers)
 
