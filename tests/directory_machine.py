@@ -16,15 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from model import FakeClock, Held, Memory, Model, Slot, chunk_key, room_of
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server.messages import (
-    GRACE_SECONDS,
-    ChunkKey,
-    Find,
-    Location,
-    Refusal,
-    SegmentId,
-    SegmentInfo,
-)
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal
 from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
@@ -97,7 +90,7 @@ class Clients(RuleBasedStateMachine):
         device, nbytes = SEGMENTS[name]
         with self.little_at_once():
             chunks = self.directory.add_segment(
-                SegmentInfo(SegmentId(name), device, "cuda", nbytes)
+                m.SegmentInfo(m.SegmentId(name), device, "cuda", nbytes)
             )
         self.keep_ledger()
         return chunks
@@ -113,6 +106,11 @@ class Clients(RuleBasedStateMachine):
             [self.highest_generation, *(slot.location.generation for slot in slots)]
         )
         return slots
+
+    def visible(self) -> set[ChunkKey]:
+        """The keys of the chunks that clients see."""
+        present = self.directory.contains(ALL_KEYS)
+        return {key for key, there in zip(ALL_KEYS, present, strict=True) if there}
 
     def write(self, id_: int) -> None:
         for slot in self.model.writes[id_].slots:
@@ -144,17 +142,10 @@ class Clients(RuleBasedStateMachine):
             for name, place in model.segments.items()
             if place.draining and name not in segments
         ]:
-            assert not any(
-                slot.location.segment == name and slot.state != "void" for slot in model.slots
-            )
+            assert all(slot.state == "void" for slot in model.lying(name))
             model.left(name)
             self.forget_writers()
             del model.segments[name], self.memory.bytes_of[name]
-            # Readers of before hold the memory by their mappings; another segment of that name is
-            # other memory.
-            model.before = [
-                (until, slot) for until, slot in model.before if slot.location.segment != name
-            ]
 
     @contextmanager
     def little_at_once(self) -> Iterator[None]:
@@ -230,11 +221,7 @@ class Clients(RuleBasedStateMachine):
         self.model.touch(wanted)
         used, own = self.model.used_by(tenant), self.own_chunk(tenant, nbytes)
         reply = self.directory.reserve(client, wanted, nbytes, tenant_id(tenant) if tenant else b"")
-        gone = before - {
-            key
-            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
-            if there
-        }
+        gone = before - self.visible()
         victims = [slot for slot in map(self.model.live, gone) if slot is not None]
         self.follow()
         if Refusal.NO_SEGMENT in reply.slots or Refusal.TOO_LARGE in reply.slots:
@@ -273,11 +260,7 @@ class Clients(RuleBasedStateMachine):
         self.model.touch([key])
         reply = self.directory.reserve(client, [key], nbytes)
         slot = reply.slots[0]
-        gone = before - {
-            key
-            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
-            if there
-        }
+        gone = before - self.visible()
         victims = [slot for slot in map(model.live, gone) if slot is not None]
         usable = model.usable()
         if not usable:
@@ -426,7 +409,7 @@ class Clients(RuleBasedStateMachine):
     def lookup(self, wanted: list[ChunkKey]) -> None:
         live = self.model.live_keys()
         missing = [at for at, key in enumerate(wanted) if key not in live]
-        pooled = self.directory.find(Find(wanted, pool_only=True)).pooled
+        pooled = self.directory.find(m.Find(wanted, pool_only=True)).pooled
         assert len(pooled) == (missing[0] if missing else len(wanted))
 
     @rule(pick=one_of, wanted=keys)
@@ -546,9 +529,5 @@ class Clients(RuleBasedStateMachine):
             self.follow()
             self.forget_writers()
             for name, place in self.model.segments.items():
-                waited_for = [
-                    slot
-                    for slot in self.model.slots
-                    if slot.location.segment == name and slot.state != "void"
-                ]
+                waited_for = any(slot.state != "void" for slot in self.model.lying(name))
                 assert not place.draining or waited_for or self.directory.backlog

@@ -7,11 +7,10 @@ import fcntl
 import gc
 import mmap
 import os
-import resource
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -258,11 +257,11 @@ def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int
     )
 
 
-def kv_mapped() -> int:
-    """Mappings of KV caches of others in this process."""
+def kv_mapped(pid: int | None = None) -> int:
+    """Mappings of KV caches of others in this process, or in the process `pid`."""
     return sum(
         "memfd:vcache-kv-of-a-test" in line and " r--s " in line
-        for line in Path("/proc/self/maps").read_text().splitlines()
+        for line in Path(f"/proc/{pid or 'self'}/maps").read_text().splitlines()
     )
 
 
@@ -283,26 +282,6 @@ def descriptors() -> Counter[str]:
 def added_to(before: Counter[str]) -> Counter[str]:
     """Descriptors that were not there before."""
     return descriptors() - before
-
-
-@contextmanager
-def few_descriptors() -> Iterator[list[int]]:
-    """This process has used up its descriptors; whoever closes one of these lends one to what comes
-    next. Gone on leaving, and so is the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard)
-    )
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
-        yield taken
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
 
 
 def threads() -> int:

@@ -202,18 +202,6 @@ def _pip(words: list[str], place: Place) -> None:
     assert set(re.findall(r"\w+", words[2].partition("[")[2])) <= set(extras)
 
 
-def _vllm(words: list[str], place: Place) -> None:
-    """vLLM itself reads them all in one process, in another test."""
-    said = (ROOT / "tests" / "test_vllm_processes.py").read_text()
-    assert "def test_vllm_understands_its_commands_as_the_pages_have_them(" in said
-
-
-def _router(words: list[str], place: Place) -> None:
-    """The real one runs with real servers, in another test."""
-    said = (ROOT / "tests" / "test_vllm_processes.py").read_text()
-    assert "def test_the_router_of_the_page_sends_requests_to_servers_that_share(" in said
-
-
 def _there(words: list[str], place: Place) -> None:
     """Not run. What it names of this repository is there."""
     tops = {path.name for path in ROOT.iterdir() if path.is_dir()}
@@ -221,16 +209,14 @@ def _there(words: list[str], place: Place) -> None:
     assert not [name for name in named if name.split("/")[0] in tops and not (ROOT / name).exists()]
 
 
-OTHERS = "ruff|mypy|python3? -m (venv|pytest|benchmarks.run_on)|curl|mooncake_\\w+|export|cp|systemctl|apt-get install"
-"""Programs of others, beside vLLM and pip."""
+OTHERS = "ruff|mypy|curl|mooncake_\\w+|export|cp|systemctl|apt-get install|vllm serve|vllm-router"
+OTHERS += "|python3? -m (venv|pytest|benchmarks.run_on|vllm.entrypoints.openai.api_server)"
+"""Programs of others, beside pip. What vLLM and its router are told, test_vllm_processes reads."""
 RULES: dict[str, Callable[[list[str], Place], None]] = {
     "vcache serve ": _serve,
     "vcache ": _vcache,
     "make ": _make,
     "pip install ": _pip,
-    "python3? -m vllm.entrypoints.openai.api_server ": _vllm,
-    "vllm serve ": _vllm,
-    "vllm-router ": _router,
     f"({OTHERS}) ": _there,
     "python3? -m ": _module,
     "(python3? )?(examples|benchmarks|scripts|tests)/": _program,

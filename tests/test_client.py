@@ -134,21 +134,6 @@ def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
     assert client.lookup([A]) == client.connections_lost == 0
 
 
-def test_a_worker_gets_no_slot_in_a_segment_that_it_cannot_map(stage_: Stage, memfd: int) -> None:
-    stage_.server()
-    lender, worker = stage_.client(), stage_.client()
-    lender.add_segment(info("s0", 4 * KIB), memfd)
-    worker.unmappable.add(m.SegmentId("s0"))
-    worker.list_segments()
-    refused = worker.reserve([A], KIB)
-    assert refused.slots == [m.Refusal.NO_SEGMENT]
-    assert "this worker can map no host segment that is there" in refused.reason
-    assert lender.reserve([A], KIB).reservation
-    worker.unmappable.clear()
-    worker.list_segments()
-    assert worker.reserve([B], KIB).reservation
-
-
 def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) -> None:
     """But a lease has the first of them only, and a reservation has no more slots than it may."""
     stage_.server()
@@ -166,7 +151,6 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.lookup(many) == len(many)
     assert client.lookup(many[::2], ranks=2) == len(many) // 2
     assert client.contains([*many, A[:8] + b"\xff" * 18]) == [True] * len(many) + [False]
-    assert client.segments_of(many) == ["s" * 64] * len(many)
     assert len(client.acquire(many).locations) == m.MAX_KEYS
     assert client.touch(many) == client.remove(many) == len(many)
 
@@ -353,27 +337,6 @@ def test_a_call_under_way_ends_when_its_client_is_closed(
     client.close()
     thread.join(SECONDS)
     assert [type(error) for error in errors] == [ServerUnavailable]
-
-
-def test_clients_leave_no_fd_behind(stage_: Stage, memfd: int) -> None:
-    stage_.server()
-
-    def cycle() -> None:
-        with Client(stage_.path, QUICK, reconnect=False) as client:
-            client.add_segment(info("s0", 4 * KIB), memfd)
-            _, copy = client.open_segment(m.SegmentId("s0"))
-            assert not os.get_inheritable(copy)
-            os.close(copy)
-            assert client.drop_segment(m.SegmentId("s0")) == m.Dropped(0, True)
-
-    cycle()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        cycle()
-        Client(Path("/nowhere/vcache.sock"), QUICK, reconnect=False).close()
-    assert len(os.listdir("/proc/self/fd")) <= before, (
-        "fewer where one of an earlier test's was closed meanwhile"
-    )
 
 
 def test_a_forked_child_cannot_disturb_its_parent_s_connection(stage_: Stage) -> None:

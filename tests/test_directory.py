@@ -14,7 +14,7 @@ from model import FakeClock, chunk_key
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.pool import backlog
+from vcache_backend.metadata_server.pool import backlog, leases, reservations
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.quotas import tenant_id
@@ -83,15 +83,13 @@ def directory(clock: FakeClock) -> Directory:
     return directory
 
 
-# ---- reservations that go wrong
+# ---- what one client may have
 
 
 def test_reservations_of_one_client_are_bounded(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "vcache_backend.metadata_server.pool.reservations.MAX_RESERVATIONS_PER_CLIENT", 2
-    )
+    monkeypatch.setattr(reservations, "MAX_RESERVATIONS_PER_CLIENT", 2)
     first = directory.reserve(WRITER, [A], KIB)
     directory.reserve(WRITER, [B], KIB)
     refused = directory.reserve(WRITER, [C], KIB)
@@ -102,18 +100,19 @@ def test_reservations_of_one_client_are_bounded(
     assert isinstance(directory.reserve(WRITER, [D], KIB).slots[0], m.Location)
 
 
-# ---- leases
-
-
-def test_leases_of_one_client_are_bounded(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "limit"), [("MAX_LEASES_PER_CLIENT", 2), ("MAX_LEASED_PER_CLIENT", 4)]
+)
+def test_leases_of_one_client_and_the_chunks_under_them_are_bounded(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
-    monkeypatch.setattr("vcache_backend.metadata_server.pool.leases.MAX_LEASES_PER_CLIENT", 2)
-    put(directory, A)
-    leases = [directory.acquire(READER, [A]).lease for _ in range(3)]
-    assert leases[2] == 0
-    directory.release(leases[0])
-    assert directory.acquire(READER, [A]).lease != 0
+    monkeypatch.setattr(leases, name, limit)
+    put(directory, A, B)
+    first, _, third = [directory.acquire(READER, [A, B]).lease for _ in range(3)]
+    assert third == 0
+    assert directory.acquire(OTHER, [A, B]).lease != 0
+    directory.release(first)
+    assert directory.acquire(READER, [A, B]).lease != 0
 
 
 # ---- shares
@@ -134,20 +133,8 @@ def test_a_tenant_with_its_share_evicts_its_own_chunks_and_one_below_it_the_cold
     assert there(directory, A, B, C, D, E, chunk_key(5)) == [C, D, E, chunk_key(5)]
     (stats,) = directory.quotas.stats(4 * KIB)
     assert stats == m.TenantStats("acme", 2 * KIB, 2 * KIB, 2)
-
-
-def test_chunks_that_are_read_are_kept_though_their_tenant_has_its_share(clock: FakeClock) -> None:
-    directory = make(clock, quotas={"acme": 0.5})
-    lend(directory)
-    put(directory, A, B, tenant="acme")
-    lease = directory.acquire(READER, [A, B]).lease
-    refused = put(directory, C, tenant="acme")
-    assert refused.slots == [m.Refusal.FULL]
+    refused = directory.reserve(WRITER, [A], 3 * KIB, tenant_id("acme"))
     assert "the share of tenant 'acme'" in refused.reason
-    put(directory, C)
-    directory.release(lease)
-    put(directory, D, tenant="acme")
-    assert there(directory, A, B, C, D) == [A, C, D]
 
 
 def test_a_small_chunk_of_another_tenant_is_not_a_part_of_the_room(clock: FakeClock) -> None:
@@ -328,19 +315,6 @@ def test_who_renews_a_lease_before_a_lost_connection_is_cleared_away_has_its_ful
     directory.backlog.run(1000)
     clock.advance(m.GRACE_SECONDS)
     assert (directory.release(renewed), directory.release(other)) == (True, False)
-
-
-def test_leased_chunks_of_one_client_are_bounded(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vcache_backend.metadata_server.pool.leases.MAX_LEASED_PER_CLIENT", 4)
-    put(directory, A, B)
-    directory.acquire(READER, [A])
-    first = directory.acquire(READER, [A, B])
-    assert directory.acquire(READER, [A, B]).lease == 0
-    assert directory.acquire(OTHER, [A, B]).lease != 0
-    directory.release(first.lease)
-    assert directory.acquire(READER, [A, B]).lease != 0
 
 
 def test_room_for_one_large_chunk_is_not_made_of_any_number_of_small_ones(clock: FakeClock) -> None:

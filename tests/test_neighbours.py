@@ -21,7 +21,6 @@ from neighbour_cases import (
     added_to,
     descriptors,
     enters,
-    few_descriptors,
     instance,
     kv_mapped,
     mapped,
@@ -31,6 +30,7 @@ from neighbour_cases import (
     threads,
 )
 from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
+from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.resident.generations import Generations, GenerationView
@@ -112,29 +112,21 @@ def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it(
         assert not neighbour.enter()
 
 
-def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_until_it_lets_go(
+def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_and_lets_go_when_it_goes_on(
     stage: Stage,
 ) -> None:
     client = stage.client()
-
-    def named() -> list[tuple[str, str, int, bool]]:
-        return [
-            tuple(getattr(one, name) for name in one.__struct_fields__)
-            for one in client.stats().still_mapped
-        ]
-
-    with owner(stage) as there, owner(stage, 2) as keeping, owner(stage, 3) as ending:
-        for reader in (keeping, ending):
-            eventually(lambda reader=reader: reader.ask("reads", ONE))
-        assert named() == []
+    with owner(stage) as there, owner(stage, 2) as keeping:
+        eventually(lambda: keeping.ask("reads", ONE))
+        both = kv_mapped(keeping.pid)
         with keeping.stopped():
-            with ending.stopped():
-                there.kill()
-                expected = {(ONE.hex(), "host", reader.pid, True) for reader in (keeping, ending)}
-                eventually(lambda: set(named()) == expected)
-                ending.kill()
-            eventually(lambda: named() == [(ONE.hex(), "host", keeping.pid, True)])
-        eventually(lambda: named() == [])
+            there.kill()
+            expected = [(TWO.hex(), keeping.pid)]
+            eventually(
+                lambda: [(one.id, one.stopped) for one in client.stats().instances] == expected
+            )
+            assert kv_mapped(keeping.pid) == both
+        eventually(lambda: kv_mapped(keeping.pid) == both - 1)
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "rank 1"])

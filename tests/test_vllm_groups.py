@@ -310,7 +310,6 @@ def test_latents_and_an_indexers_keys_are_one_table_whose_bytes_come_back(
     """vLLM shows the scheduler the first layer alone."""
     there = planned(sparse(fp8), KVCacheLayout[layout])
     here = generate_scheduler_kv_cache_config([there])
-    assert [groups.hidden(config) for config in (there, here)] == [True, False]
     assert [groups.several(config) for config in (there, here)] == [False, False]
     found = groups.read(there, 128)
     assert found.plain

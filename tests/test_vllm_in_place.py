@@ -195,6 +195,26 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     assert engine.hit(again) == 0
 
 
+def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_found(
+    make: Callable[..., Engine],
+) -> None:
+    """Another connector's load, whose failure vLLM hears of only afterwards. vLLM looks at the
+    blocks of requests that run."""
+    steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
+    engine = make(blocks=10, arguments=steps)
+    engine.add(new_tokens(8 * BLOCK))
+    engine.step()
+    lost, schedule = engine.add(new_tokens(6 * BLOCK)), engine.scheduler.schedule
+    with engine.others_bring(CHUNK):
+        began = schedule()
+    assert any(schedule() and lost.num_preemptions for _ in range(9))
+    first, cached = set(began.scheduled_new_reqs[0].block_ids[0]), engine.half.blocks.cached
+    assert cached(lost.block_hashes[len(first)])
+    report = WorkerReport(echoes={began.kv_connector_metadata.echo})
+    engine.end(began, invalid_block_ids=first, kv_connector_worker_meta=report)
+    assert not any(map(cached, lost.block_hashes))
+
+
 def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
     make: Callable[..., Engine],
 ) -> None:

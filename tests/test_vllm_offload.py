@@ -117,8 +117,6 @@ def test_another_nodes_prefix_is_as_good_as_vllms_own(
     two.empty()
     tokens = new_tokens(HITS + tail)
     had = loaded(b, "store")
-    source = "vllm:prompt_tokens_cached_by_source"
-    before = [b.counter(source, source=name) for name in ("external_unspecified", "host")]
     two.keep(a, tokens)
     own, wanted = a.one(tokens), HITS if tail else HITS - BLOCK
     from_below = b.one(tokens)
@@ -129,8 +127,6 @@ def test_another_nodes_prefix_is_as_good_as_vllms_own(
     pooled = loaded(b, "host")
     assert b.again(tokens).said == own.said
     assert (loaded(b, "store") - had, loaded(b, "host") - pooled) == (wanted, wanted)
-    after = [b.counter(source, source=name) for name in ("external_unspecified", "host")]
-    assert [now - then for now, then in zip(after, before, strict=True)] == [wanted, wanted]
 
 
 def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b: Instance) -> None:

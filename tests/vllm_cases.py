@@ -387,12 +387,13 @@ class Node:
         changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | (
             lmcache or {}
         )
-        own = {"vcache.server.socket": str(self.socket), "vcache.pool.segment_bytes": "64 MiB"}
-        own |= {
-            f"vcache.client.{name}": value for name, value in self.client.items()
-        } | changes.pop("extra_config", {})
+        own = {
+            "server": {"socket": str(self.socket)},
+            "pool": {"segment_bytes": "64 MiB"},
+            "client": self.client,
+        }
         file = self.folder / f"{name}.yaml"
-        file.write_text(json.dumps(lmcache_settings(own, changes)))
+        file.write_text(json.dumps(lmcache_settings({"vcache": own}, changes)))
         return self._instance(
             name, {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}, arguments
         )

@@ -19,7 +19,6 @@ from vcache_backend.metadata_server.messages import (
     Reported,
     SegmentInfo,
     ServerStats,
-    StillMapped,
     TenantStats,
 )
 
@@ -151,7 +150,6 @@ def render(stats: ServerStats) -> RenderableType:
     good, said = verdict(stats)
     style = "bold yellow" if not good else "bold green" if len(stats.instances) > 1 else "bold"
     shown = [
-        _still_mapped(stats.still_mapped),
         _mismatches(stats),
         _quarantined(stats),
         _reports(stats.reports),
@@ -205,17 +203,6 @@ def instances_table(instances: Sequence[InstanceStats]) -> Table:
     return table(
         "Instances", ("instance", ">pid", "~port", "device", ">last heard", "~state"), rows
     )
-
-
-def _still_mapped(readers: Sequence[StillMapped]) -> Table:
-    """Make one row for each process that still maps the KV cache of an ended instance."""
-    states = "is unmapping it", "stopped: continue it, or kill it"
-    rows = [
-        (each.instance[:8], each.device[:12], str(each.pid or "–"), states[each.stopped])
-        for each in readers
-    ]
-    columns = ("instance", "device", ">read by", "~state of that process")
-    return table("KV caches of instances that have ended, still mapped", columns, rows)
 
 
 def _tenants(tenants: Sequence[TenantStats]) -> Table:

@@ -241,15 +241,14 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
             if getattr(before, "is_vcache", False) and before is not backend:
                 before.close()
         engine.storage_manager.allocator_backend = backend
-    if adapter is not None:
-        _must_have(adapter, "_parent _block_size")
-        load = functools.partial(_load_under_full_graphs, adapter)
-        _replace(adapter, "start_load_kv", load, "forward_context")
-        report = functools.partial(_report_blocks, adapter, backend)
-        _replace(adapter, "get_block_ids_with_load_errors", report)
-        # Keep slot mappings on the host, where copies are planned. The adapter would move them to
-        # the GPU, behind the forward pass.
-        adapter.device = importlib.import_module("torch").device("cpu")
+    _must_have(adapter, "_parent _block_size")
+    load = functools.partial(_load_under_full_graphs, adapter)
+    _replace(adapter, "start_load_kv", load, "forward_context")
+    report = functools.partial(_report_blocks, adapter, backend)
+    _replace(adapter, "get_block_ids_with_load_errors", report)
+    # Keep slot mappings on the host, where copies are planned. The adapter would move them to the
+    # GPU, behind the forward pass.
+    adapter.device = importlib.import_module("torch").device("cpu")
 
 
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:

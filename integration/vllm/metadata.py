@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun, SegmentId
-from vcache_backend.vram_pool.devices import Where
+from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 
 from .model.spec import ShardSpec
 
@@ -162,16 +161,13 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The workers' report to the scheduler after a step. It also works under MultiConnector.
 
     failed: requests with failed loads. flushed: the step's `flush`: all earlier stores have their
-    reservations, so a reset voids them. segments: by worker number, the segments that the worker
-    can read and their places, if they changed or the step introduces. echoes: the step's `echo`;
-    all workers report it in the same step. links: the workers' connections to the offload tier, if
-    they changed. shards: by (pipeline rank, tensor rank), if the step asked. stored: by rank, the
-    keys (rank 0's) of stored chunks, if anybody listens to KV events. spans: one for each finished
-    load."""
+    reservations, so a reset voids them. echoes: the step's `echo`; all workers report it in the
+    same step. links: by worker number, the connections to the offload tier, if they changed.
+    shards: by (pipeline rank, tensor rank), if the step asked. stored: by rank, the keys (rank 0's)
+    of stored chunks, if anybody listens to KV events. spans: one for each finished load."""
 
     failed: set[str] = field(default_factory=set)
     flushed: int = 0
-    segments: dict[int, dict[SegmentId, Where]] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
     stored: dict[int, list[ChunkKey]] = field(default_factory=dict)
@@ -189,7 +185,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return WorkerReport(
             self.failed | other.failed,
             max(self.flushed, other.flushed),
-            self.segments | other.segments,
             self.links | other.links,
             self.shards | other.shards,
             stored,

@@ -79,7 +79,7 @@ def ask(name: str, config: Config) -> ModelReport:
             input=msgspec.json.encode(configuration.dump(config)),
             capture_output=True,
             timeout=ASK_SECONDS,
-            env={**os.environ, **_QUIET},
+            env={**os.environ, **_QUIET},  # noqa: TID251 - handed on, not read
             check=False,
         )
     except subprocess.TimeoutExpired:

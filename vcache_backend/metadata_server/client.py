@@ -80,14 +80,6 @@ class Client(Channel):
             replies[0], present=[held for reply in replies for held in reply.present]
         )
 
-    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if it is not in the pool."""
-        return [
-            id_
-            for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present)
-            for id_ in reply.segments
-        ]
-
     def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading chunks, at most `MAX_KEYS`."""
         return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
@@ -254,10 +246,6 @@ class Client(Channel):
         request = m.OpenCache(m.InstanceId(instance), rank)
         cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
         return cache.shape, fds
-
-    def close_instance(self, instance: bytes) -> None:
-        """Say that this process no longer maps any region of the instance."""
-        self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
 
     # ---- inside
 

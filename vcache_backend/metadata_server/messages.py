@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -252,17 +252,6 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     stopped: int = 0
 
 
-class StillMapped(msgspec.Struct, frozen=True, array_like=True):
-    """A process that has not reported that it unmapped the KV cache of `instance` (in hex), which
-    has ended: the memory on `device` is not free yet. `pid`: 0 if not visible. `stopped`: whether
-    the process is stopped, and so cannot report."""
-
-    instance: str
-    device: str
-    pid: int
-    stopped: bool
-
-
 class Reads(msgspec.Struct, frozen=True, array_like=True):
     """How much a client has read out of the KV cache of `instance` since the client's start: bytes
     that counted, and chunks refused because the owner had reused the blocks."""
@@ -404,11 +393,9 @@ class Release(Request, frozen=True, tag="release"):
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`. `where`:
-    also name the segments."""
+    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`."""
 
     keys: Keys
-    where: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
@@ -472,13 +459,6 @@ class OpenCache(Request, frozen=True, tag="open_cache"):
 
     instance: Named
     rank: Rank
-
-
-class CloseInstance(Request, frozen=True, tag="close_instance"):
-    """This connection's process no longer maps any region of the instance → `Count` (1, or 0 if it
-    had opened none)."""
-
-    instance: Named
 
 
 class Publish(Request, frozen=True, tag="publish"):
@@ -761,12 +741,10 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
-    """`epoch`: of the keys' namespace. `segments`: one for each key, if asked for; "" if the chunk
-    is not in the pool."""
+    """`epoch`: of the keys' namespace."""
 
     present: list[bool]
     epoch: int = 0
-    segments: list[str] = []
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):
@@ -812,14 +790,13 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     quarantined_slots: dict[int, int] = {}
     mismatches: list[Mismatch] = []
     instances: list[InstanceStats] = []
-    still_mapped: list[StillMapped] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
     tenants: list[TenantStats] = []
 
 
 OfChunks = Reserve | Commit | Abort | Acquire | Renew | Release | Contains | Touch | Remove | Clear
-OfResidents = Find | Publish | Promise | Retract | Listen | CloseInstance
+OfResidents = Find | Publish | Promise | Retract | Listen
 _OfSegments = AddSegment | Lend | OpenSegment | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report

@@ -180,9 +180,6 @@ def _reads(stats: ServerStats) -> Iterator[Metric]:
     refused = [(labels, each.refused) for labels, each in rows]
     what = "Chunks that their owner used again while a process read them."
     yield _counters("read_refused_chunks", what, _READER, refused)
-    kept = [((each.instance, each.device, str(each.pid)), 1) for each in stats.still_mapped]
-    what = "1 for a process that keeps the memory of an instance that has ended."
-    yield _gauges("instance_still_mapped", what, _INSTANCE, kept)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

@@ -107,7 +107,7 @@ class Neighbours:
         self._here: dict[bytes, Neighbour] = {}
         self._coming: set[bytes] = set()
         self._refused = Refusals()
-        self._unmapper = Unmapper(self._ended, self._unmapped)
+        self._unmapper = Unmapper(self._ended)
         self._mapper = ThreadPoolExecutor(1, "vcache-neighbours-mapper")
 
     def expects(self, instance: bytes) -> bool:
@@ -196,12 +196,6 @@ class Neighbours:
                 "instance %s has ended or given its KV cache up: it is unmapped here",
                 neighbour.instance.hex(),
             )
-
-    def _unmapped(self, neighbour: Neighbour) -> None:
-        """Tell the server that the KV cache is unmapped here, so the server does not list this
-        process as holding the memory."""
-        with suppress(VCacheError):
-            self._client.close_instance(neighbour.instance)
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:

@@ -24,15 +24,10 @@ class Unmapper:
     copy. Any thread may call the methods.
 
     on_end: called in the unmapper's thread for each neighbour before it is unmapped, because the
-    owner has ended or given the memory up, or because of `close`. on_unmapped: called afterwards.
-    """
+    owner has ended or given the memory up, or because of `close`."""
 
-    def __init__(
-        self,
-        on_end: Callable[[Neighbour], None],
-        on_unmapped: Callable[[Neighbour], None] = lambda neighbour: None,
-    ) -> None:
-        self._on_end, self._on_unmapped = on_end, on_unmapped
+    def __init__(self, on_end: Callable[[Neighbour], None]) -> None:
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._watched: dict[Neighbour, list[int]] = {}
         """The pidfds of each neighbour's owner."""
@@ -94,7 +89,6 @@ class Unmapper:
         for neighbour in list(self._going):
             if neighbour.unmap():
                 self._going.remove(neighbour)
-                self._on_unmapped(neighbour)
 
     def _end(self, neighbour: Neighbour) -> None:
         neighbour.forbid()

@@ -15,7 +15,7 @@ import torch
 from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey, Location, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.layout import Layout, with_codec
 from vcache_backend.transfer.leases import LeaseClient
@@ -153,10 +153,6 @@ class Session:
         if answer.present[0]:
             return 0
         return 1 if self.tier is not None and self.tier.lookup([key], answer.epoch) else -1
-
-    def segments(self) -> dict[SegmentId, devices.Where]:
-        """The segments that this worker can read, and the place of each relative to this worker."""
-        return {info.id: devices.where(self.device, info.device) for info in self.pool.mapped()}
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
         """Map the leading locations that this process can read. Keep the views during the copy."""

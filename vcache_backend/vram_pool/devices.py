@@ -18,8 +18,6 @@ from vcache_backend.metadata_server.messages import Medium
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Link
 
-Where = Literal["own", "peer", "host"]
-
 
 class Device(msgspec.Struct, frozen=True):
     """Memory that segments lie in and readers read from.
@@ -36,7 +34,7 @@ class Device(msgspec.Struct, frozen=True):
         return self.name if self.ordinal is None else f"{self.name} (cuda:{self.ordinal})"
 
 
-def where(reader: Device, owner: str) -> Where:
+def where(reader: Device, owner: str) -> Literal["own", "peer", "host"]:
     """Where memory of the device named `owner` lies for `reader`: its GPU, a peer's, or the host.
 
     Without a GPU, host memory of another name counts as a peer's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -45,16 +44,6 @@ def hash_seed(vllm_config: Any) -> str | None:
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """How many tokens one of a request's `block_hashes` covers."""
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
-
-
-def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
-    """Rename the `tokens` of a hit, by place, for vLLM 0.32 and later. The rest of the `external`
-    tokens is "unspecified"."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    named = {CacheHitSource(name): count for name, count in tokens.items() if count}
-    rest = external - sum(named.values())
-    return named | ({CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else {})
 
 
 def loads_at_once(vllm_config: Any, settings: config.Config) -> bool:

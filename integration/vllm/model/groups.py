@@ -246,14 +246,6 @@ def clears(kv_cache_config: Any) -> bool:
     return len(numbers) > 1 or any(type(spec).__name__ == STATES for spec in specs)
 
 
-def hidden(kv_cache_config: Any) -> bool:
-    """Whether maybe only workers can see that the model must be refused: vLLM shows the scheduler
-    one layer of a table whose pages have several sizes."""
-    return any(
-        type(group.kv_cache_spec).__name__ == _MIXED for group in kv_cache_config.kv_cache_groups
-    )
-
-
 def layer_specs(spec: Any) -> list[Any]:
     """The specifications of a table's layers, the one that the scheduler sees first. Where pages
     have several sizes, one for each layer; else the one that all layers share."""

@@ -16,12 +16,11 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.calls.standing import Standing
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Found, Heard, SegmentId
+from vcache_backend.metadata_server.messages import Found, Heard
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import with_codec
 from vcache_backend.transfer.outbox import Outbox
-from vcache_backend.vram_pool.devices import Where
 
 from ..in_place.publications import Publications
 from ..metadata import Link, Shard
@@ -41,11 +40,11 @@ first step runs no model.
 class Introduction:
     """Runs in the scheduler's thread. Each method waits at most for one server call.
 
-    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. places:
-    the places of segments, as the first worker sees them. keys, client, outbox: None before `open`.
-    announcer: None unless somebody wants KV events. publications, tables: this instance's
-    publications and other instances' generations; None unless KV caches are shared in place.
-    version: of the weights, hashed into every key (see `versions`); empty without versions."""
+    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. keys,
+    client, outbox: None before `open`. announcer: None unless somebody wants KV events.
+    publications, tables: this instance's publications and other instances' generations; None unless
+    KV caches are shared in place. version: of the weights, hashed into every key (see `versions`);
+    empty without versions."""
 
     def __init__(
         self,
@@ -70,7 +69,6 @@ class Introduction:
         self.keys: BlockHashKeys | None = None
         self.client: Client | None = None
         self.outbox: Outbox | None = None
-        self.places: Mapping[SegmentId, Where] = {}
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         self.workers = model.pp_size * model.tp_size
         self.offload: OffloadLookup | None = None
@@ -126,12 +124,6 @@ class Introduction:
                 self.offload = None
         if links and self.offload is not None:
             self.offload.note(links)
-
-    def reads(self, segments: Mapping[int, Mapping[SegmentId, Where]]) -> None:
-        """Note which segments workers can read, by the number of each worker that
-        reports a change.
-        """
-        self.places = segments.get(0, self.places)
 
     def open(self) -> bool:
         """Connect to the server once the namespace is known: the engine runs, and every worker has

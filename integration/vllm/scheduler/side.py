@@ -26,7 +26,7 @@ from ..model import compat, groups
 from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
-from . import hit_sources, request_params
+from . import request_params
 from .completions import Completions
 from .foreign_loads import Beginning, ForeignLoads, beginning
 from .introduction import Introduction
@@ -44,10 +44,10 @@ log = logging.getLogger("vllm.vcache")
 class SchedulerSide:
     """Answers vLLM's scheduler, in the scheduler's thread.
 
-    `arrived` and `matched` wait for the server as `Lookups` says, `hit_sources` for one call,
-    `reset` for two, of which one may take `client.control_seconds`. The step in which the namespace
-    becomes known waits for the connection. `close` waits for its threads. vLLM's allocation of
-    blocks waits to open another instance's table for the first time. Nothing else waits."""
+    `arrived` and `matched` wait for the server as `Lookups` says, `reset` for two calls, of which
+    one may take `client.control_seconds`. The step in which the namespace becomes known waits for
+    the connection. `close` waits for its threads. vLLM's allocation of blocks waits to open another
+    instance's table for the first time. Nothing else waits."""
 
     def __init__(
         self,
@@ -195,24 +195,6 @@ class SchedulerSide:
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
         tracked.loading = True
-
-    def hit_sources(self, request: Any, external: int) -> dict[str, int]:
-        """Count the tokens of the request's last load by place: see `hit_sources.split`."""
-        load = next(
-            (
-                load
-                for load in reversed(self._loads)
-                if load.request_id == request.request_id and not load.lost
-            ),
-            None,
-        )
-        return (
-            {}
-            if load is None
-            else hit_sources.split(
-                self.instance, self._requests[load.request_id], load, external, self._size
-            )
-        )
 
     def lost(self, request: Any) -> None:
         """Have the workers report a failed load: `allocated` raised, but vLLM waits for
@@ -496,7 +478,6 @@ class SchedulerSide:
                 self.publications.forget(tracked, tracked.local // self._groups.block)
         if lost and self.blocks is not None:
             self._evict(self.blocks, lost)
-        self.instance.reads(report.segments)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)

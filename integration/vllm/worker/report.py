@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.devices import Where
 
 from ..metadata import Link, Shard, WorkerReport
 from ..model.spec import ShardSpec
@@ -40,7 +39,6 @@ class Reporter:
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
         self.next, self.introduce = WorkerReport(), False
-        self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
 
@@ -48,7 +46,6 @@ class Reporter:
         """The worker has joined the pool."""
         self._session = session
         self._shard = shard
-        self._segments = self._readable()
         if self._events:
             session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
 
@@ -61,31 +58,20 @@ class Reporter:
 
     def take(self) -> WorkerReport | None:
         """Return the report since the last call; None if it would be empty."""
-        report, segments, link = self.next, self._readable(), self._reached()
-        if self.introduce or segments != self._segments:
-            report.segments = {self.number: segments}
+        report, link = self.next, self._reached()
         if link != self._link:
             report.links = {self.number: link}
         if self.introduce:
             report.shards = {self._place: self._shard}
         if self._stored:
             report.stored = {self._rank: [self._stored.popleft() for _ in range(len(self._stored))]}
-        self._segments, self._link, self.introduce = segments, link, False
+        self._link, self.introduce = link, False
         if report == WorkerReport():
             return None
         self.next = WorkerReport()
         return report
 
     # ---- inside
-
-    def _readable(self) -> dict[SegmentId, Where]:
-        if self._session is None:
-            return self._segments
-        try:
-            return self._session.segments()
-        except Exception as error:  # noqa: BLE001 - the rest of the report must get through
-            self._session.miss("segments", error)
-            return self._segments
 
     def _reached(self) -> Link:
         """This worker's connection to the offload tier. A small change of bandwidth leaves the last

@@ -94,8 +94,7 @@ class WorkerSide:
 
         VCacheError (or LayoutError, a kind of it) if this worker cannot cache."""
         if self._refused:
-            if self._config.connector.share == "in_place" or not self.needless:
-                self.refuse(self._refused)
+            self.refuse(self._refused)
             return
         if self.in_place is not None:
             self.in_place.export(kv_caches)
@@ -142,12 +141,6 @@ class WorkerSide:
             session.close()
             raise
         return session
-
-    @property
-    def needless(self) -> bool:
-        """Whether this worker is refused, and the scheduler's half finds the reason by itself in
-        vLLM's configuration."""
-        return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
         """Tell the scheduler and the server that this worker caches nothing (any more)."""

@@ -29,9 +29,6 @@ from vcache_backend.metadata_server.serving.connection import Answer
 log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 64
-MAX_READERS = 4096
-"""The most readers remembered, a reader being a connection and an instance. Beyond it the oldest
-reader is forgotten."""
 MAX_READS = 256
 """The most reads in the statistics. Those of the most bytes come first."""
 
@@ -99,9 +96,6 @@ class InstanceRegistry:
         """spare: how many more fds the server may keep. pidfd: see `Watch.pidfd`."""
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
         self._of: dict[m.InstanceId, SharedInstance] = {}
-        self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
-        """Each connection that opened a KV cache of an instance and has not reported it unmapped,
-        with the device of the KV cache."""
         self._reads: dict[int, tuple[Peer, list[m.Reads]]] = {}
         """What each client last said of its reads."""
 
@@ -190,27 +184,17 @@ class InstanceRegistry:
         joined = m.Joined(join.blocks, join.ranks, join.each)
         return joined, [*parts[m.SCHEDULER].fds, *pidfds]
 
-    def open_cache(self, client: Peer, id_: m.InstanceId, rank: int) -> Answer:
-        """Return a KV cache. Who asks reads it until it closes or sends `CloseInstance`."""
+    def open_cache(self, id_: m.InstanceId, rank: int) -> Answer:
+        """Return a KV cache and the fds of its regions. Refuse while a part is missing."""
         instance = self._whole(id_)
         if rank not in instance.parts:
             raise Refuse(f"it has no rank {rank}")
-        cache = instance.shapes[rank]
-        self._readers[id_, client.id] = client, cache.device
-        if len(self._readers) > MAX_READERS:
-            del self._readers[next(iter(self._readers))]
-        return m.Cache(cache), instance.parts[rank].fds
-
-    def close_instance(self, client: Peer, instance: m.InstanceId) -> m.Count:
-        """Forget that this connection reads the instance: its process has unmapped the KV cache."""
-        return m.Count(int(self._readers.pop((instance, client.id), None) is not None))
+        return m.Cache(instance.shapes[rank]), instance.parts[rank].fds
 
     # ---- gone
 
     def disconnect(self, client: Peer) -> None:
         self._reads.pop(client.id, None)
-        for reader in [reader for reader in self._readers if reader[1] == client.id]:
-            del self._readers[reader]
         self._leave(lambda peer: peer.id == client.id)
 
     def process_gone(self, process: ProcessId) -> None:
@@ -249,18 +233,6 @@ class InstanceRegistry:
 
     def stats(self) -> list[m.InstanceStats]:
         return [each.stats(id_, len(self._residents.of(id_))) for id_, each in self._of.items()]
-
-    def still_mapped(self) -> list[m.StillMapped]:
-        """List readers that still map memory of ended instances, up to a limit."""
-        gone = [
-            (instance, *reader)
-            for (instance, _), reader in self._readers.items()
-            if instance not in self._of
-        ]
-        return [
-            m.StillMapped(instance.hex(), device, peer.process.pid, processes.stopped(peer.process))
-            for instance, peer, device in gone[:MAX_INSTANCES]
-        ]
 
     # ---- inside
 

@@ -81,11 +81,6 @@ class Directory(SegmentDirectory):
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
-    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if the chunk is not in the pool."""
-        table = self.contents.live.among(keys)
-        return [entry.segment.id if (entry := table.get(key)) is not None else "" for key in keys]
-
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading chunks. At its end they become recent, the first the most."""
         entries = (

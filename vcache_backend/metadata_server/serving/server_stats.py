@@ -40,7 +40,6 @@ def server_stats(service: Service) -> m.ServerStats:
         quarantined_slots=dict(directory.reservations.writers()),
         mismatches=layouts.mismatches(),
         instances=instances,
-        still_mapped=service.instances.still_mapped(),
         reads=service.instances.reads(),
         hits={name: (asked, found) for name, (asked, found) in layouts.hits.items()},
         tenants=directory.quotas.stats(directory.contents.placement.capacity()),
@@ -48,7 +47,7 @@ def server_stats(service: Service) -> m.ServerStats:
     return fitting(stats)
 
 
-_LISTS = ("reports", "hits", "namespaces", "mismatches", "reads", "instances", "still_mapped")
+_LISTS = ("reports", "hits", "namespaces", "mismatches", "reads", "instances")
 """What may be cut. The newest entries of the first three stay, the first of the others."""
 
 

@@ -90,20 +90,19 @@ class Service:
                 return m.Count(directory.abort(client, reservation))
             case m.Renew(lease):
                 return m.Verdict(directory.renew(lease))
-            case m.Contains(keys, where):
-                segments = directory.segments_of(keys) if where else []
-                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments)
+            case m.Contains(keys):
+                return m.Present(directory.contains(keys), directory.epochs.of(keys))
             case m.Touch(keys):
                 return m.Count(directory.touch(keys))
             case m.Remove(keys):
                 return m.Count(directory.remove(keys))
             case m.Clear(namespace, reset):
-                return self._clear(namespace, reset)
+                return m.Count(directory.clear(namespace, reset))
             case _:
                 assert_never(request)
 
     def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
-        """Answer requests about chunks in instances' KV caches, and about their readers."""
+        """Answer requests about chunks in instances' KV caches."""
         directory, instances = self.directory, self.instances
         match request:
             case m.Find():
@@ -121,8 +120,6 @@ class Service:
             case m.Listen(instance):
                 epoch = directory.epochs.of([m.ChunkKey(instances.listens(client, instance))])
                 return m.Heard(epoch, directory.residents.copies(instance))
-            case m.CloseInstance(instance):
-                return instances.close_instance(client, instance)
             case _:
                 assert_never(request)
 
@@ -147,7 +144,7 @@ class Service:
             case m.OpenInstance(instance):
                 return self.instances.open(instance)
             case m.OpenCache(instance, rank):
-                return self.instances.open_cache(client, instance, rank)
+                return self.instances.open_cache(instance, rank)
             case m.Stats():
                 return server_stats(self), ()
             case m.Report(level, text):
@@ -238,14 +235,6 @@ class Service:
         if coming is None and not epoch and not copies:
             return answer
         return msgspec.structs.replace(answer, epoch=epoch, coming=coming, copies=copies)
-
-    def _clear(self, namespace: bytes, reset: bool) -> m.Count:
-        if len(namespace) not in (0, m.NAMESPACE_BYTES):
-            raise Refuse(
-                f"{namespace!r} is {len(namespace)} bytes; a namespace is {m.NAMESPACE_BYTES} "
-                'bytes, b"" means all of them'
-            )
-        return m.Count(self.directory.clear(namespace, reset))
 
     def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if id_ not in self.directory.segments:
