@@ -305,6 +305,8 @@ class Engine:
         raise AssertionError(f"it is {request.status.name} for ever")
 
 
+Make = Callable[..., Engine]
+"""What makes engines; its arguments are theirs."""
 _made = iter(range(1_000_000))
 
 
@@ -313,7 +315,7 @@ def new_tokens(count: int) -> list[int]:
 
 
 @contextmanager
-def engines(here: Node, shown: bool = False) -> Iterator[Callable[..., Engine]]:
+def engines(here: Node, shown: bool = False) -> Iterator[Make]:
     """Makes engines. shown: such that others find something in their KV caches."""
     with ExitStack() as undo:
 
@@ -327,12 +329,12 @@ def engines(here: Node, shown: bool = False) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def make(here: Node) -> Iterator[Callable[..., Engine]]:
+def make(here: Node) -> Iterator[Make]:
     """For the tests that import it, as is the next one."""
     with engines(here) as made:
         yield made
 
 
 @pytest.fixture
-def engine(make: Callable[..., Engine]) -> Engine:
+def engine(make: Make) -> Engine:
     return make()

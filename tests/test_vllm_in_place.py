@@ -9,7 +9,6 @@ import itertools
 import platform
 import random
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, engine, here, lying, make, new_tokens
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engine, here, lying, make, new_tokens
 from vllm_cases import needs_vllm
 from vllm_sources import differences
 
@@ -168,7 +167,7 @@ def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_request(
-    make: Callable[..., Engine], share: str
+    make: Make, share: str
 ) -> None:
     """Of a request that was aborted as its step ran, which vLLM then looks at no more."""
     engine, tokens = make(share=share), new_tokens(3 * CHUNK)
@@ -196,7 +195,7 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
 
 
 def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_found(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """Another connector's load, whose failure vLLM hears of only afterwards. vLLM looks at the
     blocks of requests that run."""
@@ -216,7 +215,7 @@ def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_foun
 
 
 def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """Two grow until one has to go; the other takes its blocks. It comes back with new blocks, or
     with what is left of its own.
@@ -245,9 +244,7 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
 
 
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
-def test_blocks_whose_step_never_ran_are_not_published(
-    make: Callable[..., Engine], hit: int
-) -> None:
+def test_blocks_whose_step_never_ran_are_not_published(make: Make, hit: int) -> None:
     """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its
     owner takes the step away from it, and then its owner finds them in vLLM's own cache, never
     written."""
@@ -276,9 +273,7 @@ def test_blocks_whose_step_never_ran_are_not_published(
 
 
 @pytest.mark.parametrize("connector", [False, True])
-def test_what_began_before_a_reset_is_never_published(
-    make: Callable[..., Engine], connector: bool
-) -> None:
+def test_what_began_before_a_reset_is_never_published(make: Make, connector: bool) -> None:
     """vLLM refuses, as the request runs; whoever resets changes the weights all the same."""
     engine = make(blocks=60)
     request = engine.add(new_tokens(3 * CHUNK - 2), max_tokens=3 * CHUNK)

@@ -37,6 +37,7 @@ from vllm_cases import (
     Instance,
     Node,
     beside_vllm,
+    complete,
     here,
     missing,
     needs_vllm,
@@ -350,23 +351,6 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def complete(
-    address: str, tokens: list[int], rank: int = 0, **wishes: Any
-) -> tuple[list[int], int]:
-    """The tokens of the answer, and how many of the prompt were not computed. rank: who is to
-    answer, with data parallelism.
-    """
-    asked = {"model": "tiny", "prompt": tokens, "kv_transfer_params": {"vcache": wishes}}
-    asked |= {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "detokenize": False}
-    body = json.dumps(asked | {"return_token_ids": True}).encode()
-    headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
-    request = Request(f"{address}/v1/completions", body, headers)
-    with urlopen(request, timeout=ANSWER_SECONDS) as answer:
-        said = json.load(answer)
-    details = said["usage"]["prompt_tokens_details"] or {}
-    return said["choices"][0]["token_ids"], details.get("cached_tokens") or 0
-
-
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
 def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> None:
     """Nothing of vLLM has started by then: there is nobody else who would go on, or say more."""
@@ -544,7 +528,7 @@ def test_a_load_of_one_expert_parallel_rank_holds_up_no_step_of_another(
     eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
     with ThreadPoolExecutor(1) as pool:
         meddle(address, "meddle", PULL, "slow", str(ANSWER_SECONDS))
-        loads = pool.submit(complete, address, tokens, 1)
+        loads = pool.submit(complete, address, tokens, rank=1)
         for _ in range(3):
             assert complete(address, new_tokens(LENGTH + 1))[1] == 0
         assert not loads.done()

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, Engine, make, new_tokens, scheduling
+from in_place_cases import BLOCK, CHUNK, Engine, Make, make, new_tokens, scheduling
 from model import FakeClock
 from processes import SECONDS, eventually, info, make_memfd
 from vllm_cases import needs_vllm
@@ -48,7 +48,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 @pytest.fixture
-def engine(make: Callable[..., Engine]) -> Engine:
+def engine(make: Make) -> Engine:
     return make(share="pool")
 
 
@@ -268,9 +268,7 @@ def test_a_worker_writes_into_nothing_but_the_memory_that_its_scheduler_has_made
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_answer_of_before_a_reset_is_no_answer_after_it(
-    make: Callable[..., Engine], ahead: bool
-) -> None:
+def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Make, ahead: bool) -> None:
     """Of a request that waits for blocks meanwhile: its chunks are those of other weights. ahead: it
     was asked for, and is not read yet."""
     engine = make(share="pool", blocks=13)
@@ -286,7 +284,7 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(
 
 
 def test_a_request_that_waits_while_the_weights_change_loads_nothing_of_before(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     engine = make(share="pool", weights="old")
     engine.add(pooled(engine))
@@ -353,7 +351,7 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
 
 
 def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_promised(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """Another one may have begun it meanwhile."""
     short, other = make(share="pool", blocks=14), make(share="pool")
@@ -377,7 +375,7 @@ def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_p
 
 
 def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     engine = make(share="pool")
     asking = engine.here.client()
@@ -399,7 +397,7 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
 
 @pytest.mark.parametrize(("ahead", "chunks"), [(False, 9), (True, 2), (True, 9)])
 def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
-    make: Callable[..., Engine], ahead: bool, chunks: int
+    make: Make, ahead: bool, chunks: int
 ) -> None:
     """But no more than twice as long as computing, which decides whether to wait at all. The slowest
     recent prompt says how long that takes, unless it took far longer than the mean."""
@@ -662,7 +660,7 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
 
 @pytest.mark.parametrize("table", [0, 1])
 def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
-    make: Callable[..., Engine], table: int
+    make: Make, table: int
 ) -> None:
     """Also of a request that begins with what was computed behind another connector's load, whose
     table of states has none of that load's blocks."""
@@ -690,7 +688,7 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
 
 
 def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """By its look-up, and confirmed by its first step."""
     steps = {
@@ -742,7 +740,7 @@ def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(engine: Engine) 
 
 
 def test_beside_running_requests_a_short_hit_is_computed(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as its load would take more of the present steps than it takes to compute. A step
     that computes a prompt says nothing of the next ones."""
