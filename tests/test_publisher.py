@@ -53,13 +53,14 @@ class Owner(neighbour_cases.Owner):
     def join(self) -> None:
         self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, self.table.fd)
 
-    def publish(self, number: int, step: Step, sequence: int = 1, soon: bool = True) -> None:
+    def publish(self, number: int, step: Step, sequence: int = 1, soon: bool = True) -> Publish:
         """Chunk `number`, in blocks of its own."""
         blocks = [2 * number, 2 * number + 1]
         generations = self.table.counters[blocks].astype("<u8").tobytes()
         numbers = np.array(blocks, dtype="<u4").tobytes()
         publication = Publish(NAME, sequence, [key(number)], numbers, generations)
         self.publisher.submit(publication, step, soon)
+        return publication
 
     def found(self, *numbers: int) -> list[bool]:
         """Which of the chunks others find, each asked for by itself."""
@@ -185,10 +186,12 @@ def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner)
 
 
 def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owner) -> None:
-    owner.publish(1, Step())
+    publication = owner.publish(1, Step())
     assert owner.publisher.flush(SECONDS)
+    assert not owner.publisher.holds(publication), "nobody can say so"
     owner.join()
     eventually(lambda: owner.found(1) == [True])
+    eventually(lambda: owner.publisher.holds(publication))
 
 
 def test_once_the_server_takes_chunks_it_is_soon_told_of_the_earlier_ones(
@@ -257,3 +260,4 @@ def test_the_next_server_is_told_of_what_is_still_there(
     assert over.wait(SECONDS)
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]
+    assert owner.publisher.flush(SECONDS), "once"
