@@ -97,9 +97,10 @@ def test_another_nodes_prefix_is_as_good_as_vllms_own(two: Two, tail: int) -> No
     """And after that it is in the pool of this node."""
     two.empty()
     tokens = new_tokens(HITS + tail)
-    had = loaded(two.b, "store")
+    had, stored = loaded(two.b, "store"), two.a.counter("vllm:vcache_stored_tokens")
     two.keep(tokens)
     own, wanted = two.a.one(tokens), HITS if tail else HITS - BLOCK
+    assert two.a.counter("vllm:vcache_stored_tokens") - stored == HITS
     from_below = two.b.one(tokens)
     assert (own.cached, from_below.cached) == (wanted, wanted)
     assert from_below.said == own.said
