@@ -116,9 +116,10 @@ def test_another_nodes_prefix_is_as_good_as_vllms_own(
     """And after that it is in the pool of this node."""
     two.empty()
     tokens = new_tokens(HITS + tail)
-    had = loaded(b, "store")
+    had, stored = loaded(b, "store"), a.counter("vllm:vcache_stored_tokens")
     two.keep(a, tokens)
     own, wanted = a.one(tokens), HITS if tail else HITS - BLOCK
+    assert a.counter("vllm:vcache_stored_tokens") - stored == HITS
     from_below = b.one(tokens)
     assert (own.cached, from_below.cached) == (wanted, wanted)
     assert from_below.said == own.said

@@ -64,7 +64,6 @@ def worker_meter(**arguments: Any) -> Meter:
     meter.loaded(load)
     meter.count("stored_tokens", 1024)
     meter.count("stored_bytes", 4_000_000)
-    meter.timed("store_time_seconds", 0.002, 0.003)
     return meter
 
 
