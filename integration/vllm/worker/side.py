@@ -54,7 +54,7 @@ class WorkerSide:
         tp_rank: int,
         meter: Meter,
     ) -> None:
-        self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
+        self._vllm, self._kv_config = vllm_config, kv_cache_config
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
         self._model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         self._config = config = exportable.decide(config, vllm_config, kv_cache_config, self._model)
@@ -189,10 +189,8 @@ class WorkerSide:
         return self.loads.finished(self._meta.idle)
 
     def measured(self) -> None:
-        """Count chunks dropped and offloaded since the last call."""
+        """See `Stores.measure`."""
         self._stores.measure()
-        if self.in_place is not None:
-            self.in_place.measure(self._meter)
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory
