@@ -311,11 +311,6 @@ def test_the_example_is_supported_without_a_remark(under_vllm: Callable[..., Ins
             {},
             "set store_location: pool",
         ),
-        (
-            {"chunk_size": 18},
-            {},
-            "chunk_size 18 is no multiple of the KV block size 4: set chunk_size: 20",
-        ),
         ({}, {"context_parallel": 2}, "context parallel"),
         ({}, {"new_weights": True, "named": True}, "LMCache does not hear of them"),
         ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
