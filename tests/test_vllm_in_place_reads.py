@@ -91,7 +91,7 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
 
 
 def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(
-    shared: Callable[[], Engine],
+    shared: Make,
 ) -> None:
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
