@@ -90,6 +90,20 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     assert owners(owner.step()) == [reader.half.publications.instance] * 3
 
 
+def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(
+    shared: Make,
+) -> None:
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    source = computed(owner, tokens)
+    computed(reader, tokens[: CHUNK + 1])
+    reader.add(tokens)
+    (load,) = reader.step().loads
+    (run,) = load.residents
+    published = [one for meta in owner.metas for one in owner.published(source, meta)]
+    rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()
+    assert rows == [one.blocks for one in published[1:]]
+
+
 def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> None:
     """What was computed by then, too."""
     with scheduling(tmp_path) as here, engines(here, shown=True) as make, here.client() as client:
