@@ -103,6 +103,22 @@ class SharedCache(Cache):
         return values.pop() if len(values) == 1 else None
 
 
+class Reader:
+    """A worker with a KV cache of its own, and what it reads from."""
+
+    def __init__(self, client: Client, device: Device = HOST, sizes: Sizes = SMALL) -> None:
+        self.client, self.cache = client, SharedCache(sizes, device=device)
+        self.neighbours = Neighbours(client, device, self.cache.kv, 0)
+
+    def there(self, name: bytes) -> Neighbour:
+        """Once its owner has shown all."""
+        return eventually(lambda: self.neighbours.get(name))
+
+    def close(self) -> None:
+        self.neighbours.close()
+        self.cache.close()
+
+
 class Owner:
     """An instance whose KV cache others read, or a part of one: its scheduler, one of its workers,
     or both. split: blocks of the tensors in one of vLLM's."""

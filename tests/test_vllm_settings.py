@@ -4,7 +4,6 @@ what is refused. No vLLM is needed.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,15 +31,15 @@ def yaml(folder: Path, text: str) -> str:
 
 def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
     text = (
-        "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, wait_seconds: "
-        "3.0}\npool: {segment_bytes: 4 GiB}"
+        "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, model: theirs}\n"
+        "pool: {segment_bytes: 4 GiB}"
     )
     file = yaml(tmp_path, text)
     found = settings.read(
-        {"config": file, "connector": {"wait_seconds": 1.5}, "engine": {"chunk_size": 128}}
+        {"config": file, "connector": {"model": "ours"}, "engine": {"chunk_size": 128}}
     )
     assert found.server.path == Path("/of/the/file")
-    assert (found.connector.min_hit_tokens, found.connector.wait_seconds) == (512, 1.5)
+    assert (found.connector.min_hit_tokens, found.connector.model) == (512, "ours")
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
 
 
@@ -137,21 +136,6 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
         assert found.startswith(said)
         assert bool(found) == bool(said)
     assert plugin.mistake(None) == ""
-
-
-def test_registered_again_the_plugin_reads_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EngineArgs:
-        kv_transfer_config, create_engine_config = OURS, lambda self: "made"
-
-    read: list[Any] = []
-    vllm = SimpleNamespace(EngineArgs=EngineArgs)
-    monkeypatch.setitem(sys.modules, plugin.ARGUMENTS, vllm)
-    monkeypatch.setattr(plugin.patches, "register", lambda: None)
-    monkeypatch.setattr(plugin, "mistake", lambda given: read.append(given) or "")
-    for _ in range(2):
-        plugin.register()
-    assert EngineArgs().create_engine_config() == "made"
-    assert read == [OURS]
 
 
 # ---- wishes

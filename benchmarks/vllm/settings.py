@@ -81,10 +81,8 @@ def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str])
 
 def _sections(socket: Path, lends: int, more: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """vcache's configuration. more: of it, `SECTION.KEY` by value."""
-    sections: dict[str, dict[str, Any]] = {
-        "server": {"socket": str(socket)},
-        "pool": {"segment_bytes": lends},
-    }
+    sections: dict[str, dict[str, Any]] = {"server": {"socket": str(socket)}}
+    sections["pool"] = {"segment_bytes": lends}
     for path, value in more.items():
         *names, key = path.split(".")
         section: dict[str, Any] = sections
@@ -105,8 +103,8 @@ def _plain(value: str) -> Any:
 def lmcache_file(scale: Scale, socket: Path, more: Mapping[str, str]) -> dict[str, Any]:
     """configs/lmcache-vcache.yaml with what is different here, for JSON, which is YAML. more: see
     `_sections`."""
-    own = {"vcache": _sections(socket, scale.pool_bytes, more)}
-    return lmcache(own, {"chunk_size": scale.chunk})
+    own = _sections(socket, scale.pool_bytes, more)
+    return lmcache({"vcache": own}, {"chunk_size": scale.chunk})
 
 
 def lmcache(extra: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class EngineStats:
     def unsaid(self, reason: str, epoch: int) -> bool:
         """Whether to log this reason now: once in each `epoch` (`Client.epoch`)."""
         with self._lock:
-            before, self._said[reason] = self._said.get(reason), epoch
+            before = self._said.get(reason)
+            self._said[reason] = epoch
             return before != epoch
 
     def miss(self, call: str, error: Exception) -> int:
@@ -100,6 +101,11 @@ class EngineStats:
         with self._lock:
             names = [name for name in self._counts if name.startswith(prefix)]
             return {name.removeprefix(prefix): self._counts[name] for name in names}
+
+    def seconds(self, *names: str) -> float:
+        """The sum of these latencies, each in `TIMES`."""
+        with self._lock:
+            return sum(self._times[name].total_us for name in names) / 1e6
 
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values, in microseconds, and GB/s (1e9 bytes) of data time."""
