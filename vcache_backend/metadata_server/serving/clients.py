@@ -83,7 +83,8 @@ class Clients:
 
     def send(self) -> None:
         """Send what the sockets take now. Then read from connections whose answers have left."""
-        concerned, self._concerned = self._concerned, {}
+        concerned = self._concerned
+        self._concerned = {}
         for connection in concerned:
             if connection.closed:
                 continue
@@ -164,7 +165,8 @@ class Clients:
         self._turns.enter(connection)
 
     def _answer(self, connection: Connection) -> None:
-        data, connection.request = connection.request, None
+        data = connection.request
+        connection.request = None
         assert data is not None
         try:
             request = wire.request_decoder.decode(data)
