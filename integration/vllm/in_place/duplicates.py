@@ -176,7 +176,8 @@ class Duplicates:
     def _look(self, latest: float) -> Iterator[tuple[Ends, Copy]]:
         """Take duplicates that are intact, free and were not used after `latest`, and void their
         last blocks. Ends after `MOST_LOOKED` others."""
-        copies, views = self._copies, dict[bytes, GenerationView | None]()
+        copies = self._copies
+        others: dict[bytes, memoryview[int]] = {}
         looks, young = MOST_LOOKED, MOST_YOUNG
         own, used = self._generations.counters.data, self._used.data
         while copies and looks and young:
@@ -192,22 +193,18 @@ class Duplicates:
                 else:
                     # Void it first: if the other gives its copy up now, one of both sees that.
                     own[last] = VOID
-                    if self._keeps(copy, views):
+                    if copy.instance not in others:
+                        others[copy.instance] = self._counters(copy.instance)
+                    theirs = others[copy.instance]
+                    # Its last block leaves first, and so tells of the others.
+                    if -1 < copy.block < len(theirs) and theirs[copy.block] == copy.generation:
                         yield ends, copy
                         continue
                     # Nobody has written it since.
                     own[last] = generation
             looks -= 1
 
-    def _keeps(self, copy: Copy, views: dict[bytes, GenerationView | None]) -> bool:
-        """Whether the other KV cache still has the chunk, as far as its last block says, which
-        leaves first. views: those looked at so far."""
-        if copy.instance not in views:
-            view = self._view(copy.instance)
-            views[copy.instance] = view if view is None or not view.dead else None
-        view = views[copy.instance]
-        return (
-            view is not None
-            and 0 <= copy.block < view.blocks
-            and bool(view.counters.data[copy.block] == copy.generation)
-        )
+    def _counters(self, instance: bytes) -> memoryview[int]:
+        """Another instance's generations; of no block if it is gone."""
+        view = self._view(instance)
+        return memoryview(b"") if view is None or view.dead else view.counters.data
