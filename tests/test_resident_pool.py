@@ -307,7 +307,10 @@ def test_what_would_leave_instead_is_what_vllm_s_cache_still_finds(
 def test_rows_that_overlap_leave_vllm_s_queue_whole(watched: Watched) -> None:
     """As after a chunk whose first block left alone, and is the end of another chunk now."""
     blocks = KVBlocks(watched.pool)
-    assert blocks.to_head([3, 4, 7], [4, 5, 8], 2) == [False, True, True]
+    for first, whole in ((7, True), (4, True), (3, False)):
+        assert blocks.together(first, first + 1, 2) == whole
+        if whole:
+            blocks.to_head(first, first + 1)
     assert blocks.head(BLOCKS) == [4, 5, 7, 8, 1, 2, 3, 6, 9, 10, 11]
     taken = watched.pool.get_new_blocks(BLOCKS - 1)
     assert sorted(block.block_id for block in taken) == [*range(1, BLOCKS)]
