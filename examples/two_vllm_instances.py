@@ -42,9 +42,9 @@ def lmcache(machine: Machine, socket: Path) -> dict[str, Any]:
     """configs/lmcache-vcache.yaml, with what is different in this run."""
     settings: dict[str, Any] = yaml.safe_load((ROOT / "configs/lmcache-vcache.yaml").read_text())
     settings["chunk_size"] = machine.chunk
-    settings["extra_config"] |= {
-        "vcache.server.socket": str(socket),
-        "vcache.pool.segment_bytes": machine.pool,
+    settings["extra_config"]["vcache"] = {
+        "server": {"socket": str(socket)},
+        "pool": {"segment_bytes": machine.pool},
     }
     return settings
 

@@ -21,18 +21,17 @@ from .lmcache import patches
 
 ARGUMENTS = "vllm.engine.arg_utils"
 CONNECTOR = "vcache_backend.integration.vllm_connector"
-_OURS = "_checks_settings_of_vcache"
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Idempotent, cheap, and never raises."""
+    """Cheap, and never raises."""
     patches.register()
     # Only the front end has loaded this module. The other processes get the configuration that it
     # makes.
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
     create = getattr(made, "create_engine_config", None)
-    if callable(create) and not hasattr(create, _OURS):
+    if callable(create):
         setattr(made, "create_engine_config", _checking(create))  # noqa: B010 - a class of vLLM's, which mypy does not see
 
 
@@ -46,7 +45,6 @@ def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(found)
         return create(self, *args, **kwargs)
 
-    setattr(create_engine_config, _OURS, True)
     return create_engine_config
 
 

@@ -56,15 +56,14 @@ if GPUS == 0:
 LONGEST = (
     "integration_failures monitor offload_process vllm_processes integrations documents "
     "disaggregated_prefill kernels examples offload_engine vllm_sharing vllm_groups "
-    "vllm_waits vllm_weights vllm_offload vllm_serving server_socket directory_stateful "
+    "vllm_waits vllm_weights vllm_offload vllm_benchmarks server_socket directory_stateful "
     "bounds inplace_campaign vllm_modes deploy resident_loads start_server demo "
     "vllm_connector lmcache_failures offload_devices cli vllm_sleep vllm_in_place neighbours "
-    "vllm_benchmark doctor_offload pinned_pool doctor_model lmcache_engine resident_stateful"
+    "doctor_offload pinned_pool doctor_model lmcache_engine resident_stateful"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. Two of the
 first need no vLLM, which the nursery imports meanwhile."""
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
-_IMPORTS_VLLM = re.compile(r'^ *pytest\.importorskip\("vllm\.', re.M)
 PROCESS = os.environ.get("PYTEST_XDIST_WORKER", "")
 """The name of this process, if pytest has several."""
 
@@ -99,30 +98,6 @@ def memfd() -> Iterator[int]:
     fd = make_memfd(4096)
     yield fd
     os.close(fd)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    node.workerinput["dist"] = node.config.option.dist
-
-
-def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
-    """To import vLLM takes some 12 s of a core, so that the first of pytest's processes has all
-    files that do; and whoever comes in place of one that has ended.
-    """
-    given = getattr(config, "workerinput", {"dist": "no"})
-    if given["dist"] != "loadfile" or not collection_path.match("test_*.py"):
-        return None
-    if not 0 < int(PROCESS.removeprefix("gw")) < given["workercount"]:
-        return None
-    return _IMPORTS_VLLM.search(collection_path.read_text()) is not None or None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from schedule import Schedule
-
-    return Schedule(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_finish(session: Any) -> None:

@@ -107,6 +107,11 @@ class Clients(RuleBasedStateMachine):
         )
         return slots
 
+    def visible(self) -> set[ChunkKey]:
+        """The keys of the chunks that clients see."""
+        present = self.directory.contains(ALL_KEYS)
+        return {key for key, there in zip(ALL_KEYS, present, strict=True) if there}
+
     def write(self, id_: int) -> None:
         for slot in self.model.writes[id_].slots:
             self.memory.write(slot.location, slot.token)
@@ -137,17 +142,10 @@ class Clients(RuleBasedStateMachine):
             for name, place in model.segments.items()
             if place.draining and name not in segments
         ]:
-            assert not any(
-                slot.location.segment == name and slot.state != "void" for slot in model.slots
-            )
+            assert all(slot.state == "void" for slot in model.lying(name))
             model.left(name)
             self.forget_writers()
             del model.segments[name], self.memory.bytes_of[name]
-            # Readers of before hold the memory by their mappings; another segment of that name is
-            # other memory.
-            model.before = [
-                (until, slot) for until, slot in model.before if slot.location.segment != name
-            ]
 
     @contextmanager
     def little_at_once(self) -> Iterator[None]:
@@ -223,11 +221,7 @@ class Clients(RuleBasedStateMachine):
         self.model.touch(wanted)
         used, own = self.model.used_by(tenant), self.own_chunk(tenant, nbytes)
         reply = self.directory.reserve(client, wanted, nbytes, tenant_id(tenant) if tenant else b"")
-        gone = before - {
-            key
-            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
-            if there
-        }
+        gone = before - self.visible()
         victims = [slot for slot in map(self.model.live, gone) if slot is not None]
         self.follow()
         if Refusal.NO_SEGMENT in reply.slots or Refusal.TOO_LARGE in reply.slots:
@@ -266,11 +260,7 @@ class Clients(RuleBasedStateMachine):
         self.model.touch([key])
         reply = self.directory.reserve(client, [key], nbytes)
         slot = reply.slots[0]
-        gone = before - {
-            key
-            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
-            if there
-        }
+        gone = before - self.visible()
         victims = [slot for slot in map(model.live, gone) if slot is not None]
         usable = model.usable()
         if not usable:
@@ -539,9 +529,5 @@ class Clients(RuleBasedStateMachine):
             self.follow()
             self.forget_writers()
             for name, place in self.model.segments.items():
-                waited_for = [
-                    slot
-                    for slot in self.model.slots
-                    if slot.location.segment == name and slot.state != "void"
-                ]
+                waited_for = any(slot.state != "void" for slot in self.model.lying(name))
                 assert not place.draining or waited_for or self.directory.backlog

@@ -108,6 +108,7 @@ class Engine:
         """arguments: of vLLM's. lends: bytes, to the pool. paced: it computes a hit where that is
         sooner. states: which of two block tables has states; None if there is one table, without.
         asynchronous: it may plan a step before the last one is over. connector: settings."""
+        self.here = here
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -304,6 +305,8 @@ class Engine:
         raise AssertionError(f"it is {request.status.name} for ever")
 
 
+Make = Callable[..., Engine]
+"""What makes engines; its arguments are theirs."""
 _made = iter(range(1_000_000))
 
 
@@ -312,7 +315,7 @@ def new_tokens(count: int) -> list[int]:
 
 
 @contextmanager
-def engines(here: Node, shown: bool = False) -> Iterator[Callable[..., Engine]]:
+def engines(here: Node, shown: bool = False) -> Iterator[Make]:
     """Makes engines. shown: such that others find something in their KV caches."""
     with ExitStack() as undo:
 
@@ -326,12 +329,12 @@ def engines(here: Node, shown: bool = False) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def make(here: Node) -> Iterator[Callable[..., Engine]]:
+def make(here: Node) -> Iterator[Make]:
     """For the tests that import it, as is the next one."""
     with engines(here) as made:
         yield made
 
 
 @pytest.fixture
-def engine(make: Callable[..., Engine]) -> Engine:
+def engine(make: Make) -> Engine:
     return make()

@@ -26,6 +26,7 @@ from vllm_cases import changed, home
 
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import ClientConfig
+from vcache_backend.integration.lmcache.scope import PLAIN, TAG
 from vcache_backend.metadata_server.client import Client
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ needs_lmcache = pytest.mark.skipif(
 )
 SLOW = 60.0
 """Importing LMCache, with vLLM behind it, on a busy machine."""
+TAGGED = {"request_configs": {TAG: PLAIN}}
+"""What the plugin's hook in vLLM's scheduler gives a request."""
 CHUNKS = 16
 """Chunks that the engines of a test lend to the pool, if nothing else is said: they share one
 segment, being on one device.
@@ -61,22 +64,18 @@ def settings(
     extra: dict[str, Any] | None = None,
     **lmcache: Any,
 ) -> dict[str, Any]:
-    """LMCache's configuration as a user of vcache writes it. `extra`: of `extra_config`; the rest
-    are LMCache's own.
+    """LMCache's configuration as a user of vcache writes it. extra: sections of ours; the rest are
+    LMCache's own.
     """
-    patience = {
-        f"vcache.client.{name}": value for name, value in msgspec.structs.asdict(client).items()
-    }
     own = {
-        "vcache.server.socket": str(socket),
-        "vcache.pool.device": "host",
-        "vcache.pool.segment_bytes": lent,
-        "vcache.block_size": SMALL.block_size,
-        **patience,
+        "server": {"socket": str(socket)},
+        "pool": {"device": "host", "segment_bytes": lent},
+        "client": msgspec.structs.asdict(client),
         **(extra or {}),
     }
     return lmcache_settings(
-        own, {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache
+        {"vcache": own},
+        {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache,
     )
 
 
@@ -84,8 +83,7 @@ class Setup(NamedTuple):
     """What a child is made of. yaml: the file that LMCache loads. before: called first, with
     nothing made yet.
 
-    bind: show the KV caches to the plugin at start, as vLLM does; else the first store or retrieve
-    does. service: the name under which LMCache's look-up servers of all ranks and its look-up
+    service: the name under which LMCache's look-up servers of all ranks and its look-up
     client find each other; empty: there are none. plant: a bug, or something else to do to the
     child once it is complete."""
 
@@ -93,7 +91,6 @@ class Setup(NamedTuple):
     arrangement: Arrangement
     rank: int = 0
     ranks: int = 1
-    bind: bool = True
     service: str = ""
     before: Callable[[], None] | None = None
     plant: Callable[[Inside], None] | None = None

@@ -1,5 +1,5 @@
-"""The inside of `lmcache_cases.Engine`: a process with a real LMCacheEngine. Its nursery imports
-this module, and LMCache with it, once.
+"""The inside of `lmcache_cases.Engine`: a process with a real LMCacheEngine, and of vLLM what the
+plugin reads. Its nursery imports this module, and LMCache with it, once.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest  # noqa: F401 (the test modules, whose functions are called here, import it)
@@ -20,8 +22,9 @@ from lmcache.v1.config import load_engine_config_with_overrides
 from lmcache.v1.gpu_connector import CreateGPUConnector
 from lmcache.v1.lookup_client.factory import LookupClientFactory
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache_cases import Retrieved, Setup
+from lmcache_cases import TAGGED, Retrieved, Setup
 from processes import SECONDS
+from vllm_objects import vllm_config
 
 from vcache_backend.integration.lmcache.backend import VCacheBackend
 
@@ -44,6 +47,7 @@ class Inside:
         self.cache = Cache(setup.arrangement)
         self.config = load_engine_config_with_overrides()
         self.metadata = metadata(setup)
+        self.adapter = adapter(setup, self.cache.tensors)
         connector = CreateGPUConnector(self.config, self.metadata, EngineType.MOCK)
         self.engine: Any = LMCacheEngineBuilder.get_or_create(
             "engine", self.config, self.metadata, connector, print, print
@@ -54,14 +58,8 @@ class Inside:
             else None
         )
         self.engine.post_init()
-        if setup.bind:
-            self.show_kv_caches()
         if setup.plant is not None:
             setup.plant(self)
-
-    def show_kv_caches(self) -> None:
-        """Under vLLM the plugin finds them by itself."""
-        self.backend.bind(self.cache.tensors)
 
     @property
     def manager(self) -> Any:
@@ -74,7 +72,7 @@ class Inside:
     @property
     def worker(self) -> Any:
         """The plugin's own worker."""
-        return self.backend.bind(self.cache.tensors)
+        return self.backend.worker
 
     # ---- what vLLM's adapter does
 
@@ -84,7 +82,7 @@ class Inside:
         """
         slots, mask = self.prefill(tokens), torch.arange(len(tokens)) >= skip
         where = {"kvcaches": self.cache.tensors, "slot_mapping": slots}
-        self.engine.store(tokens, mask=mask, offset=skip, **where)
+        self.engine.store(tokens, mask=mask, offset=skip, **where, **TAGGED)
         self.cache.poison()
         return self.flush()
 
@@ -101,14 +99,15 @@ class Inside:
     def lookup(self, tokens: list[int], request: str) -> int:
         """Pinned if it is a request's."""
         more = {"lookup_id": request, "pin": True} if request else {}
-        return int(self.engine.lookup(tokens, **more))
+        return int(self.engine.lookup(tokens, **more, **TAGGED))
 
     def unpin(self, request: str) -> None:
         self.engine.lookup_unpin(request)
 
     def retrieve(self, tokens: list[int], request: str, cached: int) -> Retrieved:
         """Into poisoned blocks, the first `cached` tokens of which vLLM has already: they hold
-        something else, to be left alone but for a last block that is not whole."""
+        something else, to be left alone but for a last block that is not whole. To the end of the
+        step, when vLLM asks which blocks failed."""
         slots = places(SMALL, len(tokens), 1)
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[: cached // CHUNK * CHUNK] = False
@@ -116,15 +115,9 @@ class Inside:
         theirs = torch.tensor(tokens[:cached], dtype=torch.int64) + 900_000_000
         self.cache.poison()
         self.cache.fill(theirs, slots[:cached])
-        found = self.engine.retrieve(
-            tokens,
-            mask,
-            kvcaches=self.cache.tensors,
-            slot_mapping=slots,
-            vllm_cached_tokens=cached,
-            req_id=request,
-        )
-        self.unpin(request)
+        found = self.load(tokens, mask, slots, request, cached)
+        failed = self.adapter.get_block_ids_with_load_errors()
+        found = found & ~torch.isin(slots // SMALL.block_size, torch.tensor(list(failed)))
         new = found.clone()
         new[:kept] = False
         expected = Cache(self.setup.arrangement)
@@ -137,6 +130,22 @@ class Inside:
         count, first = int(found.sum()), int(found.int().argmax())
         return Retrieved(first, count, right and bool(found[first : first + count].all()))
 
+    def load(
+        self, tokens: list[int], mask: Any, slots: torch.Tensor, request: str, cached: int = 0
+    ) -> torch.Tensor:
+        """Begin to retrieve, as in a step. Says which tokens will be there."""
+        found: torch.Tensor = self.engine.retrieve(
+            tokens,
+            mask,
+            kvcaches=self.cache.tensors,
+            slot_mapping=slots,
+            vllm_cached_tokens=cached,
+            req_id=request,
+            **TAGGED,
+        )
+        self.unpin(request)
+        return found
+
     def ask(self, tokens: list[int], request: str) -> int:
         """What vLLM's scheduler does: ask all ranks through LMCache's own client, and again until
         they have answered.
@@ -145,7 +154,7 @@ class Inside:
         deadline = time.monotonic() + SECONDS
         found = client.lookup_cache(request)
         if found == -1:
-            found = client.lookup(tokens, request)
+            found = client.lookup(tokens, request, TAGGED["request_configs"])
         while found is None:
             found = client.lookup_cache(request)
             assert time.monotonic() < deadline
@@ -170,7 +179,8 @@ class Inside:
         return torch.tensor(tokens, dtype=torch.int64) + different * 500_000_000
 
     def keys(self, tokens: list[int]) -> list[Any]:
-        return [key for _, _, key in self.engine.token_database.process_tokens(tokens)]
+        keys = self.engine.token_database.process_tokens(tokens, **TAGGED)
+        return [key for _, _, key in keys]
 
 
 class Lines(logging.Handler):
@@ -203,3 +213,34 @@ def metadata(setup: Setup) -> LMCacheMetadata:
         chunk_size=CHUNK,
         engine_id=setup.service or None,
     )
+
+
+def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
+    """LMCache's adapter in vLLM's connector of this process, as far as the plugin reads and replaces
+    it.
+    """
+    config = vllm_config(
+        parallel_config__tensor_parallel_size=setup.ranks,
+        parallel_config__pipeline_parallel_size=1,
+        parallel_config__data_parallel_size=1,
+        cache_config__block_size=SMALL.block_size,
+        model_config__use_mla=setup.arrangement.axes == "block token dim",
+        device_config__device_type="cpu",
+    )
+    made = SimpleNamespace(
+        _vllm_config=config,
+        _parent=None,
+        _block_size=SMALL.block_size,
+        kv_caches={f"layers.{number}": tensor for number, tensor in enumerate(tensors)},
+        start_load_kv=lambda forward_context: None,
+        get_block_ids_with_load_errors=lambda: set[int](),
+    )
+    blocks = SimpleNamespace(
+        num_blocks=SMALL.blocks,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {})())],
+    )
+    group = SimpleNamespace(_lmcache_engine=made, _kv_cache_config=blocks)
+    sys.modules["vllm.distributed.kv_transfer"] = SimpleNamespace(  # type: ignore[assignment]
+        has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group
+    )
+    return made

@@ -80,12 +80,8 @@ class Slot:
     tenant: str = ""
 
     @property
-    def span(self) -> tuple[str, int, int]:
-        return (
-            self.location.segment,
-            self.location.offset,
-            self.location.offset + room_of(self.location.length),
-        )
+    def span(self) -> tuple[int, int]:
+        return self.location.offset, self.location.offset + room_of(self.location.length)
 
 
 @dataclass(eq=False)
@@ -179,18 +175,19 @@ class Model:
         """The live chunks in the order in which they should go."""
         return [slot for slot in map(self.live, self.order) if slot is not None]
 
+    def lying(self, segment: str) -> list[Slot]:
+        return [slot for slot in self.slots if slot.location.segment == segment]
+
     def used(self, segment: str) -> int:
-        return sum(
-            end - start for name, start, end in (s.span for s in self.slots) if name == segment
-        )
+        return sum(room_of(slot.location.length) for slot in self.lying(segment))
 
     def gaps(self, segment: str, ignore_evictable: bool = False) -> dict[int, int]:
         """The bytes of each stretch of a segment that no slot occupies (or none that must stay), by
         its start.
         """
         place = (self.segments | self.absent)[segment]
-        keep = [s.span for s in self.slots if not (ignore_evictable and self.evictable(s))]
-        taken = sorted((start, end) for name, start, end in keep if name == segment)
+        keep = [s for s in self.lying(segment) if not (ignore_evictable and self.evictable(s))]
+        taken = sorted(slot.span for slot in keep)
         ends = [0, *(end for _, end in taken)]
         return {
             end: start - end
@@ -280,11 +277,13 @@ class Model:
 
     def reserved(self, id_: int, client: Peer, slots: list[Slot], now: float) -> None:
         for slot in slots:
-            taken = [other for other in self.slots if _overlap(other.span, slot.span)]
+            start, end = slot.span
+            beside = self.lying(slot.location.segment)
+            taken = [one for one in beside if one.span[0] < end and start < one.span[1]]
             assert not taken, f"{slot} was given out over {taken}"
             place = self.segments[slot.location.segment]
             assert not place.draining, f"{slot} was given out in a segment that is being dropped"
-            assert slot.span[2] <= place.end, f"{slot} leaves its segment"
+            assert slot.span[1] <= place.end, f"{slot} leaves its segment"
             self.slots.append(slot)
         self.writes[id_] = Written(client.id, client.process, now + self.reservation_seconds, slots)
 
@@ -310,7 +309,11 @@ class Model:
         return len(write.slots)
 
     def left(self, segment: str) -> None:
-        """A segment is no longer in the pool: nobody waits for those who may still write to it."""
+        """A segment is no longer in the pool: nobody waits for those who may still write to it.
+        Readers of before hold the memory by their mappings; another segment of that name is other
+        memory.
+        """
+        self.before = [one for one in self.before if one[1].location.segment != segment]
         for id_, write in list(self.writes.items()):
             for slot in [slot for slot in write.slots if slot.location.segment == segment]:
                 write.slots.remove(slot)
@@ -380,7 +383,3 @@ class Model:
         self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}
         self.order = []
-
-
-def _overlap(a: tuple[str, int, int], b: tuple[str, int, int]) -> bool:
-    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]

@@ -7,11 +7,10 @@ import fcntl
 import gc
 import mmap
 import os
-import resource
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +101,22 @@ class SharedCache(Cache):
             for byte in page[block].unique()
         }
         return values.pop() if len(values) == 1 else None
+
+
+class Reader:
+    """A worker with a KV cache of its own, and what it reads from."""
+
+    def __init__(self, client: Client, device: Device = HOST, sizes: Sizes = SMALL) -> None:
+        self.client, self.cache = client, SharedCache(sizes, device=device)
+        self.neighbours = Neighbours(client, device, self.cache.kv, 0)
+
+    def there(self, name: bytes) -> Neighbour:
+        """Once its owner has shown all."""
+        return eventually(lambda: self.neighbours.get(name))
+
+    def close(self) -> None:
+        self.neighbours.close()
+        self.cache.close()
 
 
 class Owner:
@@ -267,26 +282,6 @@ def descriptors() -> Counter[str]:
 def added_to(before: Counter[str]) -> Counter[str]:
     """Descriptors that were not there before."""
     return descriptors() - before
-
-
-@contextmanager
-def few_descriptors() -> Iterator[list[int]]:
-    """This process has used up its descriptors; whoever closes one of these lends one to what comes
-    next. Gone on leaving, and so is the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard)
-    )
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
-        yield taken
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
 
 
 def threads() -> int:

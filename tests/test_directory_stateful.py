@@ -59,22 +59,16 @@ class DirectoryMachine(Clients):
             if name not in self.memory.bytes_of:
                 self.memory.create(name, SEGMENTS[name][1])
             self.model.segments[name] = Place(*SEGMENTS[name])
-            assert (self.add_segment(name), len(self.directory.segments)) == (
-                0,
-                len(self.model.segments),
-            )
+            assert self.add_segment(name) == 0
+            assert len(self.directory.segments) == len(self.model.segments)
 
     @rule(pick=one_of)
     @precondition(lambda self: self.model.segments)
     def drop_segment(self, pick: int) -> None:
         name = sorted(self.model.segments)[pick % len(self.model.segments)]
-        live = [
-            slot
-            for slot in self.model.slots
-            if slot.location.segment == name and slot.state == "live"
-        ]
+        live = sum(slot.state == "live" for slot in self.model.lying(name))
         with self.little_at_once():
-            assert self.directory.drop_segment(SegmentId(name)) >= len(live)
+            assert self.directory.drop_segment(SegmentId(name)) >= live
         self.model.segments[name].draining = True
         self.follow()
 
@@ -83,30 +77,26 @@ class DirectoryMachine(Clients):
     def offer_again(self, pick: int) -> None:
         name = sorted(self.model.absent)[pick % len(self.model.absent)]
         self.model.segments[name] = self.model.absent.pop(name)
-        resting = [
-            s for s in self.model.slots if s.location.segment == name and s.state == "resting"
-        ]
-        assert self.add_segment(name) >= len(resting)
+        resting = sum(slot.state == "resting" for slot in self.model.lying(name))
+        assert self.add_segment(name) >= resting
         self.follow()
 
     @rule()
     @precondition(lambda self: self.model.absent)
     def give_up_absent_segments(self) -> None:
         lying = [
-            s
-            for s in self.model.slots
-            if s.location.segment in self.model.absent and s.state != "void"
+            slot
+            for name in self.model.absent
+            for slot in self.model.lying(name)
+            if slot.state != "void"
         ]
-        resting = sum(s.state == "resting" for s in lying)
+        resting = sum(slot.state == "resting" for slot in lying)
         assert self.directory.forget_absent() == (len(self.model.absent), resting)
         for slot in lying:
             self.model.slots.remove(slot)
         for name in self.model.absent:
             self.model.left(name)
             del self.memory.bytes_of[name]
-            self.model.before = [
-                (until, slot) for until, slot in self.model.before if slot.location.segment != name
-            ]
         self.model.absent = {}
         self.forget_writers()
 
@@ -213,10 +203,7 @@ class DirectoryMachine(Clients):
 
     @invariant()
     def every_chunk_is_where_it_should_be_with_its_bytes(self) -> None:
-        present = self.directory.contains(ALL_KEYS)
-        assert {
-            key for key, there in zip(ALL_KEYS, present, strict=True) if there
-        } == self.model.live_keys()
+        assert self.visible() == self.model.live_keys()
         assert len(self.directory) == len(self.model.live_keys())
         for slot in self.model.slots:
             if slot.state in ("live", "doomed", "resting"):
@@ -239,14 +226,11 @@ class DirectoryMachine(Clients):
         infos = {info.id: info for info in self.directory.segment_infos()}
         assert set(infos) == set(self.model.segments) | set(self.model.absent)
         for name, place in (self.model.segments | self.model.absent).items():
-            mine = [slot for slot in self.model.slots if slot.location.segment == name]
+            mine = self.model.lying(name)
             info = infos[SegmentId(name)]
             segment = self.directory.segments[SegmentId(name)]
-            holes = segment.extents
-            assert (info.used, holes.largest) == (
-                self.model.used(name),
-                self.model.largest_gap(name),
-            )
+            assert info.used == self.model.used(name)
+            assert segment.extents.largest == self.model.largest_gap(name)
             assert info.state == (
                 "absent" if name in self.model.absent else "draining" if place.draining else "live"
             )

@@ -6,20 +6,18 @@ The example goes through the pool. What is announced is read in place, too: test
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from processes import PATIENT, ROOT, Child, Worker, eventually
-from vllm_cases import forking, new_tokens
+from vllm_cases import Completed, complete, forking, new_tokens
 
 from benchmarks.processes import free_ports
 from vcache_backend.metadata_server.client import Client
@@ -43,11 +41,6 @@ CHUNKS = WHOLE // 64
 pytestmark = pytest.mark.timeout(START_SECONDS + 60)
 
 
-class Answer(NamedTuple):
-    tokens: list[int]
-    cached: int
-
-
 class Site:
     """The example. producer: the group of all processes of its prefill server."""
 
@@ -56,19 +49,8 @@ class Site:
         _, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in ports)
         self.producer = os.getpgid(printing(folder, "prefill-server.log")[0])
 
-    def ask(self, url: str, prompt: list[int], **params: Any) -> Answer:
-        """A completions request, greedy. params: its `kv_transfer_params` of ours."""
-        body = {"model": str(self.folder / "model"), "prompt": prompt, "max_tokens": 8}
-        body |= {"temperature": 0, "ignore_eos": True}
-        body |= {"return_token_ids": True, "kv_transfer_params": {"vcache": params}}
-        request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=40) as reply:
-            answer = json.load(reply)
-        return Answer(
-            answer["choices"][0]["token_ids"],
-            answer["usage"]["prompt_tokens_details"]["cached_tokens"],
-        )
+    def ask(self, url: str, prompt: list[int], **wishes: Any) -> Completed:
+        return complete(url, prompt, str(self.folder / "model"), **wishes)
 
     def right(self, prompt: list[int]) -> list[int]:
         """What the prefill server makes of it, if it answers itself."""
@@ -140,7 +122,7 @@ def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(
     prompt = new_tokens(WHOLE + TAIL)
     with site.another_proxy("--order", order, "--wait-seconds", "30") as (url, _):
         answer = site.ask(url, prompt)
-    assert answer == Answer(site.right(prompt), WHOLE)
+    assert answer == Completed(site.right(prompt), WHOLE)
 
 
 def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) -> None:
@@ -152,7 +134,7 @@ def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) 
             answer = site.ask(url, prompt)
         finally:
             os.killpg(group, signal.SIGCONT)
-    assert answer == Answer(right, 0)
+    assert answer == Completed(right, 0)
 
 
 def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(
@@ -162,11 +144,11 @@ def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_say
     right = [site.right(first), site.right(second)]
     os.killpg(site.producer, signal.SIGKILL)
     with site.another_proxy("--wait-seconds", "1") as (url, child):
-        assert site.ask(url, first) == Answer(right[0], 0)
+        assert site.ask(url, first) == Completed(right[0], 0)
         assert "computes the prompt itself after 1 s" in child.expect(
             "request 1: the prefill server failed"
         )
-        assert site.ask(url, second) == Answer(right[1], 0)
+        assert site.ask(url, second) == Completed(right[1], 0)
         child.expect("request 2: not announced")
 
 

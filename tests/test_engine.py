@@ -4,6 +4,11 @@ failures have files of their own.
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 from engine_cases import (
@@ -14,32 +19,23 @@ from engine_cases import (
     folder,
     fresh,
     get,
+    node,
     pair,
     put,
     said,
     shared,
 )
-from kv_cases import CHUNK, FLASH, MLA, PACKED, SMALL, Arrangement, Cache, layout_of, places, prompt
-from processes import SECONDS
+from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
+from processes import SECONDS, eventually, ran
 
+from vcache_backend.config import ClientConfig
+from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer import store
 
 __all__ = ["folder", "fresh", "pair", "shared"]
 
 
 # ---- the bytes
-
-
-@pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA], ids=lambda a: a.name)
-def test_what_is_stored_comes_back_into_other_blocks_and_touches_nothing_else(
-    shared: Node, arrangement: Arrangement
-) -> None:
-    pair = Pair(shared, arrangement)
-    tokens = prompt(4 * CHUNK)
-    put(pair.writer, pair.mine, tokens)
-    assert pair.reader.lookup(tokens) == 4 * CHUNK
-    assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
-    assert get(pair.writer, pair.mine, tokens, seed=2) == 4 * CHUNK
 
 
 def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(pair: Pair) -> None:
@@ -69,6 +65,10 @@ def test_a_view_of_fewer_blocks_is_never_written_beyond_its_end(
     assert not pair.reader.retrieve(tokens, None, view, slots).any()
     assert pair.theirs.holds_only(tokens[:0], slots[:0])
     assert said(caplog, f"blocks {half} to {half + 3} but the KV cache has {half} blocks")
+    pair.reader.store(prompt(2 * CHUNK, 2), None, view, slots)
+    assert pair.reader.flush(SECONDS)
+    (segment,) = pair.reader.get_stats()["server"]["segments"].values()
+    assert segment["used"] == 2 * pair.mine.chunk_bytes, "nothing is stored or kept for it"
 
 
 def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
@@ -200,3 +200,59 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     assert (segment["device"], segment["used"], segment["chunks"]) == ("host:a", 3 * chunk, 3)
     counted = [writer[name]["count"] for name in ("store", "reserve", "commit", "store_copy")]
     assert counted == [1, 1, 1, 1]
+
+
+# ---- its end
+
+
+def _held() -> tuple[int, int, int]:
+    """File descriptors, mappings of segments and threads of this process."""
+    gc.collect()
+    mappings = sum("vcache" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), mappings, threading.active_count()
+
+
+def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Over many lives of engines, with heartbeats all the time."""
+    busy = ClientConfig(
+        connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.0005
+    )
+    with node(tmp_path, busy) as here:
+        here.serve()
+        mine = Cache()
+        layout = layout_of(mine)
+        keeper = here.engine("host:a", ROOMY, layout)
+        put(keeper, mine, prompt(2 * CHUNK))
+
+        def live(life: int) -> VCacheEngine:
+            engine = VCacheEngine(here.config("host:b", ROOMY), layout)
+            assert get(engine, mine, prompt(2 * CHUNK), seed=life) == 2 * CHUNK
+            put(engine, mine, prompt(CHUNK, 2 + life))
+            return engine
+
+        with live(0):
+            # The keeper maps what the other one lends, for good.
+            eventually(lambda: len(keeper._session.pool.mapped()) == 2)
+        before = _held()
+        inherited = ran("ls", "-l", "/proc/self/fd", close_fds=False).stdout
+        assert "memfd:" not in inherited, "a program started meanwhile has none of it either"
+        closed = []
+        for life in range(1, 4):
+            engine = live(life)
+            assert all(now > was for now, was in zip(_held(), before, strict=True))
+            engine.close()
+            engine.close()
+            closed.append(engine)
+        # Fewer where something of an earlier test went meanwhile.
+        assert all(now <= was for now, was in zip(_held(), before, strict=True))
+        assert {engine.lookup(prompt(CHUNK)) for engine in closed} == {0}
+        assert keeper.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
+
+
+def test_close_finishes_the_stores_under_way(shared: Node) -> None:
+    pair = Pair(shared)
+    tokens, slots = prompt(4 * CHUNK), places(pair.mine.sizes, 4 * CHUNK)
+    pair.mine.fill(tokens, slots)
+    pair.writer.store(tokens, None, pair.mine.tensors, slots)
+    pair.writer.close()
+    assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import Node, Pair, folder, pair, put, said, shared
+from engine_cases import Node, Pair, folder, pair, shared
 from kv_cases import ARRANGEMENTS, CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS
 
@@ -80,27 +80,6 @@ def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(
     assert e.keys(tokens, salt=None) == e.keys(tokens)
     stats = shared.client().stats()
     assert stats.leases == stats.reservations == stats.quarantined == 0
-
-
-def test_places_outside_of_the_cache_are_a_failure_not_a_write(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
-    put(pair.writer, pair.mine, tokens)
-    for wrong in (pair.mine.sizes.blocks * pair.mine.sizes.block_size, -2):
-        outside = slots.clone()
-        outside[CHUNK + 7] = wrong
-        assert not pair.reader.retrieve(tokens, None, pair.theirs.tensors, outside).any()
-        assert pair.theirs.holds_only(tokens[:0], slots[:0])
-    outside = torch.where(slots == slots[7], 10**9, slots)
-    pair.writer.store(prompt(2 * CHUNK, 2), None, pair.mine.tensors, outside)
-    assert pair.writer.flush(SECONDS)
-    assert pair.writer.lookup(prompt(2 * CHUNK, 2)) == 0
-    assert (
-        pair.writer.get_stats()["server"]["segments"].popitem()[1]["used"]
-        == 2 * pair.mine.chunk_bytes
-    )
-    assert len(said(caplog, "load failed")) == len(said(caplog, "store failed")) == 1
 
 
 def test_a_layout_is_made_from_the_tensors() -> None:

@@ -1,5 +1,5 @@
-"""The engine while its peers and its pool fail: every failure is a miss, in bounded time, and never
-a wrong byte.
+"""The engine while its peers, its pool and its server fail: every failure is a miss, in bounded
+time, and never a wrong byte.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import pytest
 import torch
 from engine_cases import ROOMY, Node, counts, get, here, put, said
 from kv_cases import CHUNK, FLASH, SMALL, Cache, layout_of, places, prompt
-from processes import SECONDS, eventually, hung
+from processes import QUICK, SECONDS, eventually, hung, leaving_nothing
 
-from vcache_backend.errors import LayoutError, SegmentError
+from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
-from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.devices import Device, resolve
+from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment
 
 __all__ = ["here"]
@@ -205,20 +207,6 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """From now on nobody here can map segments on `device`, as a GPU cannot that has no peer
-    access.
-    """
-    mapping = segments.map_segment
-
-    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
-        if info.device == device:
-            raise SegmentError(f"{reader} has no peer access to {device}")
-        return mapping(info, fd, reader)
-
-    monkeypatch.setattr(segments, "map_segment", refusing)
-
-
 def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +216,14 @@ def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
     here.serve()
     mine = Cache()
     far = here.engine("host:far", 8 * ROOMY, layout_of(mine))
-    out_of_reach(monkeypatch, "host:far")
+    mapping = segments.map_segment
+
+    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
+        if info.device == "host:far":
+            raise SegmentError(f"{reader} has no peer access to it")
+        return mapping(info, fd, reader)
+
+    monkeypatch.setattr(segments, "map_segment", refusing)
     here.engine("host:a", ROOMY, layout_of(mine))
     engine = here.engine("host:b", 0, layout_of(mine))
     put(engine, mine, prompt(CHUNK))
@@ -244,3 +239,129 @@ def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
     time.sleep(m.GRACE_SECONDS)  # before that a server that started again reserves nothing
     put(engine, mine, prompt(2 * CHUNK, 8))
     assert get(engine, mine, prompt(2 * CHUNK, 8)) == 2 * CHUNK
+
+
+# ---- the server is absent, gone, hung, restarted
+
+
+def test_an_engine_without_a_server_misses_and_connects_by_itself_later(
+    here: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, theirs = Cache(), Cache()
+    writer = here.engine("host:a", ROOMY, layout_of(mine))
+    reader = here.engine("host:b", 0, layout_of(mine))
+    tokens = prompt(3 * CHUNK)
+    assert (writer.lookup(tokens), writer.contains(writer.keys(tokens)[0])) == (0, -1)
+    assert get(writer, mine, tokens) == 0
+    writer.store(tokens, None, mine.tensors, places(SMALL, 3 * CHUNK))
+    stats = writer.get_stats()
+    assert (stats["connected"], stats["server"]) == (False, None)
+    eventually(lambda: said(caplog, level=logging.WARNING))
+    assert all(
+        "no metadata server at" in line and "vcache serve" in line
+        for line in said(caplog, level=logging.WARNING)
+    )
+    assert len(said(caplog, level=logging.WARNING)) == 2, "one line an engine"
+
+    here.serve()
+    eventually(lambda: writer.get_stats()["connected"] and reader.get_stats()["connected"])
+    eventually(
+        lambda: (
+            [s["device"] for s in writer.get_stats()["server"]["segments"].values()] == ["host:a"]
+        )
+    )
+    put(writer, mine, tokens)
+    assert get(reader, theirs, tokens) == 3 * CHUNK
+
+
+def test_a_server_lost_while_an_engine_starts_is_no_error(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.serve()
+    answers = [ServerTimeout("planted")]
+    whole = Client.list_segments
+
+    def list_segments(client: Client) -> list[m.SegmentInfo]:
+        if answers:
+            raise answers.pop()
+        return whole(client)
+
+    monkeypatch.setattr(Client, "list_segments", list_segments)
+    mine = Cache()
+    engine = here.engine("host:a", ROOMY, layout_of(mine))
+    assert not answers
+    eventually(lambda: engine.get_stats()["server"]["segments"])
+    put(engine, mine, prompt(CHUNK))
+    assert engine.lookup(prompt(CHUNK)) == CHUNK
+
+
+def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(here: Node) -> None:
+    """Whoever has mapped a segment holds it: server and owner may both be gone."""
+    server = here.serve()
+    owner = here.worker("host:a", ROOMY)
+    owner.ask("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
+    assert owner.ask("flush")
+    theirs = Cache()
+    reader = here.engine("host:b", 0, layout_of(theirs))
+    assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+    owner.kill()
+    server.kill()
+    here.serve()
+    eventually(lambda: reader.lookup(prompt(2 * CHUNK)) == 2 * CHUNK)
+    assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+
+
+def test_a_writer_that_wakes_after_a_cold_restart_writes_over_nobody(here: Node) -> None:
+    """The worker lends fresh memory; the writer, still in its copy, has the old to itself."""
+    server = here.serve()
+    mine, theirs = Cache(), Cache()
+    owner = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
+    writer = here.worker("host:b", pauses=True)
+    writer.until_paused("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
+    with leaving_nothing(here.path):
+        server.kill()
+    here.serve()
+    other = prompt(2 * CHUNK, 2)
+
+    def stored() -> bool:
+        put(owner, mine, other)
+        return owner.lookup(other) == 2 * CHUNK
+
+    eventually(stored)
+    writer.resume()
+    writer.answer()
+    assert get(owner, theirs, other) == 2 * CHUNK
+
+
+def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_unmap(
+    here: Node,
+) -> None:
+    server = here.serve()
+    client = here.undo.enter_context(Client(here.path, QUICK, "host:a"))
+    refusals = [None, "it is mapped elsewhere", "it is mapped elsewhere", None]
+    pool = Pool(client, Device("host:a", "host"), ROOMY, lambda whole, new: refusals.pop(0))
+    here.undo.callback(pool.close)
+    (first,) = client.list_segments()
+    with leaving_nothing(here.path):
+        server.kill()
+    here.serve()
+    eventually(lambda: not refusals)
+    (second,) = eventually(lambda: client.connected and client.list_segments())
+    assert second.id != first.id
+
+
+@pytest.mark.gpu
+def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(here: Node) -> None:
+    """The two do not fit at once."""
+    device, most = resolve("cuda:0"), int(0.6 * torch.cuda.mem_get_info(0)[0])
+    server = here.serve()
+    client = here.undo.enter_context(Client(here.path, QUICK, device.name, "cuda"))
+    here.undo.callback(Pool(client, device, most).close)
+    here.worker("cuda:0")
+    (first,) = client.list_segments()
+    with leaving_nothing(here.path):
+        server.kill()
+    eventually(lambda: not client.connected)
+    here.serve()
+    (second,) = eventually(lambda: client.connected and client.list_segments())
+    assert second.id != first.id

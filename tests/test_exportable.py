@@ -1,7 +1,7 @@
 """Memory that torch allocates and other processes map: sealed memfds here, and the GPU's against a
 driver that counts and can fail.
 
-On real GPUs: test_gpu_exportable.py. In real vLLM: test_vllm_exportable.py.
+On real GPUs: test_gpu_exportable.py. In real vLLM: test_vllm_in_place.py.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ from contextlib import closing
 import pytest
 import torch
 from kv_cases import Sizes
-from neighbour_cases import SharedCache, enters, instance, owner, pull, read, still
+from neighbour_cases import Reader, enters, instance, owner, pull, read, still
 from processes import SECONDS, Stage, eventually
 
-from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 
@@ -21,43 +20,25 @@ SIZES = Sizes(layers=4, heads=8, dim=128, blocks=64)
 LIVES = 4
 
 
-class GpuReader:
-    """A worker on `cuda:0`."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.device = devices.resolve("cuda:0")
-        self.cache = SharedCache(SIZES, device=self.device)
-        self.neighbours = Neighbours(
-            stage.client(device=self.device.name), self.device, self.cache.kv, 0
-        )
-        self.copier = CudaCopier(0)
-
-    def there(self, number: int = 1) -> Neighbour:
-        return eventually(lambda: self.neighbours.get(instance(number)))
-
-    def close(self) -> None:
-        self.copier.close()
-        self.neighbours.close()
-        self.cache.close()
-
-
 @pytest.fixture
-def reader(stage: Stage) -> Iterator[GpuReader]:
-    with closing(GpuReader(stage)) as made:
+def reader(stage: Stage) -> Iterator[Reader]:
+    """A worker on `cuda:0`."""
+    device = devices.resolve("cuda:0")
+    with closing(Reader(stage.client(device=device.name), device, SIZES)) as made:
         yield made
 
 
 @pytest.mark.gpu
-def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: GpuReader) -> None:
+def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Reader) -> None:
     """The owner dies while the copy waits in its stream; then the memory goes."""
-    with owner(stage, device="cuda:0", sizes=SIZES) as there:
+    with owner(stage, device="cuda:0", sizes=SIZES) as there, closing(CudaCopier(0)) as copier:
         generations = there.ask("write", [9], 90)
-        neighbour = reader.there()
-        read(neighbour, reader.cache, 9, copier=reader.copier)
+        neighbour = reader.there(instance(1))
+        read(neighbour, reader.cache, 9, copier=copier)
         reader.cache.mark(0, 0)
         assert neighbour.enter()
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # some 0.6 s
-        copy = pull(neighbour, reader.cache, 9, 0, reader.copier)
+        copy = pull(neighbour, reader.cache, 9, 0, copier)
         there.kill()
         assert copy.wait(SECONDS)
         assert still(neighbour.view, [9], generations)
@@ -73,14 +54,14 @@ def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Gp
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
 def test_the_memory_of_a_killed_owner_that_somebody_had_mapped_is_free_for_the_next(
-    stage: Stage, reader: GpuReader
+    stage: Stage, reader: Reader
 ) -> None:
     """Each takes two fifths of the GPU, so that a third does not fit beside two that are dead."""
     block = SIZES.layers * 2 * SIZES.block_size * SIZES.heads * SIZES.dim * 2
     sizes = SIZES._replace(blocks=int(torch.cuda.mem_get_info(0)[1] * 0.4) // block)
     for life in range(1, LIVES + 1):
         with owner(stage, life, device="cuda:0", sizes=sizes) as there:
-            neighbour = reader.there(life)
+            neighbour = reader.there(instance(life))
             there.kill()
             # Gone from here, with nobody asking; the server lets go a moment later.
             eventually(lambda mapped=neighbour: not mapped._mapped)

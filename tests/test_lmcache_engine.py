@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_cases import WrongCopier
 from kv_cases import CHUNK, MLA, PACKED, Arrangement
-from lmcache_cases import Engine, Pool, all_of, chunks, needs_lmcache, pool, served, tokens
+from lmcache_cases import TAGGED, Engine, Pool, all_of, chunks, needs_lmcache, pool, served, tokens
 from processes import QUICK, eventually
 
 from vcache_backend import status
@@ -236,7 +236,7 @@ def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
 
 
 def test_clear_forgets_the_namespace(served: Pool) -> None:
-    engine, other = served.engine(), served.engine(extra={"vcache.model": "another"})
+    engine, other = served.engine(), served.engine(extra={"connector": {"model": "another"}})
     for one in (engine, other):
         one.store(chunks(3))
     assert served.stats().chunks == 6
@@ -248,13 +248,12 @@ def test_clear_forgets_the_namespace(served: Pool) -> None:
 
 
 def clear(inside: Inside, prompt: list[int] | None = None) -> int:
-    return int(inside.engine.clear(prompt))
+    return int(inside.engine.clear(prompt, **TAGGED))
 
 
 def recreate(inside: Inside) -> bool:
     before = inside.backend
     inside.manager.recreate_backend("vcache")
-    inside.show_kv_caches()
     return inside.manager.allocator_backend is inside.backend is not before
 
 

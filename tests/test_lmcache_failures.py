@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kv_cases import CHUNK, SMALL, Arrangement
-from lmcache_cases import Pool, all_of, chunks, needs_lmcache, pool, served
+from kv_cases import CHUNK, SMALL, Arrangement, places
+from lmcache_cases import TAGGED, Pool, all_of, chunks, needs_lmcache, pool, served
 from processes import QUICK, SECONDS, eventually, hasty
 from test_start_server import end_servers, servers
 
@@ -49,7 +49,7 @@ def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Poo
 
 
 def test_a_server_that_an_engine_has_started_outlives_it_and_so_does_the_pool(pool: Pool) -> None:
-    told = {"extra": {"vcache.start_server": True}}
+    told = {"extra": {"connector": {"start_server": True}}}
     try:
         with pool.engine(**told) as first:
             first.store(chunks(2))
@@ -144,10 +144,9 @@ def store_garbage(inside: Inside) -> list[Any]:
         {"tokens": tokens, "kvcaches": tensors, "slot_mapping": whole + (1 << 40)},
         {"tokens": tokens, "kvcaches": tensors, "slot_mapping": "no slots"},
         {"tokens": tokens, "kvcaches": tensors},
-        {"tokens": tokens, "kvcaches": tensors[:1], "slot_mapping": whole},
         {"tokens": [None], "kvcaches": tensors, "slot_mapping": whole},
     ]
-    return [inside.engine.store(**given) for given in garbage]
+    return [inside.engine.store(**given, **TAGGED) for given in garbage]
 
 
 def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
@@ -182,13 +181,19 @@ class LateCopier(HostCopier):
         return Late(0.0)
 
 
-def settle_later(inside: Inside) -> None:
-    """As under vLLM, which asks at the end of a step what did not hold."""
-    inside.worker.settles, inside.worker.session.copier = True, LateCopier()
+def copy_late(inside: Inside) -> None:
+    inside.worker.session.copier = LateCopier()
+
+
+def load(inside: Inside, tokens: list[int]) -> int:
+    """Without the end of the step. Says how many tokens will be there."""
+    slots = places(SMALL, len(tokens))
+    return int(inside.load(tokens, None, slots, "r").sum())
 
 
 def settle(inside: Inside) -> list[int]:
-    return sorted(inside.backend.settle(SMALL.block_size))
+    """What vLLM asks at the end of a step."""
+    return sorted(inside.adapter.get_block_ids_with_load_errors())
 
 
 def believe_leases_for(inside: Inside, seconds: float) -> None:
@@ -211,11 +216,11 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
     """
     engine = served.engine(client=QUICK)
     engine.store(chunks(3))
-    engine.ask(settle_later)
+    engine.ask(copy_late)
     engine.ask(believe_leases_for, grace)
     assert engine.lookup(chunks(3), "r") == 3 * CHUNK
     # Nobody knows yet: LMCache is told yes, and vLLM asks before it lets a token out.
-    assert engine.retrieve(chunks(3), request="r").tokens == 3 * CHUNK
+    assert engine.ask(load, chunks(3)) == 3 * CHUNK
     served.node.server.kill()
     blocks = engine.ask(settle)
     lost = not grace
@@ -250,7 +255,7 @@ def remove(inside: Inside, prompt: list[int], first: int) -> tuple[bool, int]:
 
 UNKNOWN = Arrangement("unknown", "block token", dtype=torch.bfloat16)
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "`segment_bytes`"),
+    "a wrong setting": ({"extra": {"pool": {"segment_byte": 5}}}, "`segment_bytes`"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
 }
 
@@ -275,13 +280,8 @@ def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool,
 
 
 def test_a_backend_that_stepped_aside_answers_every_method(served: Pool) -> None:
-    engine = served.engine(use_layerwise=True, process={"bind": False})
-    assert engine.ask(every_method_for_stepped_aside) == {}
-
-
-def every_method_for_stepped_aside(inside: Inside) -> dict[str, Any]:
-    inside.show_kv_caches()
-    return every_method(inside, inside.keys(chunks(2)), [])
+    engine = served.engine(use_layerwise=True)
+    assert engine.ask(every_method_for, chunks(2)) == {}
 
 
 def spoil_the_slot() -> None:

@@ -25,20 +25,15 @@ from torch import Tensor
 from vllm_cases import home
 from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 
-from vcache_backend.config import Config, from_dict
+from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.lmcache import checks, patches
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
-from vcache_backend.integration.lmcache.settings import Settings
 
 # LMCache's imports warn.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 CHUNK = 16
-CONFIG = from_dict({"engine": {"chunk_size": CHUNK}})
-SETTINGS = Settings(config=CONFIG)
-OWN = Settings(config=CONFIG, block_size=BLOCK)
-
 
 FIELDS: dict[str, Any] = {"model_name": "org/model", "world_size": 2, "local_world_size": 2}
 FIELDS |= {"worker_id": 1, "local_worker_id": 1, "kv_dtype": torch.bfloat16}
@@ -54,26 +49,6 @@ def lmcache_metadata(**changes: Any) -> Any:
     return LMCacheMetadata(**(FIELDS | changes))
 
 
-# ---- without vLLM
-
-
-def test_without_vllm_metadata_and_settings_say_it_all() -> None:
-    found = discover(lmcache_metadata(), OWN)
-    model = found.model
-    expected = ("org/model", "bfloat16", 3, 2, 8)
-    assert (model.model, model.dtype, model.layers, model.kv_heads, model.head_dim) == expected
-    assert (
-        model.block_size,
-        model.tp_size,
-        found.rank,
-        found.ranks,
-        found.adapter,
-        found.kvcaches,
-    ) == (BLOCK, 2, 1, 2, None, None)
-    with pytest.raises(ConfigError, match=r"set vcache.block_size in LMCache's extra_config"):
-        discover(lmcache_metadata(), SETTINGS)
-
-
 # ---- under vLLM: its objects as far as they are read
 
 
@@ -84,7 +59,7 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
     def find(
         worker_id: int = 1,
         kvcaches: dict[str, Tensor] | None = None,
-        settings: Settings = SETTINGS,
+        name: str = "",
         several: bool = False,
         kind: Any = None,
         use_mla: bool = False,
@@ -106,7 +81,7 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
         )
         monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", module)
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
-        return discover(known, settings)
+        return discover(known, name)
 
     return find
 
@@ -114,9 +89,8 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
 def namespace(
     instance: Instance, chunk_size: int = CHUNK, probe: str = "7", how: str = "sha256_cbor"
 ) -> str:
-    config = from_dict({"engine": {"chunk_size": chunk_size}})
-    kv, _ = instance.describe(instance.kvcaches, config)
-    return str(instance.layout(instance.kvcaches, kv, chunk_size, probe, how).namespace())
+    kv = instance.describe(EngineConfig(chunk_size=chunk_size))
+    return str(instance.layout(kv, chunk_size, probe, how).namespace())
 
 
 def test_layers_whose_pages_have_several_sizes_are_refused(
@@ -142,31 +116,20 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     assert under_vllm(worker_id=3, several=True) == found
     mla = under_vllm(worker_id=3, use_mla=True)
     assert (mla.pp_rank, mla.rank, mla.ranks) == (1, 0, 1)
-    assert under_vllm(kvcaches={}).kvcaches is None
+    with pytest.raises(ConfigError, match="no vLLM here with LMCacheConnectorV1"):
+        under_vllm(kvcaches={})
     assert (
         under_vllm(kind=type("SlidingWindowSpec", (), {"sliding_window": 8})()).windowed
         > found.windowed
     )
-    bare = under_vllm(
-        device_config=None, load_config=None, compilation_config=None, kv_transfer_config=None
-    )
-    assert bare.load_failure_policy == ""
-
-
-def test_a_block_size_of_ours_that_is_not_vllms_is_an_error(
-    under_vllm: Callable[..., Instance],
-) -> None:
-    assert under_vllm(settings=OWN) == under_vllm()
-    with pytest.raises(ConfigError, match=r"vcache.block_size is 8 but vLLM's block size is 4"):
-        under_vllm(settings=Settings(config=Config(), block_size=8))
 
 
 def test_the_weights_go_by_what_they_are(
     under_vllm: Callable[..., Instance], tmp_path: Path
 ) -> None:
-    def known(settings: Settings = SETTINGS, **model: str) -> tuple[str, str]:
+    def known(named: str = "", **model: str) -> tuple[str, str]:
         found = under_vllm(
-            settings=settings, **{f"model_config__{name}": value for name, value in model.items()}
+            name=named, **{f"model_config__{name}": value for name, value in model.items()}
         ).model
         return found.model, found.revision
 
@@ -186,7 +149,7 @@ def test_the_weights_go_by_what_they_are(
     assert (after[0], after[1] != before[1]) == (before[0], True)
     assert known(model=str(tmp_path / "model.safetensors"))[1].startswith("files-")
     assert known(model_weights="s3://bucket/model", model=str(tmp_path))[0] == "s3://bucket/model"
-    assert known(Settings(config=CONFIG, model="llama@3"), model=str(tmp_path)) == ("llama@3", "")
+    assert known("llama@3", model=str(tmp_path)) == ("llama@3", "")
 
 
 # ---- who shares
@@ -320,12 +283,9 @@ def lm_config(**changes: Any) -> Any:
     return LMCacheEngineConfig.from_defaults(**values)
 
 
-GOOD = discover(SimpleNamespace(**FIELDS), OWN)
-
-
-def test_the_example_is_supported_without_a_remark() -> None:
-    assert checks.refusal(lm_config(), GOOD) is None
-    assert list(checks.remarks(lm_config(), GOOD)) == []
+def test_the_example_is_supported_without_a_remark(under_vllm: Callable[..., Instance]) -> None:
+    assert checks.refusal(lm_config(), under_vllm()) is None
+    assert list(checks.remarks(lm_config(), under_vllm())) == []
 
 
 @pytest.mark.parametrize(
@@ -351,26 +311,25 @@ def test_the_example_is_supported_without_a_remark() -> None:
             {},
             "set store_location: pool",
         ),
-        (
-            {"chunk_size": 18},
-            {},
-            "chunk_size 18 is no multiple of the KV block size 4: set chunk_size: 20",
-        ),
         ({}, {"context_parallel": 2}, "context parallel"),
         ({}, {"new_weights": True, "named": True}, "LMCache does not hear of them"),
         ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
     ],
 )
 def test_what_cannot_work_is_named_with_what_to_set(
-    changes: dict[str, Any], model: dict[str, Any], said: str
+    under_vllm: Callable[..., Instance],
+    changes: dict[str, Any],
+    model: dict[str, Any],
+    said: str,
 ) -> None:
-    instance = replace(GOOD, model=msgspec.structs.replace(GOOD.model, **model))
+    good = under_vllm()
+    instance = replace(good, model=msgspec.structs.replace(good.model, **model))
     assert re.search(said, checks.refusal(lm_config(**changes), instance) or "")
     assert "--disable-hybrid-kv-cache-manager" in (
-        checks.refusal(lm_config(), replace(GOOD, kv_groups=2, windowed=True)) or ""
+        checks.refusal(lm_config(), replace(good, kv_groups=2, windowed=True)) or ""
     )
     assert 'with "kv_connector":"VCacheConnector"' in (
-        checks.refusal(lm_config(), replace(GOOD, windowed=True)) or ""
+        checks.refusal(lm_config(), replace(good, windowed=True)) or ""
     )
 
 
@@ -382,7 +341,10 @@ def test_what_cannot_work_is_named_with_what_to_set(
     ],
 )
 def test_a_setting_that_surprises_is_remarked(
-    changes: dict[str, Any], instance: dict[str, Any], said: str
+    under_vllm: Callable[..., Instance],
+    changes: dict[str, Any],
+    instance: dict[str, Any],
+    said: str,
 ) -> None:
-    (line,) = checks.remarks(lm_config(**changes), replace(GOOD, **instance))
+    (line,) = checks.remarks(lm_config(**changes), replace(under_vllm(), **instance))
     assert said in line

@@ -432,6 +432,21 @@ def test_slow_connections_keep_nobody_away(
     assert not [one for one in caplog.records if one.name == "asyncio"]
 
 
+def test_a_monitor_without_descriptors_says_so_once_and_then_answers(alone: Stage) -> None:
+    """Its lines are in the server's log, and asyncio writes 64 tracebacks a second."""
+    alone.server()
+    monitor, address = monitoring(alone)
+    assert answers(address)
+    monitor.descriptors(limit=3)
+    with socket.create_connection(split_address(address, "")) as waiting:
+        waiting.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        monitor.expect("Too many open files")
+        monitor.descriptors(limit=1024)
+        waiting.settimeout(SECONDS)
+        assert waiting.recv(64).startswith(b"HTTP/1.1 200 OK")
+    assert monitor.said().count("Too many open files") == 1
+
+
 def test_slow_connections_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def what(served: web.Web) -> None:
         with ExitStack() as held:

@@ -16,11 +16,11 @@ from kv_cases import SMALL
 from neighbour_cases import (
     EACH,
     HOST,
+    Reader,
     SharedCache,
     added_to,
     descriptors,
     enters,
-    few_descriptors,
     instance,
     kv_mapped,
     mapped,
@@ -30,31 +30,15 @@ from neighbour_cases import (
     threads,
 )
 from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
+from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.generations import Generations, GenerationView
-from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.resident.unmapper import LOOK_SECONDS, Unmapper
 
 ONE, TWO = instance(1), instance(2)
-
-
-class Reader:
-    """A worker with a KV cache of its own, and what it reads from."""
-
-    def __init__(self, client: Client, cache: SharedCache | None = None) -> None:
-        self.client, self.cache = client, cache or SharedCache()
-        self.neighbours = Neighbours(client, HOST, self.cache.kv, 0)
-
-    def close(self) -> None:
-        self.neighbours.close()
-        self.cache.close()
-
-    def there(self, name: bytes = ONE) -> Neighbour:
-        """Once its owner has shown all."""
-        return eventually(lambda: self.neighbours.get(name))
 
 
 @pytest.fixture
@@ -94,7 +78,7 @@ def owners() -> Iterator[Owners]:
 def test_a_reader_reads_what_the_owner_wrote_where_it_lies(stage: Stage, reader: Reader) -> None:
     with owner(stage, regions=3) as there:
         generations = there.ask("write", [5, 7], 40)
-        neighbour = reader.there()
+        neighbour = reader.there(ONE)
         assert neighbour.enter()
         assert [read(neighbour, reader.cache, block) for block in (5, 7)] == [40, 40]
         assert still(neighbour.view, [5, 7], generations)
@@ -113,7 +97,7 @@ def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it(
 ) -> None:
     with owner(stage) as there:
         there.ask("write", [4], 9)
-        neighbour = reader.there()
+        neighbour = reader.there(ONE)
         assert neighbour.enter()
         assert neighbour.enter()
         there.kill()
@@ -155,7 +139,7 @@ def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(
         owner(stage, ranks=2, scheduler=False),
         owner(stage, ranks=2, rank=1, scheduler=False) as second,
     ):
-        neighbour = reader.there()
+        neighbour = reader.there(ONE)
         (scheduler if victim == "scheduler" else second).kill()
         eventually(lambda: not enters(neighbour))
         eventually(lambda: kv_mapped() == 0)
@@ -166,7 +150,7 @@ def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(
 ) -> None:
     """An engine that ends in a process that goes on."""
     with owner(stage) as there:
-        neighbour = reader.there()
+        neighbour = reader.there(ONE)
         there.ask("leave")
         eventually(lambda: kv_mapped() == 0)
         assert not neighbour.enter()
@@ -206,7 +190,7 @@ def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next_one(
 def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) -> None:
     server = stage_.server()
     with owner(stage_, 1, QUICK) as there, closing(Reader(stage_.client(QUICK))) as reader:
-        reader.there()
+        reader.there(ONE)
         server.kill()
         there.kill()
         eventually(lambda: kv_mapped() == 0)
@@ -241,7 +225,7 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
         assert (kv_mapped(), threads()) == (3, 1)
         # Two processes' ends; Python's mappings of a table and three regions.
         eventually(lambda: added_to(before).total() == 6)
-        assert read(reader.there(), reader.cache, 3) == 40
+        assert read(reader.there(ONE), reader.cache, 3) == 40
 
 
 # ---- what is refused
@@ -277,16 +261,17 @@ def test_an_fd_of_something_else_is_never_mapped(owners: Owners) -> None:
 
 def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stage) -> None:
     with owner(stage), owner(stage, 2):
-        client, cache = stage.client(), SharedCache()
+        client = stage.client()
         client.stats()
         running, before = threads(), descriptors()
-        reader = Reader(client, cache)
+        reader = Reader(client)
         neighbours = [reader.there(ONE), reader.there(TWO)]
         reader.close()
         reader.close()
         assert not any(neighbour.enter() for neighbour in neighbours)
         assert (kv_mapped(), threads()) == (0, running)
         neighbours.clear()
+        del reader
         assert not added_to(before)
 
 
@@ -297,7 +282,7 @@ def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
     with owner(stage) as there:
         there.ask("write", [1], 3)
         reader = Reader(stage.client())
-        neighbour = reader.there()
+        neighbour = reader.there(ONE)
         assert neighbour.enter()
         reader.close()
         assert len(said(caplog, "stay mapped until copies out of them are over")) == 1

@@ -116,7 +116,6 @@ def test_heads_as_many_as_tokens_are_ambiguous_until_axes_are_named() -> None:
         PagedKV.describe([tensor], BLOCK, axes="block token head dim").name
         == "token16.head16.dim64 bfloat16"
     )
-    assert PagedKV.describe([kv(BLOCKS, 1, 1, DIM)], 1).name == "dim64 bfloat16"
 
 
 def test_two_rows_of_blocks_are_not_taken_for_two_blocks_of_heads() -> None:

@@ -47,6 +47,20 @@ def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage:
     told = coming(second, 6)
     assert (told.chunks, told.begun, told.chunk_seconds, told.step_seconds) == (5, True, 0.5, 2.0)
     assert told.quiet < 5
+    first.find(m.Find(keys(1, start=6), 1, A, promise=2))
+    first.promise(m.Promise(3, keys(1, start=7), begun=False))
+    found = [second.find(m.Find(keys(1, start=at), 1, B)).coming for at in (6, 7)]
+    assert [(one.begun, one.chunk_seconds) for one in found] == [(False, 0.5), (False, 0.0)]
+
+
+def test_who_waits_has_nobody_wait_for_what_it_has_promised(stage: Stage) -> None:
+    """Else two wait for each other."""
+    first, second = stage.client(), stage.client()
+    first.find(m.Find(keys(5), 1, A, promise=1))
+    second.promise(m.Promise(1, keys(1)))
+    assert first.find(m.Find(keys(5), 1, A, promise=1)).coming.chunks == 1
+    assert coming(second, 5) is None
+    assert second.find(m.Find(keys(4, start=1), 1, B)).coming is None
 
 
 def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> None:
@@ -63,6 +77,8 @@ def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> No
     assert chunks(reader, 6) == (4, 2)
     counters = reader.stats().counters
     assert (counters["promised_chunks"], counters["promised_chunks_arrived"]) == (6, 4)
+    owner.retract(A, 0)
+    assert chunks(reader, 6) == (4, 0), "as before a reset"
 
 
 def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: Stage) -> None:
@@ -190,18 +206,37 @@ def test_what_a_queued_request_has_promised_passes_to_one_that_begins() -> None:
 def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock = FakeClock()
     directory = made(clock)
-    directory.promise(ALICE, m.Promise(1, keys(2)))
+    directory.promise(ALICE, m.Promise(1, keys(2), begun=False))
     clock.advance(promises.QUIET_SECONDS - 1)
     directory.promises.arrived(keys(1))
     clock.advance(promises.QUIET_SECONDS - 1)
     directory.tick()
     told = directory.promises.coming(BOB, keys(1, start=1))
-    assert told.quiet == promises.QUIET_SECONDS - 1
+    assert (told.quiet, told.begun) == (promises.QUIET_SECONDS - 1, True)
     clock.advance(2)
     directory.tick()
     assert directory.promises.coming(BOB, keys(1, start=1)) is None
+    # It arrives before it is out of the memory.
+    directory.promises.arrived(keys(1, start=1))
+    clock.advance(2 * promises.QUIET_SECONDS)
+    directory.tick()
     directory.backlog.run(1 << 10)
     assert len(directory.promises) == 0
+
+
+def test_a_chunk_that_one_of_its_ranks_has_stored_is_a_promise_s_progress() -> None:
+    """Whoever waits for it sees that its owner goes on. All ranks' end the promise."""
+    clock = FakeClock()
+    directory = made(clock)
+    directory.add_segment(info("s", 1 << 20, "gpu-0"))
+    directory.promise(ALICE, m.Promise(1, keys(1), ranks=2))
+    for rank, quiet in ((1, 0.0), (2, 5.0)):
+        clock.advance(5)
+        directory.commit(ALICE, directory.reserve(ALICE, keys(1, rank), KIB).reservation, [])
+        assert directory.promises.coming(BOB, keys(1)).quiet == quiet
+    directory.commit(ALICE, directory.reserve(ALICE, keys(1), KIB).reservation, [])
+    assert directory.promises.coming(BOB, keys(1)) is None
+    directory.clear(b"")
 
 
 def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
@@ -228,6 +263,11 @@ def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
     for number in range(2 * promises.MAX_OF_CLIENT):
         directory.promise(ALICE, m.Promise(number, [chunk_key(number)]))
     assert len(directory.promises) == promises.MAX_OF_CLIENT
+    # As look-ups of one request for ever other chunks.
+    for first in range(1 << 30, (1 << 30) + 2 * m.MAX_KEYS, m.MAX_KEYS):
+        many = [chunk_key(first + at) for at in range(m.MAX_KEYS)]
+        directory.promises.intend(BOB, 1, many, 1, False)
+    assert len(directory.promises) == promises.MAX_OF_CLIENT + m.MAX_KEYS
 
 
 def test_the_last_of_many_ranks_that_stores_promised_chunks_takes_no_long_turn() -> None:

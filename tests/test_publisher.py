@@ -17,7 +17,7 @@ from engine_cases import Node, node
 from neighbour_cases import EACH, NAMESPACE, instance
 from processes import QUICK, SECONDS, eventually
 
-from vcache_backend.errors import ServerTimeout, VCacheError
+from vcache_backend.errors import Refused, ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Find, Found, Publish
 from vcache_backend.transfer import outbox, publisher
@@ -53,13 +53,14 @@ class Owner(neighbour_cases.Owner):
     def join(self) -> None:
         self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, self.table.fd)
 
-    def publish(self, number: int, step: Step, sequence: int = 1, soon: bool = True) -> None:
+    def publish(self, number: int, step: Step, sequence: int = 1, soon: bool = True) -> Publish:
         """Chunk `number`, in blocks of its own."""
         blocks = [2 * number, 2 * number + 1]
         generations = self.table.counters[blocks].astype("<u8").tobytes()
         numbers = np.array(blocks, dtype="<u4").tobytes()
         publication = Publish(NAME, sequence, [key(number)], numbers, generations)
         self.publisher.submit(publication, step, soon)
+        return publication
 
     def found(self, *numbers: int) -> list[bool]:
         """Which of the chunks others find, each asked for by itself."""
@@ -174,6 +175,26 @@ def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(
     assert told == [[key(0)]]
 
 
+def test_what_the_server_was_late_to_answer_is_said_again_first_and_what_it_refused_is_not(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else slots would stay reserved, or one client would ask for ever."""
+    answers = iter([ServerTimeout("late"), Refused("no")])
+    said = list[int]()
+
+    def retract(instance: bytes, sequence: int) -> int:
+        said.append(sequence)
+        if (error := next(answers, None)) is not None:
+            raise error
+        return 0
+
+    monkeypatch.setattr(owner.client, "retract", retract)
+    for sequence in (5, 6):
+        owner.publisher.retract(NAME, sequence)
+    assert owner.publisher.flush(SECONDS)
+    assert said == [5, 5, 6]
+
+
 def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner) -> None:
     owner.join()
     broken = Step()
@@ -185,10 +206,12 @@ def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner)
 
 
 def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owner) -> None:
-    owner.publish(1, Step())
+    publication = owner.publish(1, Step())
     assert owner.publisher.flush(SECONDS)
+    assert not owner.publisher.holds(publication), "nobody can say so"
     owner.join()
     eventually(lambda: owner.found(1) == [True])
+    eventually(lambda: owner.publisher.holds(publication))
 
 
 def test_once_the_server_takes_chunks_it_is_soon_told_of_the_earlier_ones(
@@ -257,3 +280,4 @@ def test_the_next_server_is_told_of_what_is_still_there(
     assert over.wait(SECONDS)
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]
+    assert owner.publisher.flush(SECONDS), "once"

@@ -30,32 +30,12 @@ from vcache_backend.resident.generations import Generations, GenerationView
 INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
 
 
-class Observed(BlockPool):  # type: ignore[misc]
-    """vLLM's, which remembers how the generations stood when it was asked. asked: by the name of
-    the call.
-    """
-
-    def __init__(self, generations: Generations) -> None:
-        super().__init__(BLOCKS, enable_caching=True, hash_block_size=4)
-        self.generations, self.asked = generations, dict[str, Any]()
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        self.asked["evict"] = self.generations.counters.copy()
-        super().evict_blocks(block_ids)
-
-    def reset_prefix_cache(self) -> bool:
-        self.asked["reset"] = self.generations.counters.copy()
-        return bool(super().reset_prefix_cache())
-
-
 class Watched:
-    """A pool that is watched, and what others see of it. resets: how often it was said that there
-    is one.
-    """
+    """A pool that is watched, and what others see of it."""
 
     def __init__(self) -> None:
         self.generations = Generations(INSTANCE, BLOCKS)
-        self.pool, self.resets = Observed(self.generations), 0
+        self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
         self.places = dict[ChunkKey, tuple[int, int, int]]()
@@ -68,13 +48,10 @@ class Watched:
             lambda: True,
         )
         self.watch = ResidentPool(
-            self.pool, self.generations, self._reset, self.duplicates.give_way
+            self.pool, self.generations, lambda: None, self.duplicates.give_way
         )
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
         self.hashes = 0
-
-    def _reset(self) -> None:
-        self.resets += 1
 
     def take(self, count: int) -> tuple[Any, list[int]]:
         """Blocks of vLLM's, void as they are handed out, and filled then; and which generations
@@ -201,16 +178,6 @@ def test_after_a_reset_no_copy_leaves_before_the_empty_blocks(watched: Watched) 
     assert all(block.block_hash is not None for block in copies)
 
 
-def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
-    """Where weights change again and again, and vLLM has blocks that hold nothing."""
-    for _ in range(30):
-        tracked, blocks = watched.read([0, 1])
-        watched.duplicates.finished(tracked, 4)
-        watched.pool.free_blocks(reversed(blocks))
-        assert watched.pool.reset_prefix_cache()
-    assert watched.duplicates.count <= BLOCKS // EACH
-
-
 def test_requests_that_have_ended_do_not_stay_in_memory(watched: Watched) -> None:
     """Also while vLLM has blocks that hold nothing, so that no copy is given up."""
     requests = [used([1, 2]) for _ in range(100)]
@@ -262,33 +229,6 @@ def test_a_copy_that_was_used_shortly_before_stays(watched: Watched, clock: Cloc
     assert copy[-1].block_hash is None
 
 
-def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
-    _, blocks = watched.read([0, 1, 2, 3, 4])
-    watched.pool.free_blocks(reversed(blocks))
-    watched.take(BLOCKS - 1 - len(blocks))
-    watched.owner.void_all()
-    for left in (3, 1, 0):
-        watched.take(1)
-        assert watched.duplicates.count == left
-
-
-def test_a_prefix_that_every_request_begins_with_keeps_no_other_copy_here(
-    watched: Watched, clock: Clock
-) -> None:
-    fill_up(watched, BLOCKS - 1 - 2 * EACH)
-    hot = freed(watched, [0])
-    cold = freed(watched, [1])
-    clock.now = 1100.0
-    watched.pool.touch(hot)
-    watched.duplicates.finished(used([block.block_id for block in hot], local=8), 4)
-    watched.pool.free_blocks(reversed(hot))
-    watched.take(EACH)
-    assert [block.block_hash is None for block in cold + hot] == [True] * EACH + [False] * EACH
-
-
 def test_what_would_leave_instead_is_what_vllm_s_cache_still_finds(
     watched: Watched, clock: Clock
 ) -> None:
@@ -302,18 +242,6 @@ def test_what_would_leave_instead_is_what_vllm_s_cache_still_finds(
     watched.pool.free_blocks(last)
     watched.take(2)
     assert all(block.block_hash is not None for block in copy)
-
-
-def test_rows_that_overlap_leave_vllm_s_queue_whole(watched: Watched) -> None:
-    """As after a chunk whose first block left alone, and is the end of another chunk now."""
-    blocks = KVBlocks(watched.pool)
-    for first, whole in ((7, True), (4, True), (3, False)):
-        assert blocks.together(first, first + 1, 2) == whole
-        if whole:
-            blocks.to_head(first, first + 1)
-    assert blocks.head(BLOCKS) == [4, 5, 7, 8, 1, 2, 3, 6, 9, 10, 11]
-    taken = watched.pool.get_new_blocks(BLOCKS - 1)
-    assert sorted(block.block_id for block in taken) == [*range(1, BLOCKS)]
 
 
 def test_of_two_that_would_give_the_same_up_at_once_one_keeps_it(watched: Watched) -> None:
@@ -374,47 +302,6 @@ def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_
         *[False] * (len(blocks) - 1),
         True,
     ]
-
-
-def test_a_block_that_is_freed_and_hit_again_keeps_its_generation(watched: Watched) -> None:
-    """Its bytes are the same, and so is what they mean: what was published of it counts."""
-    blocks, _ = watched.take(2)
-    before = watched.view.counters.copy()
-    watched.pool.free_blocks(blocks)
-    watched.pool.touch(blocks)
-    assert watched.changed(before) == []
-
-
-def test_more_blocks_than_there_are_change_nothing(watched: Watched) -> None:
-    before = watched.view.counters.copy()
-    with pytest.raises(ValueError, match="free blocks"):
-        watched.pool.get_new_blocks(BLOCKS)
-    assert watched.changed(before) == []
-    assert not watched.view.dead
-
-
-def test_blocks_that_a_failed_load_spoiled_change_before_vllm_evicts_them(watched: Watched) -> None:
-    """It computes into them without allocating them anew."""
-    blocks, _ = watched.take(3)
-    before, ids = watched.view.counters.copy(), {block.block_id for block in blocks[:2]}
-    watched.pool.evict_blocks(ids)
-    assert watched.changed(before) == sorted(ids)
-    assert list(watched.pool.asked["evict"]) == list(watched.view.counters)
-    odd = watched.view.counters[sorted(ids)] & np.uint64(1)
-    assert odd.all(), "vLLM may make them known again before a step has written them"
-
-
-@pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use, so vLLM refuses"])
-def test_a_reset_changes_all_blocks_before_vllm_decides(watched: Watched, used: int) -> None:
-    filled, _ = watched.take(used)
-    before = watched.view.counters.copy()
-    assert watched.pool.reset_prefix_cache() == (not used)
-    assert watched.changed(before) == sorted(block.block_id for block in filled)
-    assert list(watched.pool.asked["reset"]) == list(watched.view.counters)
-    assert (watched.view.counters & np.uint64(1)).all(), (
-        "nobody may read a block before it is handed out and filled again"
-    )
-    assert watched.resets == 1
 
 
 def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:

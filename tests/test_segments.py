@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from neighbour_cases import few_descriptors
+from server_cases import few_descriptors
 
 from vcache_backend import seals
 from vcache_backend.errors import ConfigError, SegmentError

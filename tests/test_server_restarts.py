@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from processes import (
     make_memfd,
     running,
 )
-from server_cases import KIB, has_room, offer, offering, put, reserving
+from server_cases import KIB, few_descriptors, has_room, offer, offering, put, reserving
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import messages as m
@@ -216,3 +217,50 @@ def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     time.sleep(0.2)  # some ticks
     assert client.stats().quarantined == 1
     assert not has_room(client)
+
+
+# ---- descriptors
+
+
+def test_a_server_without_descriptors_for_a_ledger_asks_for_it_again(stage_: Stage) -> None:
+    """Else it would not know of the resets in it. `free`: how many it has when a client comes."""
+    server, client = stage_.server(), stage_.client(QUICK)
+    client.clear(reset=True)
+    reset = client.present([A]).epoch
+    with Raw(stage_.path) as away:
+        server.kill()
+        client.close()
+        server = stage_.server()
+        used, refused = server.descriptors(), 0
+        for free in range(1, 9):
+            numbers = (number for number in range(1000) if number not in used)
+            server.descriptors(limit=next(islice(numbers, free, None)))
+            with Raw(stage_.path, ledger=away.fds[0]) as raw:
+                if raw.welcome[0] == "welcome":
+                    assert raw.ask("contains", [A])[2] == reset
+                    break
+                assert "no descriptors left (ulimit -n)" in raw.welcome[1]
+                refused += 1
+            eventually(lambda: server.descriptors() == used)
+    assert refused
+    server.expect("no descriptors left (ulimit -n)")
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_client_without_descriptors_is_back_with_a_ledger_once_it_has_some(
+    stage_: Stage, free: int
+) -> None:
+    """So the next server knows of the resets of this one."""
+    server = stage_.server()
+    client = stage_.client(QUICK)
+    client.clear(reset=True)
+    reset = client.present([A]).epoch
+    client.close()
+    with few_descriptors() as taken:
+        for _ in range(free):
+            os.close(taken.pop())
+        client = stage_.client(QUICK)
+        assert "descriptors" in client.trouble or "Too many open files" in client.trouble
+    eventually(lambda: client.connected)
+    restart_with(stage_, client, server)
+    assert client.present([A]).epoch == reset

@@ -83,42 +83,32 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     stopped = msgspec.structs.replace(ONE, stopped=4711)
     silent = msgspec.structs.replace(ONE, silent=25.0)
     mismatch = m.Mismatch("llama", "dtype", [], "")
-    for instances, mismatches, good, said in (
-        ([], [], True, "no instance is connected"),
-        ([ONE], [], True, "instance abababab at :8000 is alone: nobody to share with"),
-        (
-            [ONE, OTHER],
-            [],
-            True,
-            "2 instances share in place; 75.0% of the tokens looked up were found",
-        ),
-        (
-            [ONE, OTHER, pooled],
-            [],
-            True,
-            "3 instances share: 2 in place, 1 through the pool; 75.0% of",
-        ),
-        ([ONE, strange], [], True, "2 instances, all of different models: nobody to share with"),
-        (
-            [ONE, strange, pooled],
-            [],
-            True,
-            "2 instances share: 1 in place, 1 through the pool; 1 of another model; 75.0% of",
-        ),
-        ([lacking, OTHER], [], False, "instance abababab at :8000 lacks rank 1"),
-        (
-            [OTHER, stopped],
-            [mismatch],
-            False,
-            "is stopped (pid 4711): continue it, or kill it; and 1 more",
-        ),
-        ([silent, OTHER], [], False, "instance abababab at :8000 has been silent for 0 min 25 s"),
-        ([ONE, OTHER], [mismatch], False, "instances of llama do not share: dtype differs"),
-    ):
-        stats = msgspec.structs.replace(STATS, instances=instances, mismatches=mismatches)
-        found, line = status.verdict(stats)
-        assert (found, said in line) == (good, True), line
-        assert text_of(status.render(stats)).splitlines()[0].strip() == line
+    shared = "75.0% of the tokens looked up were found"
+    good = {
+        "no instance is connected": [],
+        "instance abababab at :8000 is alone: nobody to share with": [ONE],
+        f"2 instances share in place; {shared}": [ONE, OTHER],
+        f"3 instances share: 2 in place, 1 through the pool; {shared}": [ONE, OTHER, pooled],
+        "2 instances, all of different models: nobody to share with": [ONE, strange],
+        f"2 instances share: 1 in place, 1 through the pool; 1 of another model; {shared}": [
+            ONE,
+            strange,
+            pooled,
+        ],
+    }
+    bad = {
+        "instance abababab at :8000 lacks rank 1; and 1 more": [lacking, OTHER],
+        "is stopped (pid 4711): continue it, or kill it; and 1 more": [OTHER, stopped],
+        "instance abababab at :8000 has been silent for 0 min 25 s": [silent, OTHER],
+        "instances of llama do not share: dtype differs": [ONE, OTHER],
+    }
+    for well, cases in ((True, good), (False, bad)):
+        for said, instances in cases.items():
+            mismatches = [] if well else [mismatch]
+            stats = msgspec.structs.replace(STATS, instances=instances, mismatches=mismatches)
+            found, line = status.verdict(stats)
+            assert (found, said in line) == (well, True), line
+            assert text_of(status.render(stats)).splitlines()[0].strip() == line
     bare = msgspec.structs.replace(STATS, instances=[pooled, OTHER], segments=[])
     assert status.verdict(bare) == (
         False,

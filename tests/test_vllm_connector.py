@@ -6,6 +6,7 @@ never computed what it is asked and so can only have it from the pool; `aside` i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,40 +15,32 @@ from vllm_cases import (
     BLOCK,
     CHUNK,
     SCATTER,
-    Instance,
     Node,
     Prompt,
     Router,
-    here,
     meddled,
     needs_vllm,
     new_tokens,
+    node,
 )
 from vllm_models import TOKEN_BYTES
 
-__all__ = ["here"]
 pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
-def router(here: Node) -> Router:
+def router(tmp_path_factory: pytest.TempPathFactory) -> Router:
     """Of `a`."""
-    return Router(here.folder, "a")
+    return Router(tmp_path_factory.mktemp("router"), "a")
 
 
 @pytest.fixture(scope="module")
-def a(here: Node, router: Router) -> Instance:
-    return here.connect("a", **router.settings)
-
-
-@pytest.fixture(scope="module")
-def b(here: Node, a: Instance) -> Instance:
-    return here.connect("b", {"connector": {"min_hit_tokens": 2 * CHUNK}})
-
-
-@pytest.fixture(scope="module")
-def aside(here: Node) -> Instance:
-    return here.alone("aside")
+def here(tmp_path_factory: pytest.TempPathFactory, router: Router) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("vllm")) as made:
+        made.a = made.connect("a", **router.settings)
+        made.b = made.connect("b", {"connector": {"min_hit_tokens": 2 * CHUNK}})
+        made.aside = made.alone("aside")
+        yield made
 
 
 def vcache(**wishes: Any) -> dict[str, Any]:
@@ -58,58 +51,56 @@ def vcache(**wishes: Any) -> dict[str, Any]:
 
 
 def test_a_hit_on_an_idle_engine_takes_one_step_more_than_one_in_vllms_own_cache(
-    here: Node, a: Instance, b: Instance
+    here: Node,
 ) -> None:
     """The step that launches the copy also sees its end, and the next one computes."""
     tokens = new_tokens(6 * CHUNK + 1)
-    here.keep(a, tokens)
+    here.keep(here.a, tokens)
     # Its first step runs no model: the worker says what it holds.
-    b.one(new_tokens(5))
-    b.add("alone", tokens, max_tokens=1)
-    assert b.step(1) == {}
-    assert b.step(1)["alone"].cached == 6 * CHUNK
-    b.add("own", tokens, max_tokens=1)
-    assert b.step(1)["own"].cached == 6 * CHUNK
+    here.b.one(new_tokens(5))
+    here.b.add("alone", tokens, max_tokens=1)
+    assert here.b.step(1) == {}
+    assert here.b.step(1)["alone"].cached == 6 * CHUNK
+    here.b.add("own", tokens, max_tokens=1)
+    assert here.b.step(1)["own"].cached == 6 * CHUNK
 
 
-def test_a_load_beside_others_holds_up_no_step(here: Node, a: Instance, b: Instance) -> None:
+def test_a_load_beside_others_holds_up_no_step(here: Node) -> None:
     tokens = new_tokens(6 * CHUNK + 1)
-    here.keep(a, tokens)
-    b.add("other", new_tokens(5), max_tokens=12)
-    b.step(2)
-    with meddled(b, SCATTER, "slow", 60.0, times=1):
-        b.add("beside", tokens, max_tokens=1)
-        assert b.step(12).keys() == {"other"}
-    assert b.finish("beside")["beside"].cached == 6 * CHUNK
+    here.keep(here.a, tokens)
+    here.b.add("other", new_tokens(5), max_tokens=12)
+    here.b.step(2)
+    with meddled(here.b, SCATTER, "slow", 60.0, times=1):
+        here.b.add("beside", tokens, max_tokens=1)
+        assert here.b.step(12).keys() == {"other"}
+    assert here.b.finish("beside")["beside"].cached == 6 * CHUNK
 
 
-def test_what_b_had_itself_is_not_written_again(here: Node, a: Instance, b: Instance) -> None:
+def test_what_b_had_itself_is_not_written_again(here: Node) -> None:
     """The bytes of its own chunk and a half are wrong in the pool, and nobody notices."""
     tokens = new_tokens(4 * CHUNK + 1)
     beginning = tokens[: CHUNK + BLOCK + 1]
-    computed = here.keep(a, tokens)
-    b.one(beginning, params=vcache(load=False))
+    computed = here.keep(here.a, tokens)
+    here.b.one(beginning, params=vcache(load=False))
     with here.corrupted():
-        wrong = b.one(tokens)
+        wrong = here.b.one(tokens)
         assert wrong.cached == 4 * CHUNK
         assert wrong.differs(computed)
-        own = b.one(beginning)
-    assert own.said == a.one(beginning).said
+        own = here.b.one(beginning)
+    assert own.said == here.a.one(beginning).said
 
 
-def test_a_request_costs_one_look_up_and_a_hit_one_lease(
-    here: Node, a: Instance, b: Instance
-) -> None:
+def test_a_request_costs_one_look_up_and_a_hit_one_lease(here: Node) -> None:
     hit, miss = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
-    here.keep(a, hit)
+    here.keep(here.a, hit)
     before = here.asked()
-    assert b.one(hit, max_tokens=CHUNK // 4).cached == 6 * CHUNK
+    assert here.b.one(hit, max_tokens=CHUNK // 4).cached == 6 * CHUNK
     assert here.asked() == before + 2
-    b.one(miss, max_tokens=CHUNK // 4, params=vcache(store=False))
+    here.b.one(miss, max_tokens=CHUNK // 4, params=vcache(store=False))
     assert here.asked() == before + 3
 
 
-def test_what_cannot_be_worth_a_load_costs_nothing(here: Node, b: Instance) -> None:
+def test_what_cannot_be_worth_a_load_costs_nothing(here: Node) -> None:
     """`b` wants at least two chunks beyond what it has itself."""
     for count, own in (
         (2 * CHUNK - 1, 0),
@@ -119,107 +110,99 @@ def test_what_cannot_be_worth_a_load_costs_nothing(here: Node, b: Instance) -> N
     ):
         tokens = new_tokens(count)
         if own:
-            b.one(tokens[:own])
+            here.b.one(tokens[:own])
         before = here.asked()
-        b.one(tokens)
+        here.b.one(tokens)
         assert here.asked() == before, (count, own)
 
 
-def test_a_hit_too_short_to_be_worth_a_load_is_computed(
-    here: Node, a: Instance, b: Instance
-) -> None:
+def test_a_hit_too_short_to_be_worth_a_load_is_computed(here: Node) -> None:
     tokens = new_tokens(CHUNK)
-    here.keep(a, tokens)
+    here.keep(here.a, tokens)
     longer = tokens + new_tokens(2 * CHUNK)
-    assert b.one(longer).cached == 0
+    assert here.b.one(longer).cached == 0
     here.unleased()
     here.chunks()
-    assert a.again(longer).cached == 3 * CHUNK - BLOCK
+    assert here.a.again(longer).cached == 3 * CHUNK - BLOCK
 
 
-def test_requests_that_are_computed_whatever_is_there(
-    here: Node, a: Instance, b: Instance, aside: Instance
-) -> None:
+def test_requests_that_are_computed_whatever_is_there(here: Node) -> None:
     """Their prompt's own log probabilities are wanted, or they say so."""
     for wish in ({"rate": True}, {"fresh": True}, {"params": vcache(load=False)}):
         tokens = new_tokens(3 * CHUNK + 5)
-        here.keep(a, tokens)
+        here.keep(here.a, tokens)
         before = here.asked()
-        computed = b.one(tokens, **wish)
+        computed = here.b.one(tokens, **wish)
         assert (computed.cached, here.asked()) == (0, before)
-        assert computed.said == aside.one(tokens, **wish).said
-        assert b.again(tokens).cached == 3 * CHUNK
+        assert computed.said == here.aside.one(tokens, **wish).said
+        assert here.b.again(tokens).cached == 3 * CHUNK
 
 
-def test_wishes_we_do_not_understand_are_served_uncached(
-    here: Node, a: Instance, b: Instance
-) -> None:
+def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
     """Which those are, test_vllm_settings says."""
     tokens = new_tokens(3 * CHUNK + 5)
-    computed = here.keep(a, tokens)
-    before, chunks, said = here.asked(), here.chunks(), len(b.log)
-    answer = b.one(tokens + new_tokens(CHUNK), params=vcache(anounced=True))
+    computed = here.keep(here.a, tokens)
+    before, chunks, said = here.asked(), here.chunks(), len(here.b.log)
+    answer = here.b.one(tokens + new_tokens(CHUNK), params=vcache(anounced=True))
     assert (answer.cached, here.asked(), here.chunks()) == (0, before, chunks)
     lines = [
         line
-        for line in b.log[said:].splitlines()
+        for line in here.b.log[said:].splitlines()
         if "is served uncached: kv_transfer_params: vcache: " in line
     ]
     assert len(lines) == 1
-    assert b.again(tokens, params={"another": 1}).agrees(computed)
+    assert here.b.again(tokens, params={"another": 1}).agrees(computed)
 
 
 # ---- resets
 
 
-def test_resetting_the_cache_empties_the_pool_too(
-    here: Node, a: Instance, b: Instance, router: Router
-) -> None:
+def test_resetting_the_cache_empties_the_pool_too(here: Node, router: Router) -> None:
     """A weight update makes every chunk wrong, those under way to the pool as well; and routers
     hear of it.
     """
     tokens = new_tokens(6 * CHUNK + 1)
-    here.keep(a, tokens)
-    a.forget()
+    here.keep(here.a, tokens)
+    here.a.forget()
     assert here.chunks() > 0
-    assert a.ask("reset")
+    assert here.a.ask("reset")
     assert here.chunks() == 0
-    assert b.again(tokens).cached == 0
+    assert here.b.again(tokens).cached == 0
     for _ in range(3):
         fresh = new_tokens(6 * CHUNK + 1)
-        a.ask("run_and_reset", Prompt(fresh))
-        a.one(new_tokens(5))
-        a.one(new_tokens(5))
-        assert b.again(fresh, params=vcache(store=False)).cached == 0
+        here.a.ask("run_and_reset", Prompt(fresh))
+        here.a.one(new_tokens(5))
+        here.a.one(new_tokens(5))
+        assert here.b.again(fresh, params=vcache(store=False)).cached == 0
     short = new_tokens(5)
-    a.one(short, max_tokens=1)
+    here.a.one(short, max_tokens=1)
     eventually(lambda: not router.finds()["GPU"])
-    again = here.keep(a, new_tokens(3 * CHUNK))
+    again = here.keep(here.a, new_tokens(3 * CHUNK))
     assert again.cached == 0
     eventually(
-        lambda: a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK
+        lambda: here.a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK
     )
 
 
 # ---- tenants
 
 
-def test_a_tenant_makes_room_in_its_own_share(here: Node, a: Instance, b: Instance) -> None:
+def test_a_tenant_makes_room_in_its_own_share(here: Node) -> None:
     """Whether a request's salt or its parameter names the tenant."""
     others = new_tokens(4 * CHUNK + 1)
-    here.keep(a, others)
+    here.keep(here.a, others)
     (acme,) = here.stats().tenants
     chunk, prompts = CHUNK * TOKEN_BYTES, [new_tokens(2 * CHUNK + 1) for _ in range(4)]
     assert 2 * chunk <= acme.limit < 2 * len(prompts) * chunk
     for prompt in prompts:
-        a.one(prompt, salt="acme")
+        here.a.one(prompt, salt="acme")
         here.chunks()
-    assert b.again(prompts[0], salt="acme", params=vcache(store=False)).cached == 0
-    assert b.again(prompts[-1], salt="acme").cached == 2 * CHUNK
-    a.one(named := new_tokens(2 * CHUNK + 1), params=vcache(tenant="acme"))
+    assert here.b.again(prompts[0], salt="acme", params=vcache(store=False)).cached == 0
+    assert here.b.again(prompts[-1], salt="acme").cached == 2 * CHUNK
+    here.a.one(named := new_tokens(2 * CHUNK + 1), params=vcache(tenant="acme"))
     here.chunks()
     (acme,) = here.stats().tenants
     assert 0 < acme.used <= acme.limit
     assert acme.evicted == 2 * (len(prompts) + 1) - acme.used // chunk
-    assert b.again(named).cached == 2 * CHUNK
-    assert b.again(others).cached == 4 * CHUNK
+    assert here.b.again(named).cached == 2 * CHUNK
+    assert here.b.again(others).cached == 4 * CHUNK

@@ -4,28 +4,97 @@ of that.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import platform
 import random
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, engine, here, lying, make, new_tokens
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engine, here, lying, make, new_tokens
 from vllm_cases import needs_vllm
+from vllm_sources import differences
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vcache_backend.config import Config
+from vcache_backend.integration.vllm.in_place import exporter as exportable
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.model import spec as model_spec
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
+
+
+# ---- what of vLLM decides whether its KV cache can be memory that other processes read
+
+
+UNCACHED = (
+    "without prefix caching vLLM's KV cache keeps nothing to share: take out "
+    "--no-enable-prefix-caching"
+)
+SLEEP = (
+    "sleep mode frees nothing of a KV cache that others can map: start vLLM "
+    "without --enable-sleep-mode"
+)
+EXPANDABLE = (
+    "expandable_segments does not work with the allocator of a shared KV "
+    "cache (pytorch issue 147851): take it out of"
+)
+MACHINE = "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "said"),
+    [
+        ("parallel_config", "tensor_parallel_size", 2, None),
+        ("parallel_config", "pipeline_parallel_size", 2, None),
+        ("cache_config", "enable_prefix_caching", False, UNCACHED),
+        ("model_config", "enable_sleep_mode", True, SLEEP),
+        ("model_config", "enable_cumem_allocator", True, SLEEP),
+        ("device_config", "device_type", "cuda", EXPANDABLE),
+        (None, "machine", lambda: "aarch64", MACHINE),
+    ],
+    ids=["ranks", "stages", "uncached", "sleep", "cumem", "expandable", "machine"],
+)
+def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str | None,
+    name: str,
+    value: Any,
+    said: str | None,
+) -> None:
+    """vLLM's own configuration, changed in one thing. Of block tables: test_vllm_groups."""
+    config, tables = engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(getattr(config, section) if section else platform, name, value)
+    model = model_spec.read_model(config)
+    line = exportable.refusal(config, tables, model)
+    shared = exportable.decide(Config(), config, tables, model).connector.share
+    if said is None:
+        assert (line, shared) == (None, "in_place")
+        return
+    assert line is not None
+    assert (shared, "\n" in line) == ("pool", False)
+    assert line.startswith(said)
+    assert line.endswith("; or set connector.share: pool")
+
+
+def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
+    """Nothing of it is imported for that."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    assert differences(Path(spec.origin).parent) == []
 
 
 # ---- what a step publishes
@@ -98,7 +167,7 @@ def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_request(
-    make: Callable[..., Engine], share: str
+    make: Make, share: str
 ) -> None:
     """Of a request that was aborted as its step ran, which vLLM then looks at no more."""
     engine, tokens = make(share=share), new_tokens(3 * CHUNK)
@@ -126,7 +195,7 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
 
 
 def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_found(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """Another connector's load, whose failure vLLM hears of only afterwards. vLLM looks at the
     blocks of requests that run."""
@@ -146,7 +215,7 @@ def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_foun
 
 
 def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """Two grow until one has to go; the other takes its blocks. It comes back with new blocks, or
     with what is left of its own.
@@ -175,9 +244,7 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
 
 
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
-def test_blocks_whose_step_never_ran_are_not_published(
-    make: Callable[..., Engine], hit: int
-) -> None:
+def test_blocks_whose_step_never_ran_are_not_published(make: Make, hit: int) -> None:
     """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its
     owner takes the step away from it, and then its owner finds them in vLLM's own cache, never
     written."""
@@ -206,9 +273,7 @@ def test_blocks_whose_step_never_ran_are_not_published(
 
 
 @pytest.mark.parametrize("connector", [False, True])
-def test_what_began_before_a_reset_is_never_published(
-    make: Callable[..., Engine], connector: bool
-) -> None:
+def test_what_began_before_a_reset_is_never_published(make: Make, connector: bool) -> None:
     """vLLM refuses, as the request runs; whoever resets changes the weights all the same."""
     engine = make(blocks=60)
     request = engine.add(new_tokens(3 * CHUNK - 2), max_tokens=3 * CHUNK)

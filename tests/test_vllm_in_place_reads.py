@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from math import inf
 from pathlib import Path
 
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, engines, here, new_tokens, scheduling
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engines, here, new_tokens, scheduling
 from neighbour_cases import NAMESPACE, instance
 from processes import eventually
 from vllm_cases import needs_vllm
@@ -33,7 +33,7 @@ pytestmark = needs_vllm
 
 
 @pytest.fixture
-def shared(here: Node) -> Iterator[Callable[[], Engine]]:
+def shared(here: Node) -> Iterator[Make]:
     """Makes engines whose KV caches others find something in."""
     with engines(here, shown=True) as made:
         yield made
@@ -57,7 +57,7 @@ def computed(engine: Engine, tokens: list[int]) -> Request:
 
 
 def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
-    shared: Callable[[], Engine],
+    shared: Make,
 ) -> None:
     """By the reader, as soon as it has it; in the owner itself it is vLLM's own business."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
@@ -88,6 +88,20 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     assert owner.scheduler.reset_prefix_cache()
     owner.add(tokens)
     assert owners(owner.step()) == [reader.half.publications.instance] * 3
+
+
+def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(
+    shared: Make,
+) -> None:
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    source = computed(owner, tokens)
+    computed(reader, tokens[: CHUNK + 1])
+    reader.add(tokens)
+    (load,) = reader.step().loads
+    (run,) = load.residents
+    published = [one for meta in owner.metas for one in owner.published(source, meta)]
+    rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()
+    assert rows == [one.blocks for one in published[1:]]
 
 
 def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> None:
@@ -157,7 +171,7 @@ def kept(engine: Engine, tokens: list[int]) -> int:
     ids=["nothing else", "and from its end", "until its owner lost it"],
 )
 def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_own_alone(
-    shared: Callable[[], Engine],
+    shared: Make,
     monkeypatch: pytest.MonkeyPatch,
     more: int,
     lost: bool,
@@ -180,7 +194,7 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
 
 
 def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
-    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+    shared: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is short of blocks first: here the one that has computed it."""
     monkeypatch.setattr(duplicates, "YOUNG", inf)
@@ -198,7 +212,7 @@ def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
 
 
 def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(
-    shared: Callable[[], Engine],
+    shared: Make,
 ) -> None:
     """Else no duplicate would give way. With an EAGLE head each hit computes a block anew."""
     engine, tokens = shared(), new_tokens(2 * CHUNK + 1)
@@ -214,7 +228,7 @@ def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(
     assert blocks.vacant(hashes.count(None) + 1)[0] == hashes.count(None)
 
 
-def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Callable[..., Engine]) -> None:
+def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None:
     """So a load may begin at once."""
     engine = shared(asynchronous=True)
     request = engine.request(new_tokens(2 * CHUNK + 1))
@@ -230,23 +244,9 @@ def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Callable[...,
     assert engine.half.blocks.free > free
 
 
-def test_a_step_whose_blocks_cannot_be_shown_is_planned_all_the_same(
-    shared: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the plan nor what makes good its failure raises into vLLM."""
-    engine = shared()
-
-    def fails() -> None:
-        raise ValueError
-
-    monkeypatch.setattr(engine.half.publications, "show", fails)
-    engine.finish(engine.add(new_tokens(2 * CHUNK + 1)))
-    assert engine.scheduler.connector.failures
-
-
 @pytest.mark.parametrize("why", ["its role", "no server"])
 def test_who_could_not_load_a_chunk_again_keeps_it(
-    shared: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, why: str
+    shared: Make, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     monkeypatch.setattr(duplicates, "YOUNG", inf)
     owner, other = shared(), shared(role="kv_producer" if why == "its role" else "kv_both")
@@ -264,7 +264,7 @@ def test_who_could_not_load_a_chunk_again_keeps_it(
 
 
 def test_news_of_copies_are_heard_though_nobody_reads_the_answer_that_brings_them(
-    shared: Callable[[], Engine],
+    shared: Make,
 ) -> None:
     """A request waited for long, and then went away."""
     owner, reader = shared(), shared()
@@ -287,7 +287,7 @@ def test_news_of_copies_are_heard_though_nobody_reads_the_answer_that_brings_the
 
 
 def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(
-    shared: Callable[..., Engine],
+    shared: Make,
 ) -> None:
     """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache
     finds the other one.
@@ -309,7 +309,7 @@ def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(
 
 
 def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
-    shared: Callable[[], Engine],
+    shared: Make,
 ) -> None:
     """Another has computed it here meanwhile."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
@@ -329,7 +329,7 @@ def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
     assert [one.number for one in published] == [0, 1, 2]
 
 
-def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[], Engine]) -> None:
+def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> None:
     """Another has it, too, and has lost another chunk; of the last one nobody has anything any
     more. The server names both in any order."""
     owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
@@ -344,7 +344,7 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[],
     assert owners(reader.step()) == names
 
 
-def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> None:
+def test_what_a_reset_made_void_is_not_found(shared: Make) -> None:
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
     assert owner.scheduler.reset_prefix_cache()
@@ -356,7 +356,7 @@ def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> No
 
 
 def test_what_was_computed_before_another_reset_the_namespace_is_not_found(
-    shared: Callable[[], Engine],
+    shared: Make,
 ) -> None:
     """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on
     with.
@@ -384,7 +384,7 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(
     assert owners(other.step()) == [owner.half.publications.instance] * 3
 
 
-def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Callable[[], Engine]) -> None:
+def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> None:
     """Its owner has not heard of it: its generations are those that were found."""
     owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
     published = owner.published(computed(owner, tokens), owner.metas[0])

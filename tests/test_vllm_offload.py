@@ -66,112 +66,90 @@ def depot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
 def two(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[Two]:
     made = Two(tmp_path_factory.mktemp("vllm"), depot)
     with made.undo:
+        # Until its offload process is there, what is asked is computed.
+        made.hits_from_below(made.b)
         yield made
 
 
 @pytest.fixture(scope="module")
-def a(two: Two) -> Instance:
-    return two.first.connect("a", two.settings(400))
-
-
-@pytest.fixture(scope="module")
-def router(two: Two) -> Router:
-    """Of `b`."""
-    return Router(two.second.folder, "b")
-
-
-@pytest.fixture(scope="module")
-def b(two: Two, a: Instance, router: Router) -> Instance:
-    made = two.second.connect("b", two.settings(ROOM), **router.settings)
-    # Until its offload process is there, what is asked is computed.
-    two.hits_from_below(a, made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def hasty(two: Two, a: Instance) -> Instance:
+def hasty(two: Two) -> Instance:
     """As `b`, but it does not wait long for a store that hangs."""
     made = two.second.connect(
         "hasty", two.settings(ROOM, rpc_seconds=1, lookup_seconds=1, get_seconds=2)
     )
-    two.hits_from_below(a, made)
+    two.hits_from_below(made)
     return made
 
 
-def alone(a: Instance) -> tuple[list[int], Answer]:
+def alone(two: Two) -> tuple[list[int], Answer]:
     """A short prompt for which nothing is cached, and what it is answered where nothing else
     runs.
     """
     tokens = new_tokens(40)
-    return tokens, a.one(tokens, max_tokens=8, params=UNCACHED)
+    return tokens, two.a.one(tokens, max_tokens=8, params=UNCACHED)
 
 
 # ---- hits
 
 
 @pytest.mark.parametrize("tail", [17, 0], ids=["and a tail", "whole chunks"])
-def test_another_nodes_prefix_is_as_good_as_vllms_own(
-    two: Two, a: Instance, b: Instance, tail: int
-) -> None:
+def test_another_nodes_prefix_is_as_good_as_vllms_own(two: Two, tail: int) -> None:
     """And after that it is in the pool of this node."""
     two.empty()
     tokens = new_tokens(HITS + tail)
-    had = loaded(b, "store")
-    two.keep(a, tokens)
-    own, wanted = a.one(tokens), HITS if tail else HITS - BLOCK
-    from_below = b.one(tokens)
+    had, stored = loaded(two.b, "store"), two.a.counter("vllm:vcache_stored_tokens")
+    two.keep(tokens)
+    own, wanted = two.a.one(tokens), HITS if tail else HITS - BLOCK
+    assert two.a.counter("vllm:vcache_stored_tokens") - stored == HITS
+    from_below = two.b.one(tokens)
     assert (own.cached, from_below.cached) == (wanted, wanted)
     assert from_below.said == own.said
     eventually(lambda: two.chunks() == 4)
-    assert loaded(b, "store") - had == wanted
-    pooled = loaded(b, "host")
-    assert b.again(tokens).said == own.said
-    assert (loaded(b, "store") - had, loaded(b, "host") - pooled) == (wanted, wanted)
+    assert loaded(two.b, "store") - had == wanted
+    pooled = loaded(two.b, "host")
+    assert two.b.again(tokens).said == own.said
+    assert (loaded(two.b, "store") - had, loaded(two.b, "host") - pooled) == (wanted, wanted)
 
 
-def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b: Instance) -> None:
-    tokens, own = two.kept(a)
-    b.one(tokens)
+def test_what_the_pool_has_in_between_comes_from_there(two: Two) -> None:
+    tokens, own = two.kept()
+    two.b.one(tokens)
     eventually(lambda: two.chunks() == 4)
-    b.forget()
-    with stopped_at(b, LEASE) as place:
+    two.b.forget()
+    with stopped_at(two.b, LEASE) as place:
         place.while_there(lambda: None, Prompt(tokens))
     keys = place.seen[0]
     for kept in ([0, 2], [1, 3], [0, 1, 3]):
         with two.second.connection() as client:
             client.remove([key for chunk, key in enumerate(keys) if chunk not in kept])
-        before = loaded(b, "store"), loaded(b, "host")
-        answer = b.again(tokens)
+        before = loaded(two.b, "store"), loaded(two.b, "host")
+        answer = two.b.again(tokens)
         assert (answer.cached, answer.said) == (HITS, own.said)
-        assert (loaded(b, "store") - before[0], loaded(b, "host") - before[1]) == (
+        assert (loaded(two.b, "store") - before[0], loaded(two.b, "host") - before[1]) == (
             (4 - len(kept)) * CHUNK,
             len(kept) * CHUNK,
         )
         eventually(lambda: two.chunks() == 4)
 
 
-def test_a_chunk_of_which_vllm_has_the_first_block_itself(
-    two: Two, a: Instance, b: Instance
-) -> None:
+def test_a_chunk_of_which_vllm_has_the_first_block_itself(two: Two) -> None:
     """It is read from the store, but not stored in the pool again: its first block may be from before
     a reset that vLLM's cache has outlived, which is known only when the request runs (`Leftovers`).
     """
-    tokens, own = two.kept(a)
-    assert b.one(tokens[: CHUNK + BLOCK + 1], params=UNCACHED).cached == 0
-    before = loaded(b, "store")
-    answer = b.one(tokens)
+    tokens, own = two.kept()
+    assert two.b.one(tokens[: CHUNK + BLOCK + 1], params=UNCACHED).cached == 0
+    before = loaded(two.b, "store")
+    answer = two.b.one(tokens)
     assert (answer.cached, answer.said) == (HITS, own.said)
-    assert loaded(b, "store") - before == HITS - CHUNK - BLOCK
+    assert loaded(two.b, "store") - before == HITS - CHUNK - BLOCK
     eventually(lambda: two.chunks() == 2)
-    b.forget()
-    again = b.one(tokens)
+    two.b.forget()
+    again = two.b.one(tokens)
     assert (again.cached, again.said) == (HITS, own.said)
-    assert loaded(b, "store") - before == HITS + CHUNK - BLOCK
+    assert loaded(two.b, "store") - before == HITS + CHUNK - BLOCK
 
 
-def test_a_router_knows_from_events_what_the_pool_has(
-    two: Two, a: Instance, b: Instance, router: Router
-) -> None:
+def test_a_router_knows_from_events_what_the_pool_has(two: Two) -> None:
     """What b stored, or had brought from the store, and no more than is there: whoever takes it
     out.
     """
@@ -180,8 +158,8 @@ def test_a_router_knows_from_events_what_the_pool_has(
 
     def agrees(*chunks: int) -> bool:
         """Whether the events tell of as many chunks as this, and of those that are there."""
-        b.one(short, max_tokens=1)
-        blocks = router.finds()["CPU"]
+        two.b.one(short, max_tokens=1)
+        blocks = two.router.finds()["CPU"]
         ends = {block[:HASH_BYTES] for block, tokens in blocks.items() if len(tokens) % CHUNK == 0}
         there = {key[NAMESPACE_BYTES:-RANK_BYTES] for key in two.second.chunk_keys()}
         right = all(
@@ -195,22 +173,20 @@ def test_a_router_knows_from_events_what_the_pool_has(
         )
 
     eventually(lambda: agrees(0))
-    two.keep(a, prompts[0])
-    assert b.one(prompts[0]).cached == HITS
+    two.keep(prompts[0])
+    assert two.b.one(prompts[0]).cached == HITS
     eventually(lambda: agrees(4))
     for tokens in prompts[1:3]:
-        two.keep(b, tokens)
+        two.keep(tokens, two.b)
     eventually(lambda: agrees(12))
     for tokens in prompts[3:]:
-        two.keep(b, tokens)
+        two.keep(tokens, two.b)
     eventually(lambda: agrees(ROOM - 1, ROOM))
     two.empty()
     eventually(lambda: agrees(0))
 
 
-def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(
-    two: Two, a: Instance
-) -> None:
+def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(two: Two) -> None:
     in_place = two.settings(ROOM) | IN_PLACE
     router = Router(two.second.folder, "c")
     tokens = new_tokens(HITS + 17)
@@ -229,18 +205,18 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(
     )
     # Nothing runs any more, so this is what the next request may overwrite.
     c.step(1)
-    from_below = loaded(a, "store")
+    from_below = loaded(two.a, "store")
     hit = eventually(
-        lambda: (answer := a.again(tokens, params=leaving_no_trace)).cached == HITS and answer
+        lambda: (answer := two.a.again(tokens, params=leaving_no_trace)).cached == HITS and answer
     )
-    assert own.cached == HITS <= loaded(a, "store") - from_below
+    assert own.cached == HITS <= loaded(two.a, "store") - from_below
     assert hit.said == own.said
     c.one(new_tokens(3), max_tokens=1)
     saved = eventually(
         lambda: len(blocks := list(router.finds()["CPU"].values())) == HITS // BLOCK and blocks
     )
     assert saved == [tokens[: end + BLOCK] for end in range(0, HITS, BLOCK)]
-    tokens, own = two.kept(a)
+    tokens, own = two.kept()
     hit = c.one(tokens)
     assert (hit.cached, own.cached, loaded(c, "store")) == (HITS, HITS, HITS)
     assert hit.said == own.said
@@ -249,16 +225,14 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(
 # ---- failures
 
 
-def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(
-    two: Two, a: Instance, b: Instance
-) -> None:
+def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two) -> None:
     """Another request has put it there, since the load began."""
     two.empty()
     tokens = new_tokens(HITS + 17)
-    two.keep(a, tokens[: 2 * CHUNK + 1])
-    _, third = two.keep(a, tokens[: 3 * CHUNK + 1])
-    two.keep(a, tokens)
-    own, (name,) = a.one(tokens), third
+    two.keep(tokens[: 2 * CHUNK + 1])
+    _, third = two.keep(tokens[: 3 * CHUNK + 1])
+    two.keep(tokens)
+    own, (name,) = two.a.one(tokens), third
     namespace, _, rest = name.removeprefix(NAME_PREFIX).partition(".")
     key = ChunkKey(bytes.fromhex(namespace + rest.partition("/")[2]))
 
@@ -274,39 +248,40 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(
                 segment.write(data[HEADER_BYTES:])
             assert client.commit(reserved.reservation) == 1
 
-    before = loaded(b, "store"), loaded(b, "host"), b.counter("vllm:vcache_recomputed_tokens")
-    with stopped_at(b, READ) as place:
+    def counts() -> list[int]:
+        lost = two.b.counter("vllm:vcache_recomputed_tokens")
+        return [loaded(two.b, "store"), loaded(two.b, "host"), lost]
+
+    before = counts()
+    with stopped_at(two.b, READ) as place:
         (answer,) = place.while_there(move, Prompt(tokens))
     assert answer.agrees(own)
-    after = loaded(b, "store"), loaded(b, "host"), b.counter("vllm:vcache_recomputed_tokens")
-    assert [now - then for now, then in zip(after, before, strict=True)] == [
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [
         2 * CHUNK,
         CHUNK,
         CHUNK,
     ]
 
 
-def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(
-    two: Two, a: Instance, b: Instance
-) -> None:
+def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two) -> None:
     """What came from the store is copied into the pool, out of blocks that are given back
     meanwhile.
     """
-    tokens, own = two.kept(a)
-    with meddled(b, GATHER, "slow", 30.0, times=1):
-        assert b.one(tokens, params={"vcache": {"store": True}}).said == own.said
-        b.ask("meddle", FENCE, "count", None, 0)
-        b.forget()
+    tokens, own = two.kept()
+    with meddled(two.b, GATHER, "slow", 30.0, times=1):
+        assert two.b.one(tokens, params={"vcache": {"store": True}}).said == own.said
+        two.b.ask("meddle", FENCE, "count", None, 0)
+        two.b.forget()
         # Among them they have all blocks there are.
-        b.run(*(Prompt(new_tokens(1000), params=UNCACHED) for _ in range(5)))
-        assert b.ask("calls")[FENCE] > 0
+        two.b.run(*(Prompt(new_tokens(1000), params=UNCACHED) for _ in range(5)))
+        assert two.b.ask("calls")[FENCE] > 0
 
 
 @pytest.mark.parametrize("what", ["provider dies", "master hangs"])
 def test_a_store_that_fails_under_a_load_costs_a_computation(
-    two: Two, a: Instance, b: Instance, hasty: Instance, what: str
+    two: Two, hasty: Instance, what: str
 ) -> None:
-    (tokens, computed), (beside, undisturbed) = two.kept(a), alone(a)
+    (tokens, computed), (beside, undisturbed) = two.kept(), alone(two)
     lost = hasty.counter("vllm:vcache_recomputed_tokens")
     who, how = what.split()
     provider, master = two.depot.providers[-1], two.depot.master
@@ -318,46 +293,44 @@ def test_a_store_that_fails_under_a_load_costs_a_computation(
     assert answers[0].agrees(computed)
     assert answers[1].agrees(undisturbed)
     fresh = new_tokens(HITS + 17)
-    assert hasty.one(fresh).agrees(a.one(fresh, params=UNCACHED))
+    assert hasty.one(fresh).agrees(two.a.one(fresh, params=UNCACHED))
     assert hasty.again(tokens).agrees(computed)
     if how == "hangs":
         process.cont()
     else:
         two.depot.lend(64 * MIB)
         eventually(provider.gone)
-    for reader in (hasty, b):
-        two.hits_from_below(a, reader)
+    for reader in (hasty, two.b):
+        two.hits_from_below(reader)
 
 
-def test_a_pool_whose_server_dies_under_a_load_from_below(
-    two: Two, a: Instance, b: Instance
-) -> None:
-    tokens, computed = two.kept(a)
-    lost = b.counter("vllm:vcache_recomputed_tokens")
-    with stopped_at(b, FETCH) as moment:
+def test_a_pool_whose_server_dies_under_a_load_from_below(two: Two) -> None:
+    tokens, computed = two.kept()
+    lost = two.b.counter("vllm:vcache_recomputed_tokens")
+    with stopped_at(two.b, FETCH) as moment:
         (answer,) = moment.while_there(two.second.kill, Prompt(tokens))
     assert answer.agrees(computed)
-    assert b.counter("vllm:vcache_recomputed_tokens") - lost == HITS
+    assert two.b.counter("vllm:vcache_recomputed_tokens") - lost == HITS
     two.second.serve_again()
-    two.hits_from_below(a, b)
+    two.hits_from_below(two.b)
 
 
-def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Instance) -> None:
+def test_an_aborted_request_leaves_nothing_behind(two: Two) -> None:
     """It is aborted while the store is asked for its chunks: each time one buffer at least is with
     the store, and all of them have been once.
     """
-    tokens, own = two.kept(a)
-    failures = b.counter("vllm:vcache_failures")
+    tokens, own = two.kept()
+    failures = two.b.counter("vllm:vcache_failures")
     for _ in range(BUFFERS):
-        with stopped_at(b, CALL) as call:
-            b.add("waits", tokens)
-            eventually(lambda: b.step(1) or call.reached)
+        with stopped_at(two.b, CALL) as call:
+            two.b.add("waits", tokens)
+            eventually(lambda: two.b.step(1) or call.reached)
             assert call.reached, "it did not wait for the store"
-            b.ask("abort", "waits")
-            b.step(3)
-    assert b.counter("vllm:vcache_failures") == failures
+            two.b.ask("abort", "waits")
+            two.b.step(3)
+    assert two.b.counter("vllm:vcache_failures") == failures
     assert two.chunks() == 0
-    answer = b.one(tokens)
+    answer = two.b.one(tokens)
     assert (answer.cached, answer.said) == (HITS, own.said)
 
 
@@ -369,45 +342,43 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(":")[2])
-def test_an_exception_of_ours_is_a_miss(two: Two, a: Instance, b: Instance, place: str) -> None:
-    (tokens, computed), (beside, undisturbed) = two.kept(a), alone(a)
-    with meddled(b, place, "raise", times=1):
-        answers = b.run(Prompt(tokens), Prompt(beside, max_tokens=8), together=True)
+def test_an_exception_of_ours_is_a_miss(two: Two, place: str) -> None:
+    (tokens, computed), (beside, undisturbed) = two.kept(), alone(two)
+    with meddled(two.b, place, "raise", times=1):
+        answers = two.b.run(Prompt(tokens), Prompt(beside, max_tokens=8), together=True)
         assert answers[0].agrees(computed)
         assert answers[1].agrees(undisturbed)
     two.empty()
-    eventually(lambda: (again := b.again(tokens)).cached == HITS and again.agrees(computed))
+    eventually(lambda: (again := two.b.again(tokens)).cached == HITS and again.agrees(computed))
 
 
 # ---- what is not taken from below
 
 
-def test_after_a_reset_nothing_of_before_is_taken_from_below(
-    two: Two, a: Instance, b: Instance
-) -> None:
+def test_after_a_reset_nothing_of_before_is_taken_from_below(two: Two) -> None:
     """A reset is for weights that have changed, and the store has the old ones' chunks. Nor is
     promoted what a load has taken before."""
     two.empty()
     tokens = new_tokens(HITS + 17)
-    _, old = two.keep(a, tokens)
+    _, old = two.keep(tokens)
     namespace = bytes.fromhex(min(old).removeprefix(NAME_PREFIX).partition(".")[0])
 
     def reset() -> None:
         with two.second.connection() as client:
             client.clear(namespace, reset=True)
 
-    with stopped_at(b, PROMOTE) as place:
+    with stopped_at(two.b, PROMOTE) as place:
         (answer,) = place.while_there(reset, Prompt(tokens))
-    assert (answer.cached, b.ask("told"), two.chunks()) == (HITS, True, 0)
-    assert b.ask("reset")
+    assert (answer.cached, two.b.ask("told"), two.chunks()) == (HITS, True, 0)
+    assert two.b.ask("reset")
     before = two.names()
-    b.one(new_tokens(5))
-    assert b.one(tokens).cached == 0
+    two.b.one(new_tokens(5))
+    assert two.b.one(tokens).cached == 0
     # What is stored from then on is below, under names of its own, and found there.
     eventually(lambda: len(two.names() - before) == HITS // CHUNK)
     assert old <= before
     two.empty()
-    assert b.again(tokens).cached == HITS
+    assert two.b.again(tokens).cached == HITS
 
 
 # ---- what the halves tell each other

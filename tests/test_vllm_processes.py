@@ -37,6 +37,7 @@ from vllm_cases import (
     Instance,
     Node,
     beside_vllm,
+    complete,
     here,
     missing,
     needs_vllm,
@@ -119,6 +120,12 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         assert ranks.ask(_ends) == [1, 1], "each has written the number of its first load"
         assert own.said == from_pool.said
         assert own.agrees(computed)
+        # Both have all tokens, and each its part of their bytes.
+        counted = [
+            f"vllm:vcache_{name}" for name in ("loaded_tokens", "loaded_bytes", "stored_bytes")
+        ]
+        whole = LENGTH * TOKEN_BYTES
+        assert [ranks.counter(name) for name in counted] == [LENGTH, whole, whole]
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()
@@ -344,62 +351,6 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def complete(
-    address: str, tokens: list[int], rank: int = 0, **wishes: Any
-) -> tuple[list[int], int]:
-    """The tokens of the answer, and how many of the prompt were not computed. rank: who is to
-    answer, with data parallelism.
-    """
-    asked = {"model": "tiny", "prompt": tokens, "kv_transfer_params": {"vcache": wishes}}
-    asked |= {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "detokenize": False}
-    body = json.dumps(asked | {"return_token_ids": True}).encode()
-    headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
-    request = Request(f"{address}/v1/completions", body, headers)
-    with urlopen(request, timeout=ANSWER_SECONDS) as answer:
-        said = json.load(answer)
-    details = said["usage"]["prompt_tokens_details"] or {}
-    return said["choices"][0]["token_ids"], details.get("cached_tokens") or 0
-
-
-def counted(address: str, series: str) -> float:
-    """A series of the server's metrics: its name, with some of its labels, such as
-    `name{label="value"`.
-    """
-    name, _, label = series.partition("{")
-    with urlopen(f"{address}/metrics", timeout=ANSWER_SECONDS) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
-    assert found, f"no {series}"
-    return sum(float(line.rpartition(" ")[2]) for line in found)
-
-
-@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -> None:
-    tokens = new_tokens(LENGTH + 1)
-    here.empty()
-    with serving(here, here.transfer()) as (address,):
-        reset = Request(f"{address}/reset_prefix_cache", method="POST")
-        computed, cached = complete(address, tokens, store=False)
-        assert cached == 0
-        urlopen(reset, timeout=ANSWER_SECONDS).close()
-        assert complete(address, tokens) == (computed, 0)
-        eventually(lambda: here.stats().chunks == 4)
-        assert counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == 0
-        urlopen(reset, timeout=ANSWER_SECONDS).close()
-        assert complete(address, tokens, load=False) == (computed, 0)
-        urlopen(reset, timeout=ANSWER_SECONDS).close()
-        assert complete(address, tokens) == (computed, LENGTH)
-        eventually(
-            lambda: counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == LENGTH
-        )
-        assert (
-            counted(address, 'vllm:vcache_loaded_bytes_total{tier="host"') == LENGTH * TOKEN_BYTES
-        )
-        assert counted(address, "vllm:vcache_lookup_hit_tokens_total") == LENGTH
-        assert counted(address, "vllm:vcache_load_seconds_count") == 1
-        assert counted(address, "vllm:vcache_failures_total") == 0
-
-
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
 def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> None:
     """Nothing of vLLM has started by then: there is nobody else who would go on, or say more."""
@@ -577,7 +528,7 @@ def test_a_load_of_one_expert_parallel_rank_holds_up_no_step_of_another(
     eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
     with ThreadPoolExecutor(1) as pool:
         meddle(address, "meddle", PULL, "slow", str(ANSWER_SECONDS))
-        loads = pool.submit(complete, address, tokens, 1)
+        loads = pool.submit(complete, address, tokens, rank=1)
         for _ in range(3):
             assert complete(address, new_tokens(LENGTH + 1))[1] == 0
         assert not loads.done()

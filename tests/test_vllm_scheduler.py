@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, Engine, make, new_tokens, scheduling
+from in_place_cases import BLOCK, CHUNK, Engine, Make, make, new_tokens, scheduling
 from model import FakeClock
 from processes import SECONDS, eventually, info, make_memfd
 from vllm_cases import needs_vllm
@@ -48,20 +48,20 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 @pytest.fixture
-def engine(make: Callable[..., Engine]) -> Engine:
+def engine(make: Make) -> Engine:
     return make(share="pool")
 
 
-def pooled(here: Node, engine: Engine, count: int = CHUNKS) -> list[int]:
+def pooled(engine: Engine, count: int = CHUNKS) -> list[int]:
     """A prompt whose first chunks are in the pool."""
     tokens = new_tokens(PROMPT)
-    put(here, engine, tokens, count)
+    put(engine, tokens, count)
     return tokens
 
 
-def put(here: Node, engine: Engine, tokens: list[int], count: int = CHUNKS) -> None:
+def put(engine: Engine, tokens: list[int], count: int = CHUNKS) -> None:
     keys = engine.keys(engine.request(tokens))[:count]
-    with here.client() as client:
+    with engine.here.client() as client:
         assert client.commit(client.reserve(keys, 1024).reservation) == count
 
 
@@ -85,11 +85,11 @@ def flushed(engine: Engine, number: int) -> None:
 
 
 def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_that_name(
-    here: Node, engine: Engine
+    engine: Engine,
 ) -> None:
     """vLLM aborts the first one while its last step runs; the worker would report the load of the
     second one, whose bytes never came, as over."""
-    tokens = pooled(here, engine)
+    tokens = pooled(engine)
     engine.ran = lambda _: engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     for _ in range(2):
         engine.add(tokens, name="r")
@@ -97,16 +97,14 @@ def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_
         assert (len(meta.loads), meta.cancelled) == (1, set())
 
 
-def test_a_step_in_which_requests_only_run_on_sends_one_constant(
-    here: Node, engine: Engine
-) -> None:
+def test_a_step_in_which_requests_only_run_on_sends_one_constant(engine: Engine) -> None:
     """It costs next to nothing to plan, and to send to workers in other processes."""
     engine.add(new_tokens(CHUNK + 3), 2 * CHUNK)
     metas = [engine.step() for _ in range(4)]
     assert [meta is QUIET for meta in metas] == [False, False, True, True]
     assert pickle.loads(pickle.dumps(QUIET)) is QUIET
     # A load begins beside it, and is not wanted any more.
-    engine.add(pooled(here, engine), name="r")
+    engine.add(pooled(engine), name="r")
     assert len(engine.step().loads) == 1
     abort(engine)
     assert [engine.step().cancelled for _ in range(2)] == [{"r"}, set()]
@@ -142,12 +140,10 @@ def test_a_later_request_of_a_name_is_looked_at_though_the_earlier_one_had_far_t
     assert [engine.stored(later, engine.step()) for _ in range(3)] == [[], [0], []]
 
 
-def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(
-    here: Node, engine: Engine
-) -> None:
+def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(engine: Engine) -> None:
     """So the report of the next load of that request counts, too."""
     ends(engine)
-    tokens = pooled(here, engine)
+    tokens = pooled(engine)
     for _ in range(2):
         request = engine.add(tokens, name="r")
         engine.step(finished_recving={"r"})
@@ -160,11 +156,11 @@ def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_report_of_a_request_that_was_aborted_says_nothing_of_its_successor(
-    here: Node, engine: Engine, seen: bool
+    engine: Engine, seen: bool
 ) -> None:
     """seen: vLLM knew of the load's end before the abort, so it has freed the blocks."""
     ends(engine)
-    tokens = pooled(here, engine)
+    tokens = pooled(engine)
     engine.add(tokens, name="r")
     if seen:
         engine.step(**SAYS_NOTHING)
@@ -189,11 +185,11 @@ def abort(engine: Engine) -> None:
 
 
 def test_a_request_that_is_preempted_and_loads_again_waits_for_its_second_load(
-    here: Node, engine: Engine
+    engine: Engine,
 ) -> None:
     """The report of the first one comes late, as from a pipeline of several stages."""
     ends(engine)
-    request = engine.add(pooled(here, engine), name="r")
+    request = engine.add(pooled(engine), name="r")
     for _ in range(2):
         engine.step(**SAYS_NOTHING)
     assert request.num_output_tokens == 1
@@ -211,13 +207,11 @@ def test_a_request_that_is_preempted_and_loads_again_waits_for_its_second_load(
     engine.finish(request)
 
 
-def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(
-    here: Node, engine: Engine
-) -> None:
+def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(engine: Engine) -> None:
     """The blocks of the failed one come with the same output."""
     ends(engine)
-    right = engine.add(pooled(here, engine), name="r")
-    wrong = engine.add(pooled(here, engine), name="wrong")
+    right = engine.add(pooled(engine), name="r")
+    wrong = engine.add(pooled(engine), name="wrong")
     engine.step(**SAYS_NOTHING)
     (blocks,) = (load.blocks for load in engine.metas[-1].loads if load.request_id == "wrong")
     said = {"invalid_block_ids": set(blocks), "finished_recving": {"r", "wrong"}}
@@ -274,15 +268,13 @@ def test_a_worker_writes_into_nothing_but_the_memory_that_its_scheduler_has_made
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_answer_of_before_a_reset_is_no_answer_after_it(
-    here: Node, make: Callable[..., Engine], ahead: bool
-) -> None:
+def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Make, ahead: bool) -> None:
     """Of a request that waits for blocks meanwhile: its chunks are those of other weights. ahead: it
     was asked for, and is not read yet."""
     engine = make(share="pool", blocks=13)
     running = engine.add(new_tokens(10 * BLOCK), max_tokens=CHUNK)
     engine.step()
-    request = engine.add(pooled(here, engine))
+    request = engine.add(pooled(engine))
     if not ahead:
         engine.step()
     reset(engine)
@@ -292,25 +284,25 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(
 
 
 def test_a_request_that_waits_while_the_weights_change_loads_nothing_of_before(
-    here: Node, make: Callable[..., Engine]
+    make: Make,
 ) -> None:
     engine = make(share="pool", weights="old")
-    engine.add(pooled(here, engine))
+    engine.add(pooled(engine))
     assert loaded(engine) == CHUNKS
-    engine.add(pooled(here, engine))
+    engine.add(pooled(engine))
     engine.scheduler.connector.weights_are("new")
     assert loaded(engine) == 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
-    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch, ahead: bool
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     """A step that waited for it would compute the prompt, at the deadline."""
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     monkeypatch.setattr(lookups, "AHEAD_SECONDS", SECONDS if ahead else 0.0)
-    tokens = pooled(here, engine)
-    with here.server.stopped():
+    tokens = pooled(engine)
+    with engine.here.server.stopped():
         request = engine.add(tokens)
         assert [loaded(engine) for _ in range(3)] == [0, 0, 0]
         assert request.num_computed_tokens == 0
@@ -319,12 +311,12 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
 
 @pytest.mark.parametrize(("theirs", "own"), [(0.001, 0.005), (40, 30)], ids=["faster", "alike"])
 def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
-    here: Node, engine: Engine, theirs: float, own: float
+    engine: Engine, theirs: float, own: float
 ) -> None:
     """faster: it is waited for also where this instance would compute the chunks in a moment.
     alike: equal instances measure this, since a prompt takes one step or two."""
     engine.half._pace.chunk_seconds = own
-    with here.client() as owner:
+    with engine.here.client() as owner:
         tokens = begun(owner, engine, 2, theirs, 60)
         request = engine.add(tokens)
         engine.step()
@@ -332,13 +324,11 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
     eventually(lambda: engine.step() and request.num_computed_tokens > 0)
 
 
-def test_what_waits_in_the_queue_of_another_instance_is_computed_here(
-    here: Node, engine: Engine
-) -> None:
+def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: Engine) -> None:
     """By a request that vLLM could schedule now, and stores what it computes. The owner's request
     waits for it in turn."""
     engine.half._pace.chunk_seconds = 60
-    with here.client() as owner, here.client() as asking:
+    with engine.here.client() as owner, engine.here.client() as asking:
         tokens, keys = asked(engine)
         owner.find(Find(keys, promise=1))
         request = engine.add(tokens)
@@ -361,7 +351,7 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(
 
 
 def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_promised(
-    here: Node, make: Callable[..., Engine]
+    make: Make,
 ) -> None:
     """Another one may have begun it meanwhile."""
     short, other = make(share="pool", blocks=14), make(share="pool")
@@ -377,7 +367,7 @@ def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_p
     first = other.add(tokens)
     other.step()
     assert first.num_computed_tokens > 0
-    with here.client() as asking:
+    with short.here.client() as asking:
         eventually(lambda: asking.find(Find(keys, pool_only=True)).coming.begun)
     short.scheduler.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
     short.step()
@@ -385,10 +375,11 @@ def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_p
 
 
 def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
-    here: Node, make: Callable[..., Engine]
+    make: Make,
 ) -> None:
-    engine, asking = make(share="pool"), here.client()
-    tokens = pooled(here, engine, 2)
+    engine = make(share="pool")
+    asking = engine.here.client()
+    tokens = pooled(engine, 2)
     request = engine.add(tokens)
     assert engine.step().loads
 
@@ -406,13 +397,13 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
 
 @pytest.mark.parametrize(("ahead", "chunks"), [(False, 9), (True, 2), (True, 9)])
 def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
-    here: Node, make: Callable[..., Engine], ahead: bool, chunks: int
+    make: Make, ahead: bool, chunks: int
 ) -> None:
     """But no more than twice as long as computing, which decides whether to wait at all. The slowest
     recent prompt says how long that takes, unless it took far longer than the mean."""
     engine = make(asynchronous=ahead)
     engine.half._pace.chunk_seconds, engine.half._pace.look = 60, lambda: None
-    with here.client() as owner:
+    with engine.here.client() as owner:
         cases = (
             (0, 1.5 * 60, True),
             (0, 1.6 * 60, False),
@@ -470,7 +461,7 @@ def test_a_step_that_is_under_way_is_no_part_of_the_time_for_a_chunk(
 
 
 def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
-    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After three of its steps, if each wait is shorter. For whoever takes its promise over, only
     the time after that counts. Who brings something is trusted again."""
@@ -495,7 +486,7 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         engine.finish(request)
         return waits
 
-    with here.client() as owner, here.client() as other:
+    with engine.here.client() as owner, engine.here.client() as other:
         tokens = begun(owner, engine, 0, 1, 1)
 
         def takes_over() -> None:
@@ -507,7 +498,7 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         # The longest silence is shorter than two waits, which are longer than `DISTRUST_SECONDS`.
         assert waited(begun(owner, engine, 3, 1, 2))
         tokens = begun(owner, engine, 4, 1, 2)
-        assert waited(tokens, lambda: put(here, engine, tokens), 1)
+        assert waited(tokens, lambda: put(engine, tokens), 1)
         late = [waited(begun(owner, engine, name, 1, 2)) for name in range(5, 8)]
         assert late == [True, True, False]
         # Unless a request says how long the owner may be quiet.
@@ -538,16 +529,16 @@ def asked(engine: Engine, tokens: list[int] | None = None) -> tuple[list[int], l
 
 
 def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
-    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     tokens = new_tokens(PROMPT)
-    with here.server.stopped():
+    with engine.here.server.stopped():
         request = engine.add(tokens)
         assert loaded(engine) == 0
     question = engine.half._requests[request.request_id].lookup.question
     assert question.sent.arrives(SECONDS)
-    put(here, engine, tokens)
+    put(engine, tokens)
     monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
     assert loaded(engine) == CHUNKS
 
@@ -560,27 +551,27 @@ def patience(engine: Engine, seconds: float) -> None:
 
 
 def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
-    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     patience(engine, 0.2)
-    tokens = pooled(here, engine)
-    with here.server.stopped():
+    tokens = pooled(engine)
+    with engine.here.server.stopped():
         request = engine.add(tokens)
         assert loaded(engine) == request.num_computed_tokens == 0
         eventually(lambda: loaded(engine) == 0 and request.num_computed_tokens)
     again = new_tokens(PROMPT)
     eventually(lambda: engine.half.instance.client.connected)
-    put(here, engine, again)
+    put(engine, again)
     engine.add(again)
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
 def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
-    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience(engine, 100 * SECONDS)
-    with here.client() as owner:
+    with engine.here.client() as owner:
         tokens = new_tokens(PROMPT)
         keys = engine.keys(engine.request(tokens))
         owner.promise(Promise(1, keys, epoch=owner.find(Find(keys)).epoch, chunk_seconds=0.2))
@@ -588,28 +579,28 @@ def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
         engine.step()
         assert request.num_computed_tokens == 0
         monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
-        with here.server.stopped():
+        with engine.here.server.stopped():
             eventually(lambda: engine.step() and request.num_computed_tokens)
 
 
 # ---- resets
 
 
-def test_what_workers_say_of_a_reset_does_not_end_a_later_one(here: Node, engine: Engine) -> None:
+def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) -> None:
     """Steps that were planned between the two may still store what is of weights before the later
     one. Workers are asked until they have answered: a step that ran while vLLM slept, or whose
     stores raised, says nothing."""
     first, second = reset(engine, over=False), reset(engine, over=False)
     flushed(engine, first)
-    tokens = pooled(here, engine)
+    tokens = pooled(engine)
     engine.add(tokens)
     assert loaded(engine) == 0
     assert engine.step(kv_connector_worker_meta=WorkerReport()).flush == second
     flushed(engine, second)
-    with here.client() as client:
+    with engine.here.client() as client:
         assert not any(client.contains(engine.keys(engine.request(tokens))))
     assert not engine.step().flush
-    put(here, engine, again := new_tokens(PROMPT))
+    put(engine, again := new_tokens(PROMPT))
     engine.add(again)
     assert loaded(engine) == CHUNKS
 
@@ -667,18 +658,9 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
     engine.finish(running)
 
 
-def test_a_load_of_which_an_exception_comes_late_is_told_once(
-    here: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM takes a request that is over twice for a defect of its own."""
-    monkeypatch.setattr(engine.half, "_stands", lambda *_: 1 / 0)
-    engine.add(pooled(here, engine))
-    assert [load.lost for load in engine.step().loads] == [True]
-
-
 @pytest.mark.parametrize("table", [0, 1])
 def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
-    make: Callable[..., Engine], table: int
+    make: Make, table: int
 ) -> None:
     """Also of a request that begins with what was computed behind another connector's load, whose
     table of states has none of that load's blocks."""
@@ -706,7 +688,7 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
 
 
 def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
-    here: Node, make: Callable[..., Engine]
+    make: Make,
 ) -> None:
     """By its look-up, and confirmed by its first step."""
     steps = {
@@ -714,7 +696,8 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
         "long_prefill_token_threshold": BLOCK,
         "max_num_batched_tokens": 2 * BLOCK,
     }
-    engine, asking = make(share="pool", blocks=10, arguments=steps), here.client()
+    engine = make(share="pool", blocks=10, arguments=steps)
+    asking = engine.here.client()
 
     def coming(request: Request) -> tuple[int, bool] | None:
         found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
@@ -742,9 +725,10 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
     assert coming(private) is None
 
 
-def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(here: Node, engine: Engine) -> None:
+def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(engine: Engine) -> None:
     """Its chunks come at the end of a step that other requests may fill."""
-    engine.half._pace.chunk_seconds, asking = 0.5, here.client()
+    engine.half._pace.chunk_seconds = 0.5
+    asking = engine.here.client()
     request = engine.add(new_tokens(2 * CHUNK))
     engine.step()
 
@@ -756,13 +740,13 @@ def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(here: Node, engi
 
 
 def test_beside_running_requests_a_short_hit_is_computed(
-    here: Node, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as its load would take more of the present steps than it takes to compute. A step
     that computes a prompt says nothing of the next ones."""
     clock, engine = FakeClock(), make(share="pool", paced=True, blocks=64)
     monkeypatch.setattr(pace, "monotonic", clock)
-    tokens, other, more = (pooled(here, engine) for _ in range(3))
+    tokens, other, more = (pooled(engine) for _ in range(3))
     running = engine.add(new_tokens(CHUNK), max_tokens=60)
     for seconds in (0.9, 0.02, 0.0):
         engine.step()

@@ -4,7 +4,6 @@ what is refused. No vLLM is needed.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,21 +136,6 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
         assert found.startswith(said)
         assert bool(found) == bool(said)
     assert plugin.mistake(None) == ""
-
-
-def test_registered_again_the_plugin_reads_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EngineArgs:
-        kv_transfer_config, create_engine_config = OURS, lambda self: "made"
-
-    read: list[Any] = []
-    vllm = SimpleNamespace(EngineArgs=EngineArgs)
-    monkeypatch.setitem(sys.modules, plugin.ARGUMENTS, vllm)
-    monkeypatch.setattr(plugin.patches, "register", lambda: None)
-    monkeypatch.setattr(plugin, "mistake", lambda given: read.append(given) or "")
-    for _ in range(2):
-        plugin.register()
-    assert EngineArgs().create_engine_config() == "made"
-    assert read == [OURS]
 
 
 # ---- wishes

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_cases import ROOMY, Node, UnfinishedCopier
-from in_place_cases import CHUNK, Engine, engine, here, lying, make, new_tokens
+from in_place_cases import CHUNK, Engine, Make, engine, here, lying, make, new_tokens
 from kv_cases import Cache, layout_of
 from processes import SECONDS, eventually
 from vllm_cases import needs_vllm
@@ -61,7 +61,7 @@ def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
 
 
 def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """The pool may have lost it by then. Beside a request that only runs on."""
     engine = make(lends=1 << 20)
@@ -82,7 +82,7 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
 
 
 def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(
-    make: Callable[..., Engine],
+    make: Make,
 ) -> None:
     """Two plans before, or its copy would not be over; one, where requests hit much of what would
     be handed out first. They come and go, and answer; each step is small beside the cache."""
@@ -114,7 +114,7 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(
     assert left.count(1) < len(left) // 20
 
 
-def test_what_a_reset_made_void_is_not_saved(make: Callable[..., Engine]) -> None:
+def test_what_a_reset_made_void_is_not_saved(make: Make) -> None:
     engine = make(lends=1 << 20)
     engine.finish(engine.add(new_tokens(3 * CHUNK)))
     assert engine.scheduler.reset_prefix_cache()

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from processes import eventually
 from vllm_cases import (
     CHUNK,
-    IN_PLACE,
     PULL,
+    QUICK,
     SCATTER,
     Answer,
     Instance,
@@ -20,43 +19,34 @@ from vllm_cases import (
     meddled,
     needs_vllm,
     new_tokens,
+    node,
 )
-from vllm_cases import quick as here
 
-__all__ = ["here"]
 pytestmark = needs_vllm
 SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
 LONG = 10 * CHUNK + 5
 
 
-def warm(instance: Instance) -> Instance:
+def started(here: Node, name: str, share: str) -> Instance:
     """Its first step, in which the workers describe themselves, is over."""
-    instance.one(new_tokens(5))
-    return instance
+    made = here.connect(name, {"connector": {"share": share}}, **SMALL_STEPS)
+    made.one(new_tokens(5))
+    return made
 
 
 @pytest.fixture(scope="module", params=["in_place", "pool"])
-def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return IN_PLACE if request.param == "in_place" else {}
+def here(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
+        made.a = started(made, "a", request.param)
+        made.b = started(made, "b", request.param)
+        made.aside = made.alone("aside")
+        yield made
 
 
-once = pytest.mark.parametrize("settings", ["in_place"], indirect=True)
+once = pytest.mark.parametrize("here", ["in_place"], indirect=True)
 """How a wait is bounded does not depend on where the chunks come from."""
-
-
-@pytest.fixture(scope="module")
-def a(here: Node, settings: dict[str, Any]) -> Instance:
-    return warm(here.connect(f"a{len(settings)}", settings, **SMALL_STEPS))
-
-
-@pytest.fixture(scope="module")
-def b(here: Node, settings: dict[str, Any]) -> Instance:
-    return warm(here.connect(f"b{len(settings)}", settings, **SMALL_STEPS))
-
-
-@pytest.fixture(scope="module")
-def aside(here: Node) -> Instance:
-    return here.alone("aside")
 
 
 @contextmanager
@@ -78,33 +68,31 @@ def computes(here: Node, owner: Instance, steps: int) -> None:
     assert owner.ask("told") if owner.in_place else here.chunks() >= 0
 
 
-def alike(answer: Answer, cached: int, tokens: list[int], aside: Instance) -> None:
+def alike(here: Node, answer: Answer, cached: int, tokens: list[int]) -> None:
     assert answer.cached == cached
-    assert answer.agrees(aside.one(tokens))
+    assert answer.agrees(here.aside.one(tokens))
 
 
-def test_a_prefix_is_waited_for_while_another_instance_computes_it(
-    here: Node, a: Instance, b: Instance, aside: Instance
-) -> None:
+def test_a_prefix_is_waited_for_while_another_instance_computes_it(here: Node) -> None:
     """The second computes nothing of it, holds nobody up, and is told when it asks late."""
     tokens, other = new_tokens(LONG), new_tokens(CHUNK + 1)
-    a.add("first", tokens)
-    computes(here, a, 2)
-    b.add("second", tokens)
-    with counted(b, "kept", 6 * CHUNK):
-        assert b.step(3) == {}
-        b.add("beside", other)
-        assert b.finish("beside").keys() == {"beside"}
-        first = a.finish("first")["first"]
-        second = b.finish("second")["second"]
+    here.a.add("first", tokens)
+    computes(here, here.a, 2)
+    here.b.add("second", tokens)
+    with counted(here.b, "kept", 6 * CHUNK):
+        assert here.b.step(3) == {}
+        here.b.add("beside", other)
+        assert here.b.finish("beside").keys() == {"beside"}
+        first = here.a.finish("first")["first"]
+        second = here.b.finish("second")["second"]
     assert (first.cached, second.cached) == (0, 10 * CHUNK)
     assert second.agrees(first)
-    alike(second, 10 * CHUNK, tokens, aside)
+    alike(here, second, 10 * CHUNK, tokens)
 
 
 @once
 def test_of_two_that_begin_together_one_waits_before_either_has_computed_anything(
-    here: Node, a: Instance, b: Instance, aside: Instance
+    here: Node,
 ) -> None:
     """The second asks once the server has the first one's question: of two that lie there at once
     the server may take either."""
@@ -113,90 +101,90 @@ def test_of_two_that_begin_together_one_waits_before_either_has_computed_anythin
         return int(here.stats().counters.get("promised_chunks", 0))
 
     tokens, before = new_tokens(LONG), promised()
-    a.add("first", tokens)
+    here.a.add("first", tokens)
     eventually(lambda: promised() > before)
-    b.add("second", tokens)
-    with counted(b, "kept", 10 * CHUNK):
-        assert b.step(3) == {}
-        a.finish("first")
-        second = b.finish("second")["second"]
-    alike(second, 10 * CHUNK, tokens, aside)
+    here.b.add("second", tokens)
+    with counted(here.b, "kept", 10 * CHUNK):
+        assert here.b.step(3) == {}
+        here.a.finish("first")
+        second = here.b.finish("second")["second"]
+    alike(here, second, 10 * CHUNK, tokens)
 
 
-def test_requests_with_one_prefix_read_it_once(
-    here: Node, a: Instance, b: Instance, aside: Instance
-) -> None:
+def test_requests_with_one_prefix_read_it_once(here: Node) -> None:
     """Those that come while the first one waits, and while it loads."""
     tokens = new_tokens(LONG)
     prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
-    a.add("first", tokens)
-    computes(here, a, 1)
-    before = b.counter("vllm:vcache_loaded_tokens")
-    kept = b.counter("vllm:vcache_waits", end="kept")
+    here.a.add("first", tokens)
+    computes(here, here.a, 1)
+    before = here.b.counter("vllm:vcache_loaded_tokens")
+    kept = here.b.counter("vllm:vcache_waits", end="kept")
     for name in ("x", "y"):
-        b.add(name, prompts[name])
-    assert b.step(3) == {}
-    a.finish("first")
-    with meddled(b, PULL if b.in_place else SCATTER, "slow", 60.0, times=1):
-        eventually(lambda: b.step(1) == {} and b.counter("vllm:vcache_waits", end="kept") > kept)
-        b.add("z", prompts["z"])
-        assert b.step(3) == {}
-    answers = b.finish(*prompts)
+        here.b.add(name, prompts[name])
+    assert here.b.step(3) == {}
+    here.a.finish("first")
+    with meddled(here.b, PULL if here.b.in_place else SCATTER, "slow", 60.0, times=1):
+        eventually(
+            lambda: here.b.step(1) == {} and here.b.counter("vllm:vcache_waits", end="kept") > kept
+        )
+        here.b.add("z", prompts["z"])
+        assert here.b.step(3) == {}
+    answers = here.b.finish(*prompts)
     for name, prompt in prompts.items():
-        alike(answers[name], 10 * CHUNK, prompt, aside)
-    assert b.counter("vllm:vcache_loaded_tokens") - before == 10 * CHUNK
+        alike(here, answers[name], 10 * CHUNK, prompt)
+    assert here.b.counter("vllm:vcache_loaded_tokens") - before == 10 * CHUNK
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["gone", "back"])
-def test_without_the_server_that_knew_the_promise_nobody_waits(
-    here: Node, a: Instance, b: Instance, aside: Instance, back: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("here", "back"),
+    [("in_place", False), ("in_place", True), ("pool", True)],
+    indirect=["here"],
+)
+def test_without_the_server_that_knew_the_promise_nobody_waits(here: Node, back: bool) -> None:
     """The next server knows no promises. It may know the chunks that had come."""
-    if not (back or b.in_place):
-        pytest.skip("once is enough")
     tokens = new_tokens(LONG)
-    a.add("first", tokens)
-    computes(here, a, 1)
-    b.add("second", tokens)
-    with counted(b, "withdrawn", 0):
-        assert b.step(3) == {}
+    here.a.add("first", tokens)
+    computes(here, here.a, 1)
+    here.b.add("second", tokens)
+    with counted(here.b, "withdrawn", 0):
+        assert here.b.step(3) == {}
         here.kill()
         if back:
             here.serve_again(stores=False)
-        second = b.finish("second")["second"]
+        second = here.b.finish("second")["second"]
     if not back:
         here.serve_again(stores=False)
     assert second.cached <= (2 * CHUNK if back else 0)
-    assert second.agrees(aside.one(tokens))
-    a.finish("first")
+    assert second.agrees(here.aside.one(tokens))
+    here.a.finish("first")
 
 
-@pytest.mark.parametrize("mishap", ["killed", "stopped"])
-def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(
-    here: Node, settings: dict[str, Any], b: Instance, aside: Instance, mishap: str
-) -> None:
+@pytest.mark.parametrize(
+    ("here", "mishap"),
+    [("in_place", "killed"), ("in_place", "stopped"), ("pool", "killed")],
+    indirect=["here"],
+)
+def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(here: Node, mishap: str) -> None:
     """A stopped one keeps its connection: it is silent, and nobody waits for it again for a while."""
-    if mishap == "stopped" and not b.in_place:
-        pytest.skip("once is enough")
-    owner = warm(here.connect(f"{mishap}{len(settings)}", settings, **SMALL_STEPS))
+    owner = started(here, mishap, "in_place" if here.b.in_place else "pool")
     tokens, more = new_tokens(LONG), new_tokens(LONG)
     owner.add("first", tokens)
     owner.add("more", more)
     computes(here, owner, 3)
-    b.add("second", tokens)
-    with counted(b, "withdrawn" if mishap == "killed" else "silent", 0):
-        assert b.step(3) == {}
+    here.b.add("second", tokens)
+    with counted(here.b, "withdrawn" if mishap == "killed" else "silent", 0):
+        assert here.b.step(3) == {}
         if mishap == "killed":
             owner.kill()
         else:
             owner.stop()
-            b.ask("paced", 60, 0.1)
-        second = b.finish("second")["second"]
-        again = b.one(more)
-    b.ask("paced", 60, 60)
+            here.b.ask("paced", 60, 0.1)
+        second = here.b.finish("second")["second"]
+        again = here.b.one(more)
+    here.b.ask("paced", 60, 60)
     came = 6 * CHUNK
-    assert second.cached <= came if b.in_place else second.cached == came
-    assert second.agrees(aside.one(tokens))
+    assert second.cached <= came if here.b.in_place else second.cached == came
+    assert second.agrees(here.aside.one(tokens))
     owner.kill()
     assert again.cached == 0
-    assert again.agrees(aside.one(more))
+    assert again.agrees(here.aside.one(more))

@@ -6,9 +6,10 @@ own calls bring other weights. See docs/adr/0024.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_sleep
 import pytest
@@ -35,42 +36,43 @@ MODELS = 4
 _numbers = count()
 
 
+class Two(NamedTuple):
+    """Two instances with the first of `models`, folders of one model's weights of several seeds;
+    both are of the version `old`, and nobody is of `new`."""
+
+    a: Instance
+    b: Instance
+    models: list[Path]
+    old: str
+    new: str
+
+
+@pytest.fixture(scope="module", params=["pool", "in_place"])
+def pair(here: Node, request: pytest.FixtureRequest) -> Iterator[list[Instance]]:
+    settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
+    with ExitStack() as undo:
+        made = [undo.enter_context(here.connect(f"{x}-{request.param}", settings)) for x in "ab"]
+        for one in made:
+            one.ask(prepare)
+        yield made
+
+
 @pytest.fixture(scope="module")
 def models(here: Node) -> list[Path]:
-    """Folders with one model's weights of several seeds; the first ones are those that instances
-    start with."""
     others = [write_model(here.folder / f"model{seed}", seed=seed) for seed in range(2, MODELS + 1)]
     return [here.model, *others]
 
 
-@pytest.fixture(scope="module", params=["pool", "in_place"])
-def pair(here: Node, request: pytest.FixtureRequest) -> Iterator[tuple[Instance, Instance]]:
-    settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
-    names = [f"{name}-{request.param}" for name in "ab"]
-    made = [here.connect(name, settings) for name in names]
-    for one in made:
-        one.ask(prepare)
-    with made[0], made[1]:
-        yield made[0], made[1]
-
-
 @pytest.fixture
-def a(pair: tuple[Instance, Instance]) -> Instance:
-    return pair[0]
+def two(pair: list[Instance], models: list[Path]) -> Two:
+    made = Two(*pair, models, f"v{next(_numbers)}", f"v{next(_numbers)}")
+    for one in pair:
+        one.ask(update, models[0], made.old)
+    return made
 
 
-@pytest.fixture
-def b(pair: tuple[Instance, Instance]) -> Instance:
-    return pair[1]
-
-
-@pytest.fixture
-def names(a: Instance, b: Instance, models: list[Path]) -> tuple[str, str]:
-    """Two versions' names; both instances have the first model, and are of the first version."""
-    old, new = (f"v{next(_numbers)}" for _ in "12")
-    for one in (a, b):
-        one.ask(update, models[0], old)
-    return old, new
+pooled = pytest.mark.parametrize("pair", ["pool"], indirect=True)
+"""Once is enough, or sleep needs a pool."""
 
 
 # ---- in an instance
@@ -182,161 +184,146 @@ def kept(instance: Instance, tokens: list[int]) -> Answer:
 
 
 def test_instances_updated_one_after_the_other_share_within_a_version_and_never_across(
-    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
+    two: Two,
 ) -> None:
     tokens, more = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    old = kept(a, tokens)
-    hit = b.one(tokens)
+    old = kept(two.a, tokens)
+    hit = two.b.one(tokens)
     assert (hit.cached, hit.agrees(old)) == (4 * CHUNK, True)
-    b.ask(update, models[1], names[1])
-    new = kept(b, tokens)
-    assert (new.cached, new.agrees(fresh(b, tokens))) == (0, True)
+    two.b.ask(update, two.models[1], two.new)
+    new = kept(two.b, tokens)
+    assert (new.cached, new.agrees(fresh(two.b, tokens))) == (0, True)
     assert not new.agrees(old), "other weights give another answer"
-    kept(a, more)
-    assert b.one(more).cached == 0, "an old instance stores into the old version"
-    again = a.one(tokens)
+    kept(two.a, more)
+    assert two.b.one(more).cached == 0, "an old instance stores into the old version"
+    again = two.a.one(tokens)
     assert (again.cached, again.agrees(old)) == (4 * CHUNK, True)
-    a.ask(update, models[1], names[1])
-    hit = a.one(tokens)
+    two.a.ask(update, two.models[1], two.new)
+    hit = two.a.one(tokens)
     assert (hit.cached, hit.agrees(new)) == (4 * CHUNK, True)
 
 
-def test_weights_that_nobody_names_are_shared_with_nobody(
-    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
-) -> None:
+def test_weights_that_nobody_names_are_shared_with_nobody(two: Two) -> None:
     """Nor does an instance find its own chunks of before; those of others stay where they are."""
     tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    old = kept(a, tokens)
-    b.ask(load, models[1])
-    b.forget()
-    assert b.one(tokens).agrees(fresh(b, tokens))
-    kept(b, later)
-    assert a.one(later).cached == 0
-    assert b.ask("reset")
-    assert b.one(later).cached == 0
-    b.ask(load, models[0])
-    b.ask(name_version, names[0])
-    b.forget()
-    hit = b.one(tokens)
+    old = kept(two.a, tokens)
+    two.b.ask(load, two.models[1])
+    two.b.forget()
+    assert two.b.one(tokens).agrees(fresh(two.b, tokens))
+    kept(two.b, later)
+    assert two.a.one(later).cached == 0
+    assert two.b.ask("reset")
+    assert two.b.one(later).cached == 0
+    two.b.ask(load, two.models[0])
+    two.b.ask(name_version, two.old)
+    two.b.forget()
+    hit = two.b.one(tokens)
     assert (hit.cached, hit.agrees(old)) == (4 * CHUNK, True)
 
 
-def test_what_runs_over_an_update_goes_into_no_version(
-    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
-) -> None:
+def test_what_runs_over_an_update_goes_into_no_version(two: Two) -> None:
     """Nothing was paused, and vLLM's own cache was not emptied: its answers are its own affair, but
     no other instance finds what builds on them."""
     old, new = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    kept(a, old)
-    a.add("over", new[: 2 * CHUNK + 1], max_tokens=2 * CHUNK)
-    assert a.step(3) == {}
-    a.ask(load, models[1])
-    assert a.step(3) == {}
-    a.ask(name_version, names[1])
-    answer = a.finish("over")["over"]
+    kept(two.a, old)
+    two.a.add("over", new[: 2 * CHUNK + 1], max_tokens=2 * CHUNK)
+    assert two.a.step(3) == {}
+    two.a.ask(load, two.models[1])
+    assert two.a.step(3) == {}
+    two.a.ask(name_version, two.new)
+    answer = two.a.finish("over")["over"]
     whole = new[: 2 * CHUNK + 1] + answer.tokens
     longer = old + new_tokens(2 * CHUNK)
-    a.run(Prompt(longer), Prompt(whole))
-    assert a.ask("told")
-    b.ask(update, models[1], names[1])
+    two.a.run(Prompt(longer), Prompt(whole))
+    assert two.a.ask("told")
+    two.b.ask(update, two.models[1], two.new)
     for tokens in (whole, longer):
-        found = b.one(tokens)
-        assert (found.cached, found.agrees(fresh(b, tokens))) == (0, True)
-    assert b.ask("told")
-    a.forget()
-    hit = a.one(longer)
-    assert (hit.cached, hit.agrees(fresh(b, longer))) == (6 * CHUNK, True)
+        found = two.b.one(tokens)
+        assert (found.cached, found.agrees(fresh(two.b, tokens))) == (0, True)
+    assert two.b.ask("told")
+    two.a.forget()
+    hit = two.a.one(longer)
+    assert (hit.cached, hit.agrees(fresh(two.b, longer))) == (6 * CHUNK, True)
 
 
-def test_what_builds_on_vllms_own_cache_that_nobody_emptied_is_shared_with_nobody(
-    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
-) -> None:
+def test_what_builds_on_vllms_own_cache_that_nobody_emptied_is_shared_with_nobody(two: Two) -> None:
     """Though nothing runs when the version is named, and all blocks are free."""
     tokens = new_tokens(4 * CHUNK + 1)
-    kept(a, tokens)
-    a.ask(load, models[1])
-    a.ask(name_version, names[1])
+    kept(two.a, tokens)
+    two.a.ask(load, two.models[1])
+    two.a.ask(name_version, two.new)
     longer = tokens + new_tokens(2 * CHUNK)
-    assert kept(a, longer).cached == 4 * CHUNK
-    b.ask(update, models[1], names[1])
-    found = b.one(longer)
-    assert (found.cached, found.agrees(fresh(b, longer))) == (0, True)
+    assert kept(two.a, longer).cached == 4 * CHUNK
+    two.b.ask(update, two.models[1], two.new)
+    found = two.b.one(longer)
+    assert (found.cached, found.agrees(fresh(two.b, longer))) == (0, True)
 
 
-def test_an_update_that_fails_halfway_spoils_nobodys_cache(
-    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
-) -> None:
+def test_an_update_that_fails_halfway_spoils_nobodys_cache(two: Two) -> None:
     tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    old = kept(a, tokens)
-    assert b.ask(fail, models[1])
-    b.forget()
-    broken = kept(b, tokens)
+    old = kept(two.a, tokens)
+    assert two.b.ask(fail, two.models[1])
+    two.b.forget()
+    broken = kept(two.b, tokens)
     assert broken.cached == 0
     assert not broken.agrees(old), "some of the weights are other ones"
-    kept(b, later)
-    for instance, model in ((a, models[0]), (b, models[1])):
+    kept(two.b, later)
+    for instance, model in ((two.a, two.models[0]), (two.b, two.models[1])):
         instance.forget()
-        if instance is b:
-            b.ask(update, model, names[1])
+        if instance is two.b:
+            two.b.ask(update, model, two.new)
         assert instance.one(later).agrees(fresh(instance, later))
-    assert a.one(tokens).agrees(old)
+    assert two.a.one(tokens).agrees(old)
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
-def test_a_load_under_way_over_an_update(
-    a: Instance, b: Instance, models: list[Path], names: tuple[str, str], mode: str
-) -> None:
+def test_a_load_under_way_over_an_update(two: Two, mode: str) -> None:
     """Of a request that vLLM keeps, the prefix is the old one, as vLLM's own hit would be; nobody
     finds what it computes."""
     tokens, first = new_tokens(4 * CHUNK + 1), new_tokens(2 * CHUNK + 1)
-    kept(a, tokens)
-    kept(a, first)
-    assert b.one(first).cached == 2 * CHUNK
-    copy = PULL if b.in_place else SCATTER
-    with meddled(b, copy, "slow", 60.0):
-        b.add("over", tokens, max_tokens=CHUNK)
-        eventually(lambda: b.step(1) == {} and b.ask("calls")[copy] >= 1)
+    kept(two.a, tokens)
+    kept(two.a, first)
+    assert two.b.one(first).cached == 2 * CHUNK
+    copy = PULL if two.b.in_place else SCATTER
+    with meddled(two.b, copy, "slow", 60.0):
+        two.b.add("over", tokens, max_tokens=CHUNK)
+        eventually(lambda: two.b.step(1) == {} and two.b.ask("calls")[copy] >= 1)
         if mode == "abort":
             # An engine in this process does not tell its front end whom a pause has aborted.
-            b.ask("abort", "over")
-        refused = b.ask(pause, mode, True)
-        b.ask(load, models[1])
-        b.ask(name_version, names[1])
-        b.ask(resume)
+            two.b.ask("abort", "over")
+        refused = two.b.ask(pause, mode, True)
+        two.b.ask(load, two.models[1])
+        two.b.ask(name_version, two.new)
+        two.b.ask(resume)
     if mode == "keep":
         assert "waiting for remote KV transfer" in refused
-        whole = tokens + b.finish("over")["over"].tokens
+        whole = tokens + two.b.finish("over")["over"].tokens
     else:
         whole = tokens
-    assert b.one(tokens).agrees(fresh(b, tokens)) or mode == "keep"
-    b.run(Prompt(whole))
-    assert b.ask("told")
-    a.ask(update, models[1], names[1])
-    found = a.one(whole)
-    assert found.agrees(fresh(a, whole))
+    assert two.b.one(tokens).agrees(fresh(two.b, tokens)) or mode == "keep"
+    two.b.run(Prompt(whole))
+    assert two.b.ask("told")
+    two.a.ask(update, two.models[1], two.new)
+    found = two.a.one(whole)
+    assert found.agrees(fresh(two.a, whole))
     assert found.cached == 0 or mode == "abort"
 
 
-def test_after_a_sleep_with_the_same_weights_the_pool_is_warm(
-    a: Instance, b: Instance, names: tuple[str, str]
-) -> None:
-    if a.in_place:
-        pytest.skip("sleep needs a pool")
+@pooled
+def test_after_a_sleep_with_the_same_weights_the_pool_is_warm(two: Two) -> None:
     tokens = new_tokens(4 * CHUNK + 1)
-    computed = kept(a, tokens)
-    a.ask(sleep)
-    assert a.one(tokens).cached == 0, "nobody has named it yet"
-    a.ask(sleep)
-    a.ask(name_version, names[0])
-    hit = a.one(tokens)
+    computed = kept(two.a, tokens)
+    two.a.ask(sleep)
+    assert two.a.one(tokens).cached == 0, "nobody has named it yet"
+    two.a.ask(sleep)
+    two.a.ask(name_version, two.old)
+    hit = two.a.one(tokens)
     assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
-    again = b.again(tokens)
+    again = two.b.again(tokens)
     assert (again.cached, again.agrees(computed)) == (4 * CHUNK, True)
 
 
-def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node, a: Instance) -> None:
-    if a.in_place:
-        pytest.skip("once is enough")
+def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node) -> None:
     settings = {"connector": {"share": "pool", "weights": "first", "min_hit_tokens": CHUNK}}
     tokens = new_tokens(4 * CHUNK + 1)
     with here.connect("apart", settings, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as apart:
@@ -350,19 +337,16 @@ def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node, a: Insta
             assert (again.cached, again.agrees(computed)) == (cached * CHUNK, True)
 
 
-def test_any_name_is_a_version_or_none(
-    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
-) -> None:
+@pooled
+def test_any_name_is_a_version_or_none(two: Two) -> None:
     """What is no text names nothing. Half of a surrogate pair comes out of JSON."""
-    if a.in_place:
-        pytest.skip("once is enough")
     tokens = new_tokens(4 * CHUNK + 1)
-    computed = kept(a, tokens)
+    computed = kept(two.a, tokens)
     for name in ("x" * 1_000_000, "v\udc80é\0\n\x1b[31m", "../../v0", "", None, 7, b"v"):
-        for one in (a, b):
-            one.ask(update, models[0], name)
-        assert a.one(tokens).cached == 0
-        assert a.ask("told")
-        hit = b.one(tokens)
+        for one in (two.a, two.b):
+            one.ask(update, two.models[0], name)
+        assert two.a.one(tokens).cached == 0
+        assert two.a.ask("told")
+        hit = two.b.one(tokens)
         shared = isinstance(name, str) and bool(name)
         assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK * shared, True)

@@ -227,6 +227,7 @@ def test_requests_sent_in_one_breath_are_answered_in_order_also_when_some_are_re
         ["no_such_request"],
         ["find"],
         ["find", [b"short"]],
+        ["find", [A] * m.MAX_KEYS, m.MAX_LOOKED_UP // m.MAX_KEYS + 1],
         ["touch", [A] * (m.MAX_KEYS + 1)],
         ["reserve", [A], 0],
         ["reserve", [A], 1 << 60],

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
 
 import msgspec
 import numpy as np
@@ -256,6 +257,28 @@ def serve(arguments: list[str]) -> None:
     serve(arguments)
 
 
+class Completed(NamedTuple):
+    """The tokens of an answer, and how many of the prompt were not computed."""
+
+    tokens: list[int]
+    cached: int
+
+
+def complete(
+    address: str, prompt: list[int], model: str = "tiny", rank: int = 0, **wishes: Any
+) -> Completed:
+    """Ask a server by HTTP. rank: who is to answer, with data parallelism. wishes: for vcache."""
+    asked = {"model": model, "prompt": prompt, "kv_transfer_params": {"vcache": wishes}}
+    asked |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "detokenize": False}
+    asked |= {"return_token_ids": True}
+    headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
+    request = Request(f"{address}/v1/completions", json.dumps(asked).encode(), headers)
+    with urlopen(request, timeout=ANSWER_SECONDS) as answer:
+        said = json.load(answer)
+    details = said["usage"]["prompt_tokens_details"] or {}
+    return Completed(said["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
+
+
 class Place:
     """Where an instance is stopped; see `stopped_at`."""
 
@@ -354,7 +377,12 @@ QUIET: dict[str, str | None] = {
 
 
 class Node:
-    """A folder, a metadata server, and the instances started on it."""
+    """A folder, a metadata server, and the instances started on it. a, b, aside: of modules whose
+    fixture starts them; `aside` is vLLM alone."""
+
+    a: Instance
+    b: Instance
+    aside: Instance
 
     def __init__(
         self, folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False
@@ -387,12 +415,13 @@ class Node:
         changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | (
             lmcache or {}
         )
-        own = {"vcache.server.socket": str(self.socket), "vcache.pool.segment_bytes": "64 MiB"}
-        own |= {
-            f"vcache.client.{name}": value for name, value in self.client.items()
-        } | changes.pop("extra_config", {})
+        own = {
+            "server": {"socket": str(self.socket)},
+            "pool": {"segment_bytes": "64 MiB"},
+            "client": self.client,
+        }
         file = self.folder / f"{name}.yaml"
-        file.write_text(json.dumps(lmcache_settings(own, changes)))
+        file.write_text(json.dumps(lmcache_settings({"vcache": own}, changes)))
         return self._instance(
             name, {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}, arguments
         )

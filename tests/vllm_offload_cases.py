@@ -12,7 +12,7 @@ from typing import Any
 from mooncake_cases import names_in
 from mooncake_store import Depot
 from processes import eventually
-from vllm_cases import CHUNK, QUICK, TOKEN_BYTES, Answer, Instance, Node, new_tokens
+from vllm_cases import CHUNK, QUICK, TOKEN_BYTES, Answer, Instance, Node, Router, new_tokens
 
 CHUNK_BYTES = CHUNK * TOKEN_BYTES
 ROOM = 16
@@ -23,7 +23,7 @@ BUFFERS = 24
 
 
 class Two:
-    """Two nodes, one store, and the instances on them."""
+    """Two nodes, one store, an instance on each, and a router that hears of `b`."""
 
     def __init__(self, folder: Path, depot: Depot) -> None:
         self.depot, self.undo = depot, ExitStack()
@@ -32,6 +32,9 @@ class Two:
         for each in (self.first, self.second):
             self.undo.enter_context(each.undo)
             each.serve()
+        self.router = Router(self.second.folder, "b")
+        self.a = self.first.connect("a", self.settings(400))
+        self.b = self.second.connect("b", self.settings(ROOM), **self.router.settings)
 
     def settings(self, chunks: int, rpc_seconds: float = 10, **offload: Any) -> dict[str, Any]:
         """Of a connector that tries again soon, and whose deadlines no slow machine misses.
@@ -53,12 +56,12 @@ class Two:
     def names(self) -> set[str]:
         return names_in(self.depot)
 
-    def keep(self, instance: Instance, tokens: list[int]) -> tuple[Answer, set[str]]:
-        """Have it computed by `instance`: its answer, and the names of the new objects, once all
+    def keep(self, tokens: list[int], instance: Instance | None = None) -> tuple[Answer, set[str]]:
+        """Have it computed by `instance`, by default `a`: its answer, and the names of the new objects, once all
         its chunks are in the store.
         """
         before = self.names()
-        answer = instance.one(tokens)
+        answer = (instance or self.a).one(tokens)
         new = eventually(
             lambda: (
                 len(found := self.names() - before) >= len(tokens) // CHUNK - answer.cached // CHUNK
@@ -67,34 +70,34 @@ class Two:
         )
         return answer, new
 
-    def kept(self, instance: Instance) -> tuple[list[int], Answer]:
-        """A new prompt of four chunks and a tail: what `instance`, which has it in its own cache
+    def kept(self) -> tuple[list[int], Answer]:
+        """A new prompt of four chunks and a tail: what `a`, which has it in its own cache
         and in the store, answers. The second node's pool is empty."""
         self.empty()
         tokens = new_tokens(HITS + 17)
-        self.keep(instance, tokens)
-        return tokens, instance.one(tokens)
+        self.keep(tokens)
+        return tokens, self.a.one(tokens)
 
-    def hits_from_below(self, a: Instance, b: Instance) -> None:
-        """Once both can use the store again, all is as it was."""
+    def hits_from_below(self, reader: Instance) -> None:
+        """Once `a` and the reader can use the store again, all is as it was."""
 
         def written() -> bool:
             before = self.names()
-            a.one(new_tokens(CHUNK + 1), max_tokens=1)
+            self.a.one(new_tokens(CHUNK + 1), max_tokens=1)
             time.sleep(0.05)
             return bool(self.names() - before)
 
         eventually(written)
-        tokens, own = self.kept(a)
+        tokens, own = self.kept()
 
         def read() -> bool:
             self.empty()
-            before = loaded(b, "store")
-            assert b.again(tokens).said == own.said
-            return loaded(b, "store") == before + HITS
+            before = loaded(reader, "store")
+            assert reader.again(tokens).said == own.said
+            return loaded(reader, "store") == before + HITS
 
         eventually(read)
-        # What `b` has read it stores in its pool again, beside its next steps.
+        # What it has read it stores in its pool again, beside its next steps.
         eventually(lambda: self.chunks() == HITS // CHUNK)
 
     def chunks(self) -> int:

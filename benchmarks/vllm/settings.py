@@ -67,25 +67,29 @@ def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -
 
 
 def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str]) -> dict[str, Any]:
-    """`kv_transfer_config` of ours. more: of vcache's configuration, `SECTION.KEY` by value."""
-    sections: dict[str, dict[str, Any]] = {
-        "server": {"socket": str(socket)},
-        "pool": {"segment_bytes": lends},
-        "engine": {"chunk_size": chunk},
-        "connector": {"min_hit_tokens": chunk},
-    }
-    for path, value in more.items():
-        *names, key = path.split(".")
-        section: dict[str, Any] = sections
-        for name in names:
-            section = section.setdefault(name, {})
-        section[key] = _plain(value)
+    """`kv_transfer_config` of ours. more: see `_sections`."""
+    sections = _sections(socket, lends, more)
+    sections.setdefault("engine", {}).setdefault("chunk_size", chunk)
+    sections.setdefault("connector", {}).setdefault("min_hit_tokens", chunk)
     return {
         "kv_connector": "VCacheConnector",
         "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
         "kv_connector_extra_config": sections,
         **BOTH,
     }
+
+
+def _sections(socket: Path, lends: int, more: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """vcache's configuration. more: of it, `SECTION.KEY` by value."""
+    sections: dict[str, dict[str, Any]] = {"server": {"socket": str(socket)}}
+    sections["pool"] = {"segment_bytes": lends}
+    for path, value in more.items():
+        *names, key = path.split(".")
+        section: dict[str, Any] = sections
+        for name in names:
+            section = section.setdefault(name, {})
+        section[key] = _plain(value)
+    return sections
 
 
 def _plain(value: str) -> Any:
@@ -98,10 +102,9 @@ def _plain(value: str) -> Any:
 
 def lmcache_file(scale: Scale, socket: Path, more: Mapping[str, str]) -> dict[str, Any]:
     """configs/lmcache-vcache.yaml with what is different here, for JSON, which is YAML. more: see
-    `our_connector`."""
-    own = {"vcache.server.socket": str(socket), "vcache.pool.segment_bytes": scale.pool_bytes}
-    given = {f"vcache.{name}": value for name, value in more.items()}
-    return lmcache(own | given, {"chunk_size": scale.chunk})
+    `_sections`."""
+    own = _sections(socket, scale.pool_bytes, more)
+    return lmcache({"vcache": own}, {"chunk_size": scale.chunk})
 
 
 def lmcache(extra: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

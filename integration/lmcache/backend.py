@@ -17,7 +17,7 @@ from vcache_backend.errors import VCacheError
 from .. import logs
 from ..guard import answers
 from .patches import StepAside
-from .startup import Start, begin, say_stepped_aside
+from .startup import begin, say_stepped_aside
 from .unused import NoAllocator
 from .worker import PoolWorker
 
@@ -53,27 +53,13 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         )
         logs.join_vllm()
         self.worker: PoolWorker | None = None
-        self.reason = ""
-        self._start: Start | None = None
+        """None if the plugin stepped aside, and once it is closed."""
         try:
-            self._start = begin(config, metadata, self)
-            if kvcaches := self._start.instance.kvcaches:
-                self.bind(kvcaches)
+            self.worker = begin(config, metadata, self)
         except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
-            self._step_aside(error)
-
-    # ---- for `Verbs`
-
-    def bind(self, kvcaches: Any) -> PoolWorker | None:
-        """Return the worker for these KV caches. None if the plugin stepped aside."""
-        if self.worker is not None:
-            self.worker.kvcaches = kvcaches
-        elif self._start is not None and not self.reason:
-            try:
-                self.worker = self._start.bind(kvcaches)
-            except Exception as error:  # noqa: BLE001 as in the constructor
-                self._step_aside(error)
-        return self.worker
+            reason = str(error) or type(error).__name__
+            unknown = None if isinstance(error, StepAside | VCacheError) else error
+            say_stepped_aside(config, metadata, reason, unknown)
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
@@ -135,7 +121,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def close(self) -> None:
         """Finish stores and leave the pool. The chunks stay in the pool."""
         worker, self.worker = self.worker, None
-        self.reason = self.reason or "closed"
         if worker is not None:
             worker.session.close()
 
@@ -145,8 +130,3 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             self.worker.session.miss(call, error)
         else:
             log.warning("%s failed: %s", call, error)
-
-    def _step_aside(self, error: Exception) -> None:
-        self.reason = str(error) or type(error).__name__
-        unknown = None if isinstance(error, StepAside | VCacheError) else error
-        say_stepped_aside(self.config, self.metadata, self.reason, unknown)

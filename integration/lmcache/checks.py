@@ -71,7 +71,6 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 
 
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
-    yield model_spec.chunk_misfit(lm_config.chunk_size, instance.model.block_size, "chunk_size")
     yield from model_spec.misfits(instance.model)
     if instance.model.new_weights:
         yield (

@@ -1,80 +1,41 @@
-"""Reads our settings from LMCache's `extra_config`: flat keys that begin with `vcache.`.
+"""Reads our settings from `vcache` in LMCache's `extra_config`: what `kv_connector_extra_config`
+holds for our own connector (`..vllm.settings`).
 
-`vcache.SECTION.KEY` is one value of our own configuration (`vcache.server.socket`,
-`vcache.pool.segment_bytes`, ...). `vcache.config` is the path of a configuration file, by default
-`VCACHE_CONFIG`; single values override it. The section `connector` is not for LMCache's connector:
-in a file it is ignored, as a key it is an error."""
+Of the section `connector` the plugin uses `model` and `start_server`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from vcache_backend import config as configuration
-from vcache_backend.config import Config
+from vcache_backend.config import Config, EngineConfig
 from vcache_backend.errors import ConfigError
 
-PREFIX = "vcache."
-SOURCE = "LMCache's extra_config"
+from ..vllm import settings
+
+KEY = "vcache"
+SOURCE = f"{KEY} in LMCache's extra_config"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The plugin's settings.
-
-    block_size: tokens of a KV block, for engines other than vLLM; 0: ask vLLM. model: a name for
-    the weights, for instances with the same weights under different paths; empty: the serving
-    engine's name. start_server: start a metadata server if none serves the socket."""
-
-    config: Config
-    block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
-    model: str = ""
-    start_server: bool = False
-
-
-def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
-    """Read the settings in `extra_config`; keys that do not begin with `vcache.` are ignored.
-    chunk_size: LMCache's, which becomes ours.
+def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
+    """Read the configuration. Other keys of `extra_config` are not ours. chunk_size: LMCache's,
+    which becomes ours.
 
     ConfigError names an unknown key, an impossible value, or another chunk size."""
-    if "vcache" in extra_config:
+    given = extra_config.get(KEY, {})
+    flat = [key for key in extra_config if key.startswith(f"{KEY}.")]
+    if flat or not isinstance(given, Mapping):
+        wrong = flat[0] if flat else f"{KEY} is {given!r}"
+        raise ConfigError(f"LMCache's extra_config: {wrong}: write `{KEY}:` and sections under it")
+    config = settings.read(given, SOURCE)
+    if config.connector.share == "in_place":
+        raise ConfigError(f"{SOURCE}: connector.share is in_place: LMCache has a pool only")
+    if config.engine.chunk_size not in (chunk_size, EngineConfig().chunk_size):
         raise ConfigError(
-            f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, no mapping"
+            f"{SOURCE}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
+            f"is {chunk_size}, which counts: leave ours out"
         )
-    given = {
-        key.removeprefix(PREFIX): value
-        for key, value in extra_config.items()
-        if key.startswith(PREFIX)
-    }
-    values, file, lines = configuration.read(given.pop("config", None))
-    names = given.keys() & set(Settings.__struct_fields__)
-    own = {name: given.pop(name) for name in names}
-    configuration.from_dict(values, file, lines)
-    values["connector"] = {}
-    for key, value in given.items():
-        _put(values, key, value)
-    ours = values.setdefault("engine", {}).setdefault("chunk_size", chunk_size)
-    if ours != chunk_size:
-        where = SOURCE if "engine.chunk_size" in given else file
-        raise ConfigError(
-            f"{where}: engine.chunk_size is {ours} but LMCache's chunk_size is {chunk_size}, "
-            "which counts: leave ours out"
-        )
-    config = configuration.from_dict(values, SOURCE)
-    configuration.check_socket_is_whole(config, SOURCE)
-    try:
-        return msgspec.convert({"config": config, **own}, Settings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{SOURCE}: {str(error).replace('$.', PREFIX)}") from error
-
-
-def _put(values: dict[str, Any], key: str, value: object) -> None:
-    """Set the value that `key` names, such as `pool.device`. ConfigError without such a section."""
-    *path, name = key.split(".")
-    section: Any = values
-    for part in path:
-        section = section.setdefault(part, {}) if isinstance(section, dict) else None
-    if not isinstance(section, dict) or path[:1] in ([], ["connector"]):
-        raise ConfigError(f"{SOURCE}: {PREFIX}{key} is no setting of vcache for LMCache")
-    section[name] = value
+    engine = msgspec.structs.replace(config.engine, chunk_size=chunk_size)
+    return msgspec.structs.replace(config, engine=engine)

@@ -142,11 +142,11 @@ class Verbs:
         self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any
     ) -> Any:
         """Load a request's tokens. Returns a bool tensor: True for tokens that are in the KV cache,
-        or will be (see `PoolWorker.settles`).
+        or will be (see `PoolWorker.load`).
 
         mask: bool tensor; leading False tokens are not loaded."""
         engine, size, first = self._engine, self._size, _left_out(mask)
-        worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
+        worker = self._backend.worker
         if worker is None or first % size or not engine.is_healthy():
             return theirs(tokens, mask, **kwargs)
         started = engine.stats_monitor.on_retrieve_request(len(tokens) - first)
@@ -199,7 +199,7 @@ class Verbs:
     ) -> None:
         """Store a request's whole chunks, see `PoolWorker.store`. mask: as in `retrieve`."""
         engine, size, first = self._engine, self._size, _left_out(mask)
-        worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
+        worker = self._backend.worker
         if worker is None or tokens is None or first % size or not engine.is_healthy():
             return theirs(tokens, hashes, offsets, mask, **kwargs)
         started = engine.stats_monitor.on_store_request(len(tokens) - first)

@@ -13,13 +13,13 @@ import numpy.typing as npt
 from lmcache.utils import CacheEngineKey
 
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
-from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
+from vcache_backend.vram_pool.paged import PagedKV
 
 from .scope import scoped
 
@@ -49,24 +49,23 @@ class _Launched(NamedTuple):
 
 
 class PoolWorker:
-    """Loads and stores one rank's chunks. Look-ups in any thread, else the main thread.
+    """Loads and stores one rank's chunks. Look-ups in any thread, else the main thread. Requests
+    without our tag are not cached (see `scope`)."""
 
-    kvcaches: the tensors that loads fill and stores read. settles: `load` only launches copies, and
-    the caller asks `settle` in the same step which blocks failed. In either case work queued on the
-    current stream comes after the copies."""
-
-    def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool) -> None:
-        """ranks: how many ranks hold a shard of every chunk. needs_scope: do not cache requests
-        without our tag (see `scope`)."""
-        self.session, self.kvcaches, self.settles = session, kvcaches, False
+    def __init__(self, session: Session, kv: PagedKV, ranks: int) -> None:
+        """kv: the KV cache that loads fill and stores read. ranks: how many ranks hold a shard of
+        every chunk."""
+        self.session = session
+        self._kv = kv
         self._names = TaggedHashKeys(session.namespace, session.rank)
-        self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
+        self._ranks = ranks
+        self._unscoped = False
         self._launched: list[_Launched] = []
 
     # ---- look-ups
 
     def names(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
-        """Make the keys of a request's chunks. Empty if the request lacks our tag and needs it."""
+        """Make the keys of a request's chunks. Empty if the request lacks our tag."""
         return self._names.of_request(hashes, tags) if hashes and self._mine(tags) else []
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
@@ -97,17 +96,16 @@ class PoolWorker:
     # ---- loads
 
     def load(self, hit: Hit, first: int, count: int, slots: Slots, skip: int) -> int:
-        """Load the chunks [first, count) of `hit`. Returns how many are loaded and verified, or
-        will be if the worker `settles`.
+        """Launch the load of the chunks [first, count) of `hit`. Returns how many are on their way:
+        the caller asks `settle` in the same step which blocks failed. Work queued on the current
+        stream comes after the copies.
 
         slots: int64, the slots of the request's tokens. skip: tokens before this one are not
         written. Uses the hit's lease if it has time for a copy; else leases the chunks anew."""
         size, names = self.session.chunk_size, hit.names[first:count]
         starts = range(first * size, count * size, size)
-        places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
+        places = SlotPlaces(self._kv, size, slots, starts, skip, whole=True)
         load = Load(self.session, places, names, lease=self._lease_on(hit, first, count))
-        if not self.settles:
-            return load.finish(COPY_SECONDS)
         reached = load.launch(COPY_SECONDS)
         self._launched.append(_Launched(load, slots, starts[:reached], skip))
         return reached
@@ -137,8 +135,8 @@ class PoolWorker:
         Skips what the pool has. The commit follows in the background.
 
         slots: int64, the slots of the request's tokens."""
-        kv, size = self.session.bind(self.kvcaches), self.session.chunk_size
-        places = SlotPlaces(kv, size, slots, range(first * size, len(names) * size, size))
+        size = self.session.chunk_size
+        places = SlotPlaces(self._kv, size, slots, range(first * size, len(names) * size, size))
         store(self.session, places, names[first:], range(len(names) - first))
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> int:
@@ -152,13 +150,13 @@ class PoolWorker:
     # ---- inside
 
     def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """Make the keys of a call's chunks, all of one request. Empty without a tag it needs."""
+        """Make the keys of a call's chunks, all of one request. Empty without our tag."""
         return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
     def _mine(self, tags: Tags) -> bool:
-        """Whether chunks with these tags may be cached: they contain our tag, or do not need it.
-        Reports the first refusal."""
-        if not self._needs_scope or scoped(tags):
+        """Whether chunks with these tags may be cached: they contain our tag. Reports the first
+        refusal."""
+        if scoped(tags):
             return True
         if not self._unscoped:
             self._unscoped = True

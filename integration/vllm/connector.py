@@ -133,19 +133,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self._scheduler
-        if (
-            side is not None
-            and num_external_tokens > 0
-            and not self._allocated(side, request, blocks, num_external_tokens)
-        ):
+        if side is None or not num_external_tokens:
+            return
+        try:
+            side.allocated(request, blocks, num_external_tokens)
+        except Exception as error:  # noqa: BLE001 - the outermost line of ours
+            self.note_failure("update_state_after_alloc", error)
             side.lost(request)
-
-    @answers(False)
-    def _allocated(
-        self, scheduler: SchedulerSide, request: Any, blocks: Any, external: int
-    ) -> bool:
-        scheduler.allocated(request, blocks, external)
-        return True
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
@@ -251,8 +245,6 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except Exception as error:
             log.exception("vcache caches nothing here")
             self._worker.refuse(f"{type(error).__name__}: {error}")
-        if self._worker.needless:
-            self._worker = None
 
     @answers(None)
     def unregister_kv_caches(self) -> None:

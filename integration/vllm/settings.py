@@ -24,9 +24,9 @@ def other_policy(found: str, wanted: str, connector: str) -> str:
     )
 
 
-def read(extra_config: Mapping[str, Any]) -> Config:
+def read(extra_config: Mapping[str, Any], where: str = SOURCE) -> Config:
     """Read the configuration. Sections in `extra_config`, such as `server` or `pool`, override the
-    file that `config` names.
+    file that `config` names. where: how errors call `extra_config`.
 
     Without `config` the file is `VCACHE_CONFIG`. ConfigError names an unknown key or an impossible
     value."""
@@ -37,8 +37,8 @@ def read(extra_config: Mapping[str, Any]) -> Config:
             continue
         is_section = name in Config.__struct_fields__
         if is_section and not isinstance(section, Mapping):
-            raise ConfigError(f"{SOURCE}: {name}: Expected a section of settings, got {section!r}")
+            raise ConfigError(f"{where}: {name}: Expected a section of settings, got {section!r}")
         values[name] = {**values.get(name, {}), **section} if is_section else section
-    config = configuration.from_dict(values, SOURCE)
-    configuration.check_socket_is_whole(config, SOURCE)
+    config = configuration.from_dict(values, where)
+    configuration.check_socket_is_whole(config, where)
     return config

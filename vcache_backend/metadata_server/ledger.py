@@ -196,6 +196,7 @@ class EarlierLedger:
             raise OSError(f"it is no ledger of uid {os.geteuid()}")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("it can shrink")
+        here = processes.namespaces()
         self._file = os.open(_reopened(fd), os.O_RDWR | os.O_CLOEXEC)
         head = os.pread(self._file, _WORDS.size, 0)
         if len(head) < _WORDS.size or _WORDS.unpack(head)[_MAGIC] != MAGIC:
@@ -203,17 +204,13 @@ class EarlierLedger:
             raise OSError("it is no ledger, or one of another version")
         self.epoch = _WORDS.unpack(head)[_EPOCH]
         """The epoch of the server that wrote the ledger."""
+        self.same_pids = os.pread(self._file, len(here), _NAMESPACES) == here
+        """Whether a pid means the same process here as in the records."""
 
     @property
     def heir(self) -> int:
         """The epoch of the server that took over; 0 if none has. The writer's own if it gave up."""
         return self._word(_ENDED)
-
-    @property
-    def same_pids(self) -> bool:
-        """Whether a pid means the same process here as in the records."""
-        mine = processes.namespaces()
-        return os.pread(self._file, len(mine), _NAMESPACES) == mine
 
     def take_over(self, epoch: int) -> bool:
         """Mark the ledger as ended, so that no other server takes it over. False if one has, or if

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger
 from vcache_backend.metadata_server.pool.directory import Directory
 
@@ -31,10 +32,13 @@ class Predecessors:
         self._forgotten = False
 
     def hear(self, fd: int) -> None:
-        """Read the ledger that a client brings of its previous server."""
+        """Read the ledger that a client brings of its previous server. OSError if this process has
+        no descriptor for it: the client may bring it again."""
         try:
             ledger = EarlierLedger(fd)
         except OSError as error:
+            if processes.is_exhausted(error):
+                raise
             log.warning("a client sent an fd that is no ledger of a server: %s", error)
             return
         try:

@@ -19,8 +19,8 @@ from vcache_backend.metadata_server.messages import (
 )
 
 _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4)
-_TRUNCATED = int(socket.MSG_TRUNC)
-"""A plain number: `&` with the enumeration's runs three functions of Python for each message."""
+_TRUNCATED, _LACKS_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
+"""Plain numbers: `&` with the enumeration's runs three functions of Python for each message."""
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(AnyRequest)
@@ -29,10 +29,14 @@ reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_any_rep
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a message. ProtocolError if it exceeds MAX_MESSAGE_BYTES."""
-    data = _encoder.encode(message)
+    """Encode a message. ProtocolError if it exceeds MAX_MESSAGE_BYTES, or if a text, such as a
+    file's name, is not UTF-8."""
+    kind = type(message).__name__
+    try:
+        data = _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"{kind}: {error}") from error
     if len(data) > MAX_MESSAGE_BYTES:
-        kind = type(message).__name__
         raise ProtocolError(
             f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B"
         )
@@ -40,9 +44,12 @@ def encode(message: Request | Reply) -> bytes:
 
 
 class Receiver:
-    """Receives from many sockets into one buffer, without allocating. One thread at a time."""
+    """Receives from many sockets into one buffer, without allocating. One thread at a time.
+
+    lacks_fds: the last message had more fds than this process had descriptors for."""
 
     def __init__(self) -> None:
+        self.lacks_fds = False
         self._buffer = bytearray(MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
@@ -61,6 +68,7 @@ class Receiver:
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
+        self.lacks_fds = flags & _LACKS_FDS != 0
         if not ancillary and not flags & _TRUNCATED:
             return self._view[:size], []
         fds = array("i")

@@ -11,6 +11,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import re
 import socket
 import time
@@ -25,8 +26,11 @@ from urllib.parse import urlsplit
 import h11
 from prometheus_client import CollectorRegistry, generate_latest
 
+from vcache_backend.metadata_server import processes
 from vcache_backend.monitor.samples import Samples
 from vcache_backend.status import summary, trouble
+
+log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 256
 BACKLOG = 64
@@ -38,6 +42,8 @@ PIECE_BYTES = 64 << 10
 """Answers are sent in such pieces, so that unread ones do not fill the memory."""
 SAME_SECONDS = 1.0
 """For so long the same metrics and statistics are sent to all who ask."""
+COMPLAINT_SECONDS = 60.0
+"""How often to log that no descriptors are left."""
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format, which every scraper reads."""
 
@@ -70,6 +76,7 @@ class Web:
         }
         self._made: dict[str, tuple[float, _Response]] = {}
         """By path, the last costly answer, and when it was made."""
+        self._complains_from = 0.0
         self.served: dict[asyncio.Task[Any], None] = {}
         """The connections that wait for a request, or for their client to read, oldest first."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -90,11 +97,22 @@ class Web:
 
     async def serve(self) -> None:
         """Serve until cancelled. Connections that are open then end with the loop."""
+        asyncio.get_running_loop().set_exception_handler(self._failed)
         server = await asyncio.start_server(self._serve_one, sock=self._socket, backlog=BACKLOG)
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             server.close()
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the loop; a lack of descriptors, with which asyncio calls this 64 times a
+        second, in one line a minute. asyncio then accepts again by itself."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and processes.is_exhausted(error)):
+            loop.default_exception_handler(context)
+        elif time.monotonic() > self._complains_from:
+            self._complains_from = time.monotonic() + COMPLAINT_SECONDS
+            log.warning("nobody can connect for now (ulimit -n): %s", error)
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -56,10 +56,6 @@ class OffloadTier(Index):
 
         ConfigError if memory is lacking, CodecError if the codec does not fit."""
         if self._bound is not None:
-            bound_bytes = self._bound.format.chunk_bytes
-            if bound_bytes != chunk_bytes:
-                ready = f"the offload tier was made ready for chunks of {bound_bytes:,} B"
-                raise ConfigError(f"chunks of {chunk_bytes:,} B; {ready}")
             return
         settings = self._settings
         codec = codecs.make(settings.codec, layout.dtype, layout.head_dim)

@@ -9,9 +9,9 @@ import threading
 import time
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
-from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import SCHEDULER, Joined
+from vcache_backend.metadata_server.messages import Joined
 from vcache_backend.resident.generations import GenerationView
 
 log = logging.getLogger(__name__)
@@ -127,14 +127,10 @@ def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationVi
     """Open `instance`: return the server's description, the generation table, and pidfds of the
     scheduler and of each rank. The caller closes the pidfds.
 
-    Raises SegmentError if the table belongs to another instance or an fd is no pidfd, OSError, and
-    the client's errors."""
+    Raises SegmentError if the table belongs to another instance, OSError, and the client's errors.
+    The server has checked the pidfds when their processes sent them."""
     joined, (table, *pidfds) = client.open_instance(instance)
     try:
-        for rank, pidfd in enumerate(pidfds, SCHEDULER):
-            if not processes.is_pidfd(pidfd, 0):
-                what = f"fd {pidfd} is no pidfd: nobody would notice the end of rank {rank}"
-                raise SegmentError(what)
         return joined, GenerationView.open(table, instance, joined.blocks), pidfds
     except BaseException:
         wire.close_fds(pidfds)

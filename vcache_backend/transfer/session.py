@@ -126,11 +126,6 @@ class Session:
         same = all(map(operator.is_, kvcaches, bound))
         return same and [tensor.data_ptr() for tensor in bound] == self._addresses
 
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk; 0 before KV caches are bound."""
-        return 0 if self._paged is None else self._paged.chunk_bytes(self.chunk_size)
-
     # ---- look-ups
 
     def own(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:

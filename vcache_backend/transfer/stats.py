@@ -101,6 +101,11 @@ class EngineStats:
             names = [name for name in self._counts if name.startswith(prefix)]
             return {name.removeprefix(prefix): self._counts[name] for name in names}
 
+    def seconds(self, *names: str) -> float:
+        """The sum of these latencies, each in `TIMES`."""
+        with self._lock:
+            return sum(self._times[name].total_us for name in names) / 1e6
+
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values, in microseconds, and GB/s (1e9 bytes) of data time."""
         with self._lock:

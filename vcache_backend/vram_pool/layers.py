@@ -139,14 +139,6 @@ class LayerTensor:
             )
         if len(fits) == 1:
             return fits[0]
-        if (
-            self.block_size == 1
-            and len(
-                {(names.index("block"), "part" in names and names.index("part")) for names in fits}
-            )
-            == 1
-        ):
-            return fits[0]
         raise self.error(
             "ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits)
         )

@@ -10,7 +10,6 @@ for one reader device.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from contextlib import ExitStack
 from typing import Self
@@ -18,12 +17,7 @@ from typing import Self
 import torch
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.metadata_server.messages import (
-    MAX_SEGMENT_BYTES,
-    SEGMENT_ID,
-    SegmentId,
-    SegmentInfo,
-)
+from vcache_backend.metadata_server.messages import MAX_SEGMENT_BYTES, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_segment, host_segment, pinned_segment
 from vcache_backend.vram_pool.devices import Device
 
@@ -97,7 +91,7 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
 
     SegmentError, with nothing left behind: impossible size, no memory or fds, no driver."""
     id = SegmentId(secrets.token_hex(6))
-    _check_claim(id, nbytes)
+    _check_size(id, nbytes)
     with (
         raising_as({OSError: SegmentError}, f"segment of {nbytes:,} B on {device}"),
         ExitStack() as undo,
@@ -118,7 +112,7 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
     `info` and `fd` may come from a peer: sizes and the kind of fd are checked before the kernel or
     the driver acts on them. Raises SegmentError, and leaves nothing behind: other medium, no peer
     access, forged fd, out of memory."""
-    _check_claim(info.id, nbytes := info.nbytes)
+    _check_size(info.id, nbytes := info.nbytes)
     if info.medium != reader.medium:
         kind = f"{info.medium} memory of {info.device}"
         raise SegmentError(f"segment {info.id} is {kind}: {reader.name} cannot map that")
@@ -135,8 +129,6 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
         return MappedSegment(info, own, whole, undo.pop_all())
 
 
-def _check_claim(id: SegmentId, nbytes: int) -> None:
-    if not re.search(SEGMENT_ID, id):
-        raise SegmentError(f"segment id {id!r} is not 1 to 64 letters, digits, '_', '.', ':', '-'")
+def _check_size(id: SegmentId, nbytes: int) -> None:
     if not 1 <= nbytes <= MAX_SEGMENT_BYTES:
         raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_SEGMENT_BYTES:,}")

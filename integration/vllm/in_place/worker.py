@@ -20,7 +20,6 @@ from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ..metadata import PublicationSpec
-from ..telemetry.stats import Meter
 from ..worker.stores import Stores
 from .exporter import Exporter
 
@@ -36,7 +35,6 @@ class InPlace:
         """
         self.exporter, self._each, self._shows = exporter, each, shows
         self._regions: list[Region] = []
-        self._measured = 0
         self.neighbours: Neighbours | None = None
         self._session: Session | None = None
         self._instance = InstanceId(b"")
@@ -97,13 +95,6 @@ class InPlace:
     def _publication(self, session: Session, spec: PublicationSpec) -> Publish:
         keys, packed = session.own(spec.keys), (spec.blocks, spec.generations)
         return Publish(self._instance, spec.sequence, keys, *packed, spec.epoch)
-
-    def measure(self, meter: Meter) -> None:
-        """Tell the meter how many chunks were published since the last call."""
-        if self._session is not None:
-            published = self._session.stats.counted("chunks_").get("published", 0)
-            meter.count("published_chunks", published - self._measured)
-            self._measured = published
 
     def close(self) -> None:
         """Idempotent. Call it after the last load is over, and before the session is closed."""

@@ -78,7 +78,7 @@ class Groups:
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
             misfit = f"chunk_size {chunk_size} is no multiple of {self.block} tokens"
-            raise LayoutError(f"{misfit}: set engine.chunk_size: {fitting}")
+            raise LayoutError(f"{misfit}: set chunk_size: {fitting}")
         self.shares = tuple(
             Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
         )
@@ -244,14 +244,6 @@ def clears(kv_cache_config: Any) -> bool:
     specs = [layer_specs(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
     numbers = {(spec.dtype, spec.kv_quant_mode) for spec in specs if hasattr(spec, "dtype")}
     return len(numbers) > 1 or any(type(spec).__name__ == STATES for spec in specs)
-
-
-def hidden(kv_cache_config: Any) -> bool:
-    """Whether maybe only workers can see that the model must be refused: vLLM shows the scheduler
-    one layer of a table whose pages have several sizes."""
-    return any(
-        type(group.kv_cache_spec).__name__ == _MIXED for group in kv_cache_config.kv_cache_groups
-    )
 
 
 def layer_specs(spec: Any) -> list[Any]:

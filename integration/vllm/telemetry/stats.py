@@ -196,11 +196,6 @@ class Meter:
             self._add("load_time_seconds", copying, "data")
             self._stats.observe("load_seconds", asking + copying)
 
-    def timed(self, name: str, metadata_seconds: float, data_seconds: float) -> None:
-        """Add to a counter of seconds, split into metadata and data."""
-        self.count(name, metadata_seconds, "metadata")
-        self.count(name, data_seconds, "data")
-
     def _add(self, name: str, amount: float, label: str) -> None:
         """Under the lock."""
         if self._counts_tokens or not name.endswith("_tokens"):

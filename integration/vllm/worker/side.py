@@ -54,7 +54,7 @@ class WorkerSide:
         tp_rank: int,
         meter: Meter,
     ) -> None:
-        self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
+        self._vllm, self._kv_config = vllm_config, kv_cache_config
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
         self._model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         self._config = config = exportable.decide(config, vllm_config, kv_cache_config, self._model)
@@ -94,8 +94,7 @@ class WorkerSide:
 
         VCacheError (or LayoutError, a kind of it) if this worker cannot cache."""
         if self._refused:
-            if self._config.connector.share == "in_place" or not self.needless:
-                self.refuse(self._refused)
+            self.refuse(self._refused)
             return
         if self.in_place is not None:
             self.in_place.export(kv_caches)
@@ -142,12 +141,6 @@ class WorkerSide:
             session.close()
             raise
         return session
-
-    @property
-    def needless(self) -> bool:
-        """Whether this worker is refused, and the scheduler's half finds the reason by itself in
-        vLLM's configuration."""
-        return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
         """Tell the scheduler and the server that this worker caches nothing (any more)."""
@@ -196,10 +189,8 @@ class WorkerSide:
         return self.loads.finished(self._meta.idle)
 
     def measured(self) -> None:
-        """Count chunks dropped and offloaded since the last call."""
+        """See `Stores.measure`."""
         self._stores.measure()
-        if self.in_place is not None:
-            self.in_place.measure(self._meter)
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory

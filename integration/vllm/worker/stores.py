@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
@@ -23,15 +21,21 @@ from .loading import Attached
 log = logging.getLogger("vllm.vcache")
 
 
+COUNTED = {
+    "tokens_stored": "stored_tokens",
+    "bytes_stored": "stored_bytes",
+    "chunks_published": "published_chunks",
+    "offload_written": "offload_written_chunks",
+    "bytes_offload_written": "offload_written_bytes",
+}
+"""Counts of the session, and our metrics of them."""
+
+
 class _Gather(NamedTuple):
-    """A store under way. blocks: vLLM's numbers of the blocks that it reads. seconds: how long the
-    launch took."""
+    """A store under way. blocks: vLLM's numbers of the blocks that it reads."""
 
     copy: Completion
     blocks: frozenset[int]
-    tokens: int
-    nbytes: int
-    seconds: float
 
 
 class Stores:
@@ -44,7 +48,7 @@ class Stores:
         self._meter, self._at_once = meter, at_once
         self._worker: Attached | None = None
         self._under_way: list[_Gather] = []
-        self._counted: dict[tuple[str, str], int] = {}
+        self._counted: dict[tuple[str, str], float] = {}
         self._updates = 0
 
     def open(self, worker: Attached) -> None:
@@ -93,23 +97,24 @@ class Stores:
             self._store(worker, *given, epoch, holds)
 
     def measure(self) -> None:
-        """Count chunks dropped and offloaded since the last call."""
+        """Tell the meter what the session has counted since the last call."""
         stats = self._worker.session.stats if self._worker is not None else None
         if stats is None or stats.updates == self._updates:
             return
         self._updates = stats.updates
-        counts = {
-            (f"{name}_chunks", cause): many
-            for name in ("not_stored", "offload_dropped")
-            for cause, many in stats.counted(f"{name}_").items()
+        counted = stats.counted("")
+        counts: dict[tuple[str, str], float] = {
+            (f"{lost}_chunks", name.removeprefix(f"{lost}_")): count
+            for lost in ("not_stored", "offload_dropped")
+            for name, count in counted.items()
+            if name.startswith(f"{lost}_")
         }
-        written = stats.counted("offload_").get("written", 0)
-        counts["offload_written_chunks", ""] = written
-        counts["offload_written_bytes", ""] = stats.counted("bytes_").get("offload_written", 0)
-        if counts != self._counted:
-            for (counter, label), count in counts.items():
-                self._meter.count(counter, count - self._counted.get((counter, label), 0), label)
-            self._counted = counts
+        counts |= {(counter, ""): counted.get(name, 0) for name, counter in COUNTED.items()}
+        counts["store_time_seconds", "metadata"] = stats.seconds("reserve", "commit")
+        counts["store_time_seconds", "data"] = stats.seconds("store_copy")
+        for (counter, label), count in counts.items():
+            self._meter.count(counter, count - self._counted.get((counter, label), 0), label)
+        self._counted = counts
 
     # ---- inside
 
@@ -127,7 +132,7 @@ class Stores:
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
         for the copy. holds: see `save`. tenant: see `StoreSpec`."""
-        session, started = worker.session, perf_counter()
+        session = worker.session
         try:
             how: dict[str, Any] = {"fetched_in": fetched_in, "holds": holds, "tenant": tenant}
             pending = store(session, places, keys, chunks, prefix, beside=True, **how)
@@ -137,23 +142,15 @@ class Stores:
             self._meter.count("failures", 1, "store")
             return
         if pending is not None:
-            seconds = perf_counter() - started
             if self._at_once:
                 session.copier.fence(pending.completion)
-            copy, size = pending.completion, (pending.tokens, pending.nbytes)
-            self._under_way.append(_Gather(copy, frozenset(blocks), *size, seconds))
+            self._under_way.append(_Gather(pending.completion, frozenset(blocks)))
 
     def _over(self, gather: _Gather) -> bool:
         """Whether the store reads its blocks no more. A failed store has stopped, and is not
         committed."""
         try:
-            if not gather.copy.done():
-                return False
+            return gather.copy.done()
         except VCacheError as error:
             log.debug("a store failed: %s", error)
             return True
-        with suppress(Exception):  # a number too few
-            self._meter.count("stored_tokens", gather.tokens)
-            self._meter.count("stored_bytes", gather.nbytes)
-            self._meter.timed("store_time_seconds", gather.seconds, gather.copy.seconds or 0.0)
-        return True

@@ -276,12 +276,14 @@ class Channel:
     def _try_connect(self) -> bool:
         """Connect and say hello. Other threads see the connection only after the welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
-        link = ServerLink(self._config.server_uid)
+        link: ServerLink | None = None
         received: list[int] = []
         try:
+            link = ServerLink(self._config.server_uid)
             welcome = link.open(self._path, self._hello, deadline, self._ledger, received)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            link.close()
+            if link is not None:
+                link.close()
             wire.close_fds(received)
             self._down = self._no_connection(error)
             self._killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -66,6 +67,9 @@ class ServerLink:
                 if isinstance(reply, m.Error)
                 else f"it answered a hello with {type(reply).__name__}"
             )
+        if self._receiver.lacks_fds:
+            # Without a ledger the next server would not know of resets.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return reply
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.Reply:

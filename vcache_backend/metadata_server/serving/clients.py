@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import select
 import time
 from collections.abc import Callable
@@ -131,8 +133,11 @@ class Clients:
         except ProtocolError as error:
             self._directory.counters["protocol_errors"] += 1
             self._refuse(connection, str(error))
-        except OSError:
-            self._disconnect(connection)
+        except OSError as error:
+            if processes.is_exhausted(error):
+                self._refuse(connection, f"the server has no descriptors left (ulimit -n): {error}")
+            else:
+                self._disconnect(connection)
         except Exception:
             log.exception(
                 "a request of pid %d could not be answered; its connection is closed",
@@ -147,6 +152,9 @@ class Clients:
         if not data:
             self._disconnect(connection)
             return
+        if connection.client is None and self._receiver.lacks_fds:
+            # The client's ledger may be among those that did not come.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if connection.client is not None:
             connection.client.heard = time.monotonic()
         connection.request = bytes(data)

@@ -97,7 +97,7 @@ class Service:
             case m.Remove(keys):
                 return m.Count(directory.remove(keys))
             case m.Clear(namespace, reset):
-                return self._clear(namespace, reset)
+                return m.Count(directory.clear(namespace, reset))
             case _:
                 assert_never(request)
 
@@ -235,14 +235,6 @@ class Service:
         if coming is None and not epoch and not copies:
             return answer
         return msgspec.structs.replace(answer, epoch=epoch, coming=coming, copies=copies)
-
-    def _clear(self, namespace: bytes, reset: bool) -> m.Count:
-        if len(namespace) not in (0, m.NAMESPACE_BYTES):
-            raise Refuse(
-                f"{namespace!r} is {len(namespace)} bytes; a namespace is {m.NAMESPACE_BYTES} "
-                'bytes, b"" means all of them'
-            )
-        return m.Count(self.directory.clear(namespace, reset))
 
     def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if id_ not in self.directory.segments:
