@@ -113,7 +113,8 @@ class Session:
             raise LayoutError(f"{here}, but the layout says {said[0]} of {said[1]}")
         self.copier.prepare(kv)
         self._bind_tier(kv)
-        self._paged, self._tensors = kv, tensors
+        self._paged = kv
+        self._tensors = tensors
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         return kv
 
