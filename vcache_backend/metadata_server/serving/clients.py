@@ -153,9 +153,12 @@ class Clients:
         if not data:
             self._disconnect(connection)
             return
-        if connection.client is None and self._receiver.lacks_fds:
-            # The client's ledger may be among those that did not come.
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if self._receiver.lacks_fds:
+            if connection.client is None:
+                # The client's ledger may be among those that did not come.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            said = "the server has no descriptors left (ulimit -n) for what pid %d sends"
+            log.warning(said, connection.caller.pid)
         if connection.client is not None:
             connection.client.heard = time.monotonic()
         connection.request = bytes(data)
