@@ -97,9 +97,19 @@ class Inside:
         return worker is None or bool(worker.session.flush(SECONDS))
 
     def lookup(self, tokens: list[int], request: str) -> int:
-        """Pinned if it is a request's."""
-        more = {"lookup_id": request, "pin": True} if request else {}
-        return int(self.engine.lookup(tokens, **more, **TAGGED))
+        """Pinned if it is a request's, as LMCache's look-up server asks."""
+        if not request:
+            return int(self.engine.lookup(tokens, **TAGGED))
+        chunks = list(self.engine.token_database.process_tokens(tokens, make_key=False))
+        return int(
+            self.engine.lookup(
+                hashes=[chunk_hash for _, _, chunk_hash in chunks],
+                offsets=[end - start for start, end, _ in chunks],
+                lookup_id=request,
+                pin=True,
+                **TAGGED,
+            )
+        )
 
     def unpin(self, request: str) -> None:
         self.engine.lookup_unpin(request)
