@@ -16,12 +16,8 @@ def permit() -> None:
     vLLM's attention on CPUs relies on an earlier large matrix product to have asked. If a process's
     first model run is small, as after a hit, none has, and the process dies of an illegal
     instruction."""
-    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    ask = getattr(torch.cpu, "_init_amx", None)
-    if supported is None or ask is None:
-        return
     try:
-        if supported() and not ask():
+        if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             log.warning(
                 "vcache: Linux does not permit AMX to this process; vLLM may die of an illegal "
                 "instruction"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 _DEFAULT = "8000"
@@ -12,21 +11,15 @@ _ELSEWHERE = ("--config", "--headless", "--uds")
 """Options with which it may have another port, or none."""
 
 
-def data_parallel_rank(vllm_config: Any) -> int | None:
-    """Which of several data parallel ranks this is; None if there is one."""
-    parallel = vllm_config.parallel_config
-    return int(parallel.data_parallel_rank) if parallel.data_parallel_size > 1 else None
-
-
-def served_at(data_parallel_rank: int | None = None, command: Sequence[str] | None = None) -> str:
+def served_at(vllm_config: Any) -> str:
     """The port of vLLM's API server, such as `:8000`, or `:8000 rank 1` for a data parallel rank;
-    empty if there is none, or if it is not on the command line. command: of the API server, which
-    its engine's processes inherit; None: this process's."""
-    words = list(sys.argv if command is None else command)
+    empty if there is none, or if it is not on the command line, which the engine's processes
+    inherit."""
+    words, parallel = sys.argv, vllm_config.parallel_config
     served = bool(words) and (words[0].endswith("api_server.py") or "serve" in words[1:2])
     port = _DEFAULT if served and not any(word.startswith(_ELSEWHERE) for word in words) else ""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word == "--port" or word.startswith("--port="):
             port = following if word == "--port" else word.partition("=")[2]
-    rank = "" if data_parallel_rank is None else f" rank {data_parallel_rank}"
+    rank = f" rank {parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
     return f":{port}{rank}" if port.isdigit() else ""

@@ -81,7 +81,7 @@ LACKING: dict[str, dict[str, Any]] = {
 }
 """What vLLM reads and a configuration has no default for."""
 KINDS = {"Llama4ForCausalLM": "llama4_text"}
-_FITTING = re.compile(r"set engine\.chunk_size: (\d+)")
+_FITTING = re.compile(r"set chunk_size: (\d+)")
 
 
 def run(file: Path) -> None:

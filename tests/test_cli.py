@@ -185,6 +185,13 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert vcache("clear", *at).stdout == "0 chunks forgotten\n"
 
 
+@pytest.mark.parametrize("name", ["a\n\x1b[31mb", "\udcff"], ids=["control signs", "no UTF-8"])
+def test_a_name_that_is_no_text_is_one_line_of_what_can_be_shown(server: Path, name: str) -> None:
+    said = vcache("segment", "drop", name, "--socket", str(server), expect=1).stderr
+    assert said.count("\n") == 1
+    assert said.rstrip("\n").isprintable()
+
+
 def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(server: Path) -> None:
     """The server of these tests is one, too."""
     plain = [["--version"], ["status"], ["segment", "list"], ["clear"]]

@@ -158,6 +158,11 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
 # ---- servers that do wrong
 
 
+def test_a_layout_that_is_no_text_is_trouble_and_raises_nothing(stage: Stage) -> None:
+    """As of a model in a folder whose name is not UTF-8."""
+    assert "surrogates not allowed" in stage.client(layout={"model": "\udcff"}).trouble
+
+
 def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
     stage_: Stage, scripted: Callable[..., ScriptedServer]
 ) -> None:

@@ -272,6 +272,7 @@ def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) 
     again.restore(state)
     clock.advance(m.GRACE_SECONDS)
     lend(again, "s1", device="gpu-1")
+    anew = again.reserve(READER, [keys[MANY // 2]], KIB)
     info = m.SegmentInfo(m.SegmentId("s0"), "gpu-0", "cuda", MANY * KIB)
     assert work_of(lambda: again.add_segment(info)) <= A_TURN
     assert 0 < len(again) < MANY // 2
@@ -279,9 +280,11 @@ def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) 
     new = put(again, late, client=READER)
     while again.backlog:
         assert work_of(lambda: again.backlog.run(backlog.AT_ONCE)) <= A_TURN
+    assert again.commit(READER, anew.reservation, []) == 1
     assert len(again) == MANY
-    assert again.acquire(READER, [late]).locations == new.slots
-    assert used(again) == (MANY - 1) * KIB
+    found = again.acquire(READER, [late, keys[MANY // 2]])
+    assert found.locations == new.slots + anew.slots
+    assert used(again) == (MANY - 2) * KIB
 
 
 def test_the_leases_of_clients_that_are_gone_end_in_several_looks_at_the_clock(

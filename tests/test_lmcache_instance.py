@@ -109,9 +109,8 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
         BLOCK,
         0.9,
     )
-    expected = (1, 1, 2, BLOCKS, 1)
-    assert (found.pp_rank, found.rank, found.ranks, found.num_blocks, found.kv_groups) == expected
-    assert found.load_failure_policy == "recompute"
+    expected = (1, 1, 2, BLOCKS)
+    assert (found.pp_rank, found.rank, found.ranks, found.num_blocks) == expected
     assert found.kvcaches is found.adapter.kv_caches
     assert under_vllm(worker_id=3, several=True) == found
     mla = under_vllm(worker_id=3, use_mla=True)
@@ -119,8 +118,8 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     with pytest.raises(ConfigError, match="no vLLM here with LMCacheConnectorV1"):
         under_vllm(kvcaches={})
     assert (
-        under_vllm(kind=type("SlidingWindowSpec", (), {"sliding_window": 8})()).windowed
-        > found.windowed
+        under_vllm(kind=type("SlidingWindowSpec", (), {"sliding_window": 8})()).several
+        > found.several
     )
 
 
@@ -311,11 +310,6 @@ def test_the_example_is_supported_without_a_remark(under_vllm: Callable[..., Ins
             {},
             "set store_location: pool",
         ),
-        (
-            {"chunk_size": 18},
-            {},
-            "chunk_size 18 is no multiple of the KV block size 4: set chunk_size: 20",
-        ),
         ({}, {"context_parallel": 2}, "context parallel"),
         ({}, {"new_weights": True, "named": True}, "LMCache does not hear of them"),
         ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
@@ -330,26 +324,28 @@ def test_what_cannot_work_is_named_with_what_to_set(
     good = under_vllm()
     instance = replace(good, model=msgspec.structs.replace(good.model, **model))
     assert re.search(said, checks.refusal(lm_config(**changes), instance) or "")
-    assert "--disable-hybrid-kv-cache-manager" in (
-        checks.refusal(lm_config(), replace(good, kv_groups=2, windowed=True)) or ""
-    )
     assert 'with "kv_connector":"VCacheConnector"' in (
-        checks.refusal(lm_config(), replace(good, windowed=True)) or ""
+        checks.refusal(lm_config(), replace(good, several=True)) or ""
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "instance", "said"),
+    ("changes", "policy", "said"),
     [
-        ({"max_local_cpu_size": 1}, {}, "set local_cpu: false and max_local_cpu_size: 0"),
-        ({}, {"load_failure_policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
+        (
+            {"max_local_cpu_size": 1},
+            "recompute",
+            "set local_cpu: false and max_local_cpu_size: 0",
+        ),
+        ({}, "fail", '"kv_load_failure_policy":"recompute"'),
     ],
 )
 def test_a_setting_that_surprises_is_remarked(
     under_vllm: Callable[..., Instance],
     changes: dict[str, Any],
-    instance: dict[str, Any],
+    policy: str,
     said: str,
 ) -> None:
-    (line,) = checks.remarks(lm_config(**changes), replace(under_vllm(), **instance))
+    instance = under_vllm(kv_transfer_config__kv_load_failure_policy=policy)
+    (line,) = checks.remarks(lm_config(**changes), instance)
     assert said in line

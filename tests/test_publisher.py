@@ -17,7 +17,7 @@ from engine_cases import Node, node
 from neighbour_cases import EACH, NAMESPACE, instance
 from processes import QUICK, SECONDS, eventually
 
-from vcache_backend.errors import ServerTimeout, VCacheError
+from vcache_backend.errors import Refused, ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Find, Found, Publish
 from vcache_backend.transfer import outbox, publisher
@@ -173,6 +173,26 @@ def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(
     answers.set()
     owner.publisher._thread.join(SECONDS)
     assert told == [[key(0)]]
+
+
+def test_what_the_server_was_late_to_answer_is_said_again_first_and_what_it_refused_is_not(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else slots would stay reserved, or one client would ask for ever."""
+    answers = iter([ServerTimeout("late"), Refused("no")])
+    said = list[int]()
+
+    def retract(instance: bytes, sequence: int) -> int:
+        said.append(sequence)
+        if (error := next(answers, None)) is not None:
+            raise error
+        return 0
+
+    monkeypatch.setattr(owner.client, "retract", retract)
+    for sequence in (5, 6):
+        owner.publisher.retract(NAME, sequence)
+    assert owner.publisher.flush(SECONDS)
+    assert said == [5, 5, 6]
 
 
 def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner) -> None:

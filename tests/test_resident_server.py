@@ -482,6 +482,7 @@ def test_a_server_at_its_limit_of_descriptors_refuses_a_cache_and_takes_it_later
     with pytest.raises(Refused, match="[2-7] fds came along; its 8 regions need one each"):
         show(owner, A, regions=8)
     assert owner.stats().instances == []
+    server.expect("no descriptors left (ulimit -n)")
     eventually(lambda: not memories(server))
     server.descriptors(limit=1024)
     show(owner, A, regions=8)

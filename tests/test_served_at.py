@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from vcache_backend.integration.served_at import served_at
@@ -22,5 +25,9 @@ from vcache_backend.integration.served_at import served_at
         ("vllm serve --port \x1b[2J", None, ""),
     ],
 )
-def test_an_instance_is_named_by_its_port(command: str, rank: int | None, said: str) -> None:
-    assert served_at(rank, command.split(" ")) == said
+def test_an_instance_is_named_by_its_port(
+    monkeypatch: pytest.MonkeyPatch, command: str, rank: int | None, said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", command.split(" "))
+    ranks = SimpleNamespace(data_parallel_rank=rank or 0, data_parallel_size=1 + (rank or 0))
+    assert served_at(SimpleNamespace(parallel_config=ranks)) == said

@@ -90,6 +90,20 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     assert owners(owner.step()) == [reader.half.publications.instance] * 3
 
 
+def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(
+    shared: Make,
+) -> None:
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    source = computed(owner, tokens)
+    computed(reader, tokens[: CHUNK + 1])
+    reader.add(tokens)
+    (load,) = reader.step().loads
+    (run,) = load.residents
+    published = [one for meta in owner.metas for one in owner.published(source, meta)]
+    rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()
+    assert rows == [one.blocks for one in published[1:]]
+
+
 def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> None:
     """What was computed by then, too."""
     with scheduling(tmp_path) as here, engines(here, shown=True) as make, here.client() as client:
@@ -321,6 +335,18 @@ def test_what_a_reset_made_void_is_not_found(shared: Make) -> None:
     reader.finish(request)
     name, client = owner.half.publications.instance.hex(), reader.half.instance.client
     eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
+
+
+def test_what_a_load_brings_across_a_reset_is_not_published(shared: Make) -> None:
+    """It is from before the reset, and its blocks are filled after it."""
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    request = reader.add(tokens)
+    assert len(reader.step().loads) == 1
+    reader.scheduler.reset_prefix_cache()
+    reader.step(finished_recving={request.request_id})
+    reader.finish(request)
+    assert [meta.publications for meta in reader.metas] == [[]] * len(reader.metas)
 
 
 def test_what_was_computed_before_another_reset_the_namespace_is_not_found(

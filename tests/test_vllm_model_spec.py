@@ -227,21 +227,17 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
         ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
         ({"new_weights": True}, "set connector.weights to the version"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
-        (
-            {"block_size": 6},
-            "chunk_size 16 is no multiple of the KV block size 6: set engine.chunk_size: 18",
-        ),
     ],
 )
 def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
     changes: dict[str, Any], said: str
 ) -> None:
-    answer = model_spec.refusal(msgspec.structs.replace(MODEL, **changes), CHUNK, "0")
+    answer = model_spec.refusal(msgspec.structs.replace(MODEL, **changes), "0")
     assert answer is not None
     assert said in answer
     assert "\n" not in answer
     for seed in (None, "", "random"):
-        assert "set PYTHONHASHSEED=0" in (model_spec.refusal(MODEL, CHUNK, seed) or "")
+        assert "set PYTHONHASHSEED=0" in (model_spec.refusal(MODEL, seed) or "")
 
 
 # ---- real vLLM, where it is installed
@@ -262,7 +258,7 @@ def real(served: object, folder: str) -> tuple[ModelSpec, str | None]:
         prefix_caching_hash_algo="sha256_cbor",
     ).create_engine_config()
     model = model_spec.read_model(config)
-    return model, model_spec.refusal(model, 256, "0")
+    return model, model_spec.refusal(model, "0")
 
 
 @needs_vllm

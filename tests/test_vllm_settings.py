@@ -31,15 +31,15 @@ def yaml(folder: Path, text: str) -> str:
 
 def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
     text = (
-        "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, wait_seconds: "
-        "3.0}\npool: {segment_bytes: 4 GiB}"
+        "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, model: theirs}\n"
+        "pool: {segment_bytes: 4 GiB}"
     )
     file = yaml(tmp_path, text)
     found = settings.read(
-        {"config": file, "connector": {"wait_seconds": 1.5}, "engine": {"chunk_size": 128}}
+        {"config": file, "connector": {"model": "ours"}, "engine": {"chunk_size": 128}}
     )
     assert found.server.path == Path("/of/the/file")
-    assert (found.connector.min_hit_tokens, found.connector.wait_seconds) == (512, 1.5)
+    assert (found.connector.min_hit_tokens, found.connector.model) == (512, "ours")
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
 
 

@@ -88,7 +88,9 @@ def _in_a_shell() -> bool:
 
 def _end(line: str, trouble: Exception | None = None) -> NoReturn:
     """End the command with one line on stderr, and exit code 1."""
-    typer.secho(f"vcache: {line}", fg="red", err=True)
+    from vcache_backend.metadata_server.client_lines import printable
+
+    typer.secho(f"vcache: {printable(line, len(line))}", fg="red", err=True)
     raise typer.Exit(1) from trouble
 
 

@@ -215,7 +215,6 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
     store: Literal["all", "prompt"] = "all"
-    wait_seconds: Positive = 10.0
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
     weights: str = ""

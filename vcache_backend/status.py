@@ -135,7 +135,8 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
     """Make a table without rules. Cells are plain text, never markup. Marks before a column's name:
     `>` right-justified, `~` may be wrapped."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
-    made.box, made.padding = None, (0, 2, 0, 0)
+    made.box = None
+    made.padding = (0, 2, 0, 0)
     for name in columns:
         wraps = name.startswith("~")
         justify: JustifyMethod = "right" if name.startswith(">") else "left"

@@ -120,7 +120,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     @answers(None)
     def close(self) -> None:
         """Finish stores and leave the pool. The chunks stay in the pool."""
-        worker, self.worker = self.worker, None
+        worker = self.worker
+        self.worker = None
         if worker is not None:
             worker.session.close()
 

@@ -6,6 +6,7 @@ Imports neither LMCache nor vLLM."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from vcache_backend.supported import LMCACHE
@@ -27,8 +28,7 @@ def version() -> str | None:
 def refusal(lm_config: Any, instance: Instance) -> str | None:
     """Name the first setting of LMCache or the instance that the plugin does not work with, and
     what to change. None if all settings fit."""
-    reasons = *_unsupported(lm_config), *_instance_reasons(lm_config, instance)
-    return next(filter(None, reasons), None)
+    return next(chain(_unsupported(lm_config), _instance_reasons(lm_config, instance)), None)
 
 
 _REPLACED = {
@@ -70,8 +70,7 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
         )
 
 
-def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None]:
-    yield model_spec.chunk_misfit(lm_config.chunk_size, instance.model.block_size, "chunk_size")
+def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str]:
     yield from model_spec.misfits(instance.model)
     if instance.model.new_weights:
         yield (
@@ -79,15 +78,10 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
             "start vLLM without it, or with "
             '"kv_connector":"VCacheConnector"'
         )
-    if instance.kv_groups > 1:
+    if instance.several:
         yield (
-            f"{instance.kv_groups} groups of layers with block tables of their own: start "
-            "vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    if instance.windowed:
-        yield (
-            "all layers look back at a window, and LMCache stores what vLLM has given back of a "
-            "prefix in its own cache: start vLLM "
+            "the model has several block tables, or one of a sliding window, of which LMCache "
+            "stores what vLLM has given back: start vLLM "
             'with "kv_connector":"VCacheConnector"'
         )
     extra = getattr(lm_config, "extra_config", None) or {}
@@ -111,7 +105,7 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
         )
     if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
         yield ("Python's hash can be made to collide: set pre_caching_hash_algorithm: sha256")
-    if instance.load_failure_policy == "fail":
+    if instance.vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
         yield (
             "kv_load_failure_policy is fail, so that a chunk lost between look-up and load "
             "fails its request: "

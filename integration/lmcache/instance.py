@@ -28,18 +28,16 @@ class Instance:
     """One worker of a serving instance.
 
     rank, ranks: the number of this worker's shard of a chunk, of how many, within a pipeline stage;
-    0 of 1 with MLA, where all ranks hold the same KV. kv_groups: groups of layers with separate
-    block tables. windowed: vLLM frees some of a request's blocks while it runs. num_blocks: as vLLM
-    counts them. kvcaches: by layer. adapter: LMCache's adapter in vLLM."""
+    0 of 1 with MLA, where all ranks hold the same KV. several: there are several block tables, or
+    one of a sliding window. num_blocks: as vLLM counts them. kvcaches: by layer. adapter: LMCache's
+    adapter in vLLM."""
 
     model: ModelSpec
     rank: int
     ranks: int
     pp_rank: int
-    kv_groups: int
-    windowed: bool
+    several: bool
     num_blocks: int
-    load_failure_policy: str
     kvcaches: Mapping[str, Tensor] = field(compare=False, repr=False)
     adapter: Any = field(compare=False, repr=False)
     vllm_config: Any = field(compare=False, repr=False)
@@ -87,10 +85,8 @@ def discover(metadata: Any, name: str) -> Instance:
         rank=metadata.worker_id % ranks,
         ranks=ranks,
         pp_rank=metadata.worker_id // model.tp_size % model.pp_size,
-        kv_groups=len(kv_config.kv_cache_groups),
-        windowed=groups.several(kv_config),
+        several=groups.several(kv_config),
         num_blocks=kv_config.num_blocks,
-        load_failure_policy=vllm.kv_transfer_config.kv_load_failure_policy,
         kvcaches=adapter.kv_caches,
         adapter=adapter,
         vllm_config=vllm,

@@ -120,34 +120,20 @@ class _OnImport(MetaPathFinder):
 
 def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        native = _guarded(_uses_native, *args, **kwargs)
-        if native is False:
-            _guarded(_supply_connector)
+        _guarded(_supply_connector)
         construct(self, *args, **kwargs)
-        if native is False:
-            _guarded(_patch_scheduler, self)
+        _guarded(_patch_scheduler, self)
 
     return __init__
 
 
-def _guarded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `call` and return the result. On an error warn and return None: vLLM must start."""
+def _guarded(call: Callable[..., None], *args: Any) -> None:
+    """Call `call`. On an error warn: vLLM must start."""
     try:
-        return call(*args, **kwargs)
+        call(*args)
     except Exception as error:  # noqa: BLE001 - vLLM must start
         said = "vcache's hook failed and nothing will be cached (%s: %s: %s)"
         log.warning(said, call.__name__, type(error).__name__, error)
-        return None
-
-
-def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
-    native = bool(vllm_config.kv_transfer_config.get_from_extra_config("use_native", False))
-    if native:
-        log.info(
-            "vcache does nothing: `use_native: true` picks vLLM's own copy of LMCache's "
-            "adapter, without storage plugins"
-        )
-    return native
 
 
 def _supply_connector() -> None:

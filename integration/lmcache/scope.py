@@ -174,7 +174,8 @@ class Scheduler:
         return meta
 
     def _refuse_to_save(self, request: Any, error: Exception) -> None:
-        level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
         name, kind = request.request_id, type(error).__name__
         log.log(level, "vcache: request %s is not cached (%s: %s)", name, kind, error)
         try:

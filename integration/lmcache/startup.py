@@ -19,7 +19,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
-from ..served_at import data_parallel_rank, served_at
+from ..served_at import served_at
 from ..vllm.model import spec as model_spec
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
@@ -78,7 +78,7 @@ def _join(settings: Config, instance: Instance, kv: PagedKV, layout: Layout) -> 
         over_budget=beside_vllm(model.device_type, model.gpu_memory_utilization),
         rank=instance.rank,
         kv_device=str(kv.device),
-        name=served_at(data_parallel_rank(instance.vllm_config)),
+        name=served_at(instance.vllm_config),
     )
     if settings.connector.start_server:
         session.client.on_killed = partial(start.try_ensure, settings)

@@ -120,7 +120,8 @@ class PoolWorker:
 
     def settle(self, block_size: int) -> set[int]:
         """Wait for the launched loads. Returns the unfilled KV blocks, of `block_size` tokens."""
-        loads, self._launched = self._launched, []
+        loads = self._launched
+        self._launched = []
         bad: set[int] = set()
         for load, slots, starts, skip in loads:
             for start in starts[load.finish(COPY_SECONDS) :]:

@@ -97,7 +97,8 @@ class EndRing:
         path, link = address
         if link == self._link:
             return
-        self._link, self._ring = link, None
+        self._link = link
+        self._ring = None
         with suppress(OSError, ValueError), ExitStack() as undo:
             if os.readlink(path) != link:
                 return

@@ -75,7 +75,8 @@ class ClientLines(logging.Filter):
             line += f" (lines of this client left out before this one: {out:,})"
         bucket.left_out = 0
         bucket.left -= 1
-        record.msg, record.args = line, None
+        record.msg = line
+        record.args = None
         return True
 
     def _bucket(self, caller: Caller) -> _Bucket:

@@ -167,7 +167,8 @@ class LedgerState(msgspec.Struct):
 
     def _clear(self, namespace: bytes) -> None:
         if not namespace:
-            self.chunks, self.spaces = {}, None
+            self.chunks = {}
+            self.spaces = None
             return
         if self.spaces is None:
             self.spaces = {}

@@ -29,10 +29,14 @@ reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_any_rep
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a message. ProtocolError if it exceeds MAX_MESSAGE_BYTES."""
-    data = _encoder.encode(message)
+    """Encode a message. ProtocolError if it exceeds MAX_MESSAGE_BYTES, or if a text, such as a
+    file's name, is not UTF-8."""
+    kind = type(message).__name__
+    try:
+        data = _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"{kind}: {error}") from error
     if len(data) > MAX_MESSAGE_BYTES:
-        kind = type(message).__name__
         raise ProtocolError(
             f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B"
         )

@@ -80,4 +80,6 @@ class Samples:
             return
         asked, found = tokens(stats)
         self._points.append(Point(time.monotonic(), stats.epoch, asked, found))
-        self.stats, self.problem, self.answered_at = stats, "", time.monotonic()
+        self.stats = stats
+        self.problem = ""
+        self.answered_at = time.monotonic()

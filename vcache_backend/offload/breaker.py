@@ -59,12 +59,15 @@ class Breaker:
         """Note the end of a trial: close the breaker, or wait longer for the next trial."""
         with self._lock:
             if held:
-                self.is_open, self._in_a_row = False, 0
+                self.is_open = False
+                self._in_a_row = 0
             else:
                 self._wait()
 
     def _open(self) -> None:
-        self.is_open, self._pause, self._due = True, self._retry, self._now()
+        self.is_open = True
+        self._pause = self._retry
+        self._due = self._now()
 
     def _wait(self) -> None:
         self._due = self._now() + self._pause

@@ -187,7 +187,8 @@ class Fetch:
         """Pass on no chunk from number `at` on."""
         with self._arrived:
             if at < self._end:
-                self._end, self.cause = at, cause
+                self._end = at
+                self.cause = cause
             late = [index for index in self._staged if index >= self._end]
             dropped = [self._staged.pop(index) for index in late]
             self._arrived.notify_all()

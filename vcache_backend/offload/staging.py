@@ -47,7 +47,8 @@ class Staging:
 
     def close(self) -> None:
         """Unlock the pages, after the last copy. Idempotent."""
-        pinned, self._pinned = self._pinned, False
+        pinned = self._pinned
+        self._pinned = False
         if pinned:
             _cuda("cudaHostUnregister", self._whole.data_ptr())
 
@@ -67,7 +68,8 @@ class Ring:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._returned.wait(left):
                     return []
-            taken, self._free = self._free[-count:], self._free[:-count]
+            taken = self._free[-count:]
+            self._free = self._free[:-count]
             return taken
 
     def give(self, buffers: Sequence[Buffer]) -> None:

@@ -197,6 +197,7 @@ class Store:
                 self._said = str(error)
                 log.warning("no offload tier: %s", error)
             return False
-        self._suspect, self._said = None, ""
+        self._suspect = None
+        self._said = ""
         log.info("the offload tier answers")
         return True

@@ -96,7 +96,8 @@ class Writer:
         """Drop the queue, and let running writes end, within `seconds`. Idempotent."""
         with self._changed:
             self._stop.set()
-            waiting, self._waiting = len(self._waiting), deque()
+            waiting = len(self._waiting)
+            self._waiting = deque()
             self._changed.notify_all()
         self._dropped("down", waiting)
         self._workers.close(seconds)
@@ -132,7 +133,8 @@ class Writer:
                 if self._waiting and not self._copying and self._bound.store.usable:
                     most = most if self._busy else max(most // FIRST_PART, 1)
                     count = min(len(self._waiting), most)
-                    self._copying, self._busy = True, self._busy + 1
+                    self._copying = True
+                    self._busy += 1
                     return [self._waiting.popleft() for _ in range(count)]
                 self._changed.wait(POLL_SECONDS if self._waiting else None)
         return []

@@ -165,7 +165,8 @@ class Load:
     def hold(self, cause: str = ABSENT) -> None:
         """Start no further copies: the load ends with the copies that are running."""
         if not self._over and self.reached < self._end:
-            self._end, self.cause = self.reached, self.cause or cause
+            self._end = self.reached
+            self.cause = self.cause or cause
 
     def cancel(self) -> None:
         """Cancel a load that is not needed any more. It is over when its running copies are."""
@@ -265,7 +266,8 @@ class Load:
 
     def _fail(self, cause: str) -> None:
         """End the load with the chunks that are in place now."""
-        self._failed, self.cause = True, cause
+        self._failed = True
+        self.cause = cause
 
     def _linger(self) -> None:
         """Release the parts of an abandoned load as soon as their copies are over, so that owners

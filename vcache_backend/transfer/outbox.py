@@ -91,7 +91,8 @@ class Outbox:
                 self._changed.wait_for(lambda: self._stopping or self._hurries(), LATER_SECONDS)
                 if self._stopping:
                     return
-                self._busy, self._urgent = self._has_work(), False
+                self._busy = self._has_work()
+                self._urgent = False
             try:
                 self._work()
             except Exception:  # the thread's last line of defence

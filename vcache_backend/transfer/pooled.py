@@ -102,7 +102,8 @@ class Pooled:
             self._run = self._leased(chunk)
             if self._run is None:
                 return None
-        run, self.cause = self._run, ""
+        run = self._run
+        self.cause = ""
         start, end = run.consecutive(chunk)
         views = session.views(run.lease.locations[start:end])
         if not views:
@@ -119,14 +120,16 @@ class Pooled:
     def cancel(self) -> None:
         """Ask for no more chunks under the present lease. The last copy under it ends it.
         Idempotent."""
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is not None:
             run.leave(self._context.session)
 
     def _leased(self, chunk: int) -> _LeasedRun | None:
         """Lease the chunks from this number on that are in the pool."""
         context, session = self._context, self._context.session
-        numbers, self._numbers = self._numbers, ()
+        numbers = self._numbers
+        self._numbers = ()
         self.cause = ""
         if not session.client.connected:
             self.cause = "server"

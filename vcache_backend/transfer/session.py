@@ -113,7 +113,8 @@ class Session:
             raise LayoutError(f"{here}, but the layout says {said[0]} of {said[1]}")
         self.copier.prepare(kv)
         self._bind_tier(kv)
-        self._paged, self._tensors = kv, tensors
+        self._paged = kv
+        self._tensors = tensors
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         return kv
 
@@ -125,11 +126,6 @@ class Session:
             return False
         same = all(map(operator.is_, kvcaches, bound))
         return same and [tensor.data_ptr() for tensor in bound] == self._addresses
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk; 0 before KV caches are bound."""
-        return 0 if self._paged is None else self._paged.chunk_bytes(self.chunk_size)
 
     # ---- look-ups
 

@@ -189,7 +189,8 @@ class OffloadSource:
         if not fetch.over:
             return True
         if self._next < self._stop:
-            self.may_have, self.cause = False, CAUSES.get(fetch.cause, "store")
+            self.may_have = False
+            self.cause = CAUSES.get(fetch.cause, "store")
         self.cancel()
         return False
 
@@ -205,12 +206,14 @@ class OffloadSource:
             fetch = self._context.session.fetch(self._context.keys[chunk:stop])
         except VCacheError as error:
             self._context.session.miss("fetch", error)
-            fetch, self.cause = None, "server"
+            fetch = None
+            self.cause = "server"
         if fetch is None:
             self.may_have = False
             return False
         self._fetch = fetch
-        self._next, self._stop = chunk, chunk + len(fetch.keys)
+        self._next = chunk
+        self._stop = chunk + len(fetch.keys)
         return True
 
     def launch(self, chunk: int) -> Sequence[Part]:

@@ -83,7 +83,8 @@ class EngineStats:
     def unsaid(self, reason: str, epoch: int) -> bool:
         """Whether to log this reason now: once in each `epoch` (`Client.epoch`)."""
         with self._lock:
-            before, self._said[reason] = self._said.get(reason), epoch
+            before = self._said.get(reason)
+            self._said[reason] = epoch
             return before != epoch
 
     def miss(self, call: str, error: Exception) -> int:

@@ -87,7 +87,8 @@ class PinnedPool(Pool):
             self._busy = False
 
     def _lend(self, nbytes: int) -> bool:
-        piece, self._exhausted = min(nbytes, PIECE_BYTES), False
+        piece = min(nbytes, PIECE_BYTES)
+        self._exhausted = False
         return super()._lend(piece) and (self._exhausted or piece == nbytes)
 
     def _no_more(self, error: SegmentError) -> None:

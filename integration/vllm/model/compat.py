@@ -80,12 +80,11 @@ def refusal(
     reason = unsupported(vllm.__version__)
     if reason is not None:
         return reason
-    size = settings.engine.chunk_size
-    reason = model_spec.refusal(model, size, hash_seed(vllm_config))
+    reason = model_spec.refusal(model, hash_seed(vllm_config))
     if model.sleep_mode:
         reason = reason or _sleep_refusal(vllm_config.model_config)
     try:
-        groups.read(kv_cache_config, size)
+        groups.read(kv_cache_config, settings.engine.chunk_size)
     except LayoutError as error:
         return reason or str(error)
     return reason

@@ -238,23 +238,19 @@ def layout(
 # ---- reasons against caching
 
 
-def refusal(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> str | None:
+def refusal(model: ModelSpec, hash_seed: str | None) -> str | None:
     """Say why nothing may be cached, in one line with what to change; None if caching is possible.
 
     hash_seed: see `config.hash_seed`."""
-    return next((reason for reason in _reasons(model, chunk_size, hash_seed) if reason), None)
-
-
-def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterator[str | None]:
-    yield from misfits(model)
+    if reason := next(misfits(model), None):
+        return reason
     if model.new_weights and not model.named:
-        yield (
+        return (
             "--weight-transfer-config brings new weights, and KV of old ones must not be found: "
             "set connector.weights to the version with which the instance starts "
             "(see New weights in docs/vllm/operation.md)"
         )
-    yield seed(hash_seed)
-    yield chunk_misfit(chunk_size, model.block_size, "engine.chunk_size")
+    return seed(hash_seed)
 
 
 def misfits(instance: ModelSpec) -> Iterator[str]:
@@ -285,18 +281,6 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
             "each instance counts images instead of naming them by content: start vLLM "
             "without --mm-processor-cache-gb 0"
         )
-
-
-def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
-    """Say why a chunk of so many tokens does not consist of whole blocks, and what to set `setting`
-    to; None if it does."""
-    if block_size > 0 and not chunk_size % block_size:
-        return None
-    fitting = -(-chunk_size // max(block_size, 1)) * block_size
-    return (
-        f"chunk_size {chunk_size} is no multiple of the KV block size {block_size}: set "
-        f"{setting}: {fitting}"
-    )
 
 
 def seed(hash_seed: str | None) -> str | None:

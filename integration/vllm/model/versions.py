@@ -24,7 +24,6 @@ CHANGES = frozenset(
     }
 )
 """The calls of vLLM's workers that change weights."""
-_watched = set[type]()
 
 
 def digest(name: object) -> bytes:
@@ -42,15 +41,13 @@ def unknown() -> bytes:
     return secrets.token_bytes(DIGEST_BYTES)
 
 
-def watch(engine: type = EngineCore) -> None:
+@functools.cache
+def watch() -> None:
     """Have every engine of this process tell its connectors when its weights change
     (`weights_change`), and when their version is named (`weights_are`). Idempotent.
 
     The engine calls both in its scheduler's thread, between two steps."""
-    if engine in _watched:
-        return
-    _watched.add(engine)
-    name, call = engine.set_weight_version, engine.collective_rpc  # type: ignore[attr-defined]
+    name, call = EngineCore.set_weight_version, EngineCore.collective_rpc
 
     @functools.wraps(name)
     def set_weight_version(self: Any, weight_version: str) -> Any:
@@ -67,8 +64,8 @@ def watch(engine: type = EngineCore) -> None:
                 connector.weights_change()
         return call(self, method, *args, **kwargs)
 
-    engine.set_weight_version = set_weight_version  # type: ignore[attr-defined]
-    engine.collective_rpc = collective_rpc  # type: ignore[attr-defined]
+    EngineCore.set_weight_version = set_weight_version
+    EngineCore.collective_rpc = collective_rpc
 
 
 def _connectors(engine: Any) -> Iterator[Any]:

@@ -14,15 +14,19 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One request's settings.
 
     load, store: the request may load chunks, and store its own. announced: another instance is
-    computing this prompt, so wait for its chunks. wait_seconds: how long; None:
-    `connector.wait_seconds`. tenant: whose share of the pool its chunks count for; empty: that of
-    its `cache_salt`."""
+    computing this prompt, so wait for its chunks, at most `wait_seconds`. tenant: whose share of
+    the pool its chunks count for; empty: that of its `cache_salt`."""
 
     load: bool = True
     store: bool = True
     announced: bool = False
-    wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] | None = None
+    wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0
     tenant: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+    @property
+    def patience(self) -> float:
+        """How long another instance that computes the prompt may be quiet in any case."""
+        return self.wait_seconds if self.announced else 0.0
 
 
 NOTHING = RequestParams(load=False, store=False)

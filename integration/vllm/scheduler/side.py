@@ -16,7 +16,7 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.pool import quotas
 
-from ...served_at import data_parallel_rank, served_at
+from ...served_at import served_at
 from ..in_place import exporter as exportable
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
@@ -85,7 +85,7 @@ class SchedulerSide:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             refused = exportable.refusal(vllm_config, kv_cache_config, model)
             refused = refused or self._share_in_place(config, kv_cache_config, step_tokens)
-        name = served_at(data_parallel_rank(vllm_config))
+        name = served_at(vllm_config)
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name
         )

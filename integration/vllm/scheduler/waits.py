@@ -64,7 +64,6 @@ class Waits:
         self._instance, self._states = instance, states
         self._lookups, self._pace, self._meter = lookups, pace, meter
         self._size = config.engine.chunk_size
-        self._wait_seconds = config.connector.wait_seconds
         self._leaders: dict[ChunkKey, Tracked] = {}
         """By the first chunk that a request of this instance loads or waits for, that request."""
         self._silent: dict[int, float] = {}
@@ -162,7 +161,7 @@ class Waits:
     def _begins(self, tracked: Tracked, answer: Answer, chunks: int, now: float) -> bool:
         wait, coming = tracked.wait, answer.coming
         if tracked.params.announced:
-            wait.target, seconds = chunks, self._patience(tracked)
+            wait.target, seconds = chunks, tracked.params.patience
             if answer.hits >= chunks or not seconds:
                 return False
         elif coming is None:
@@ -206,16 +205,9 @@ class Waits:
             return "kept" if self._states and answer.hits > wait.began else "withdrawn"
         return "silent" if self._is_silent(tracked, coming, now) else ""
 
-    def _patience(self, tracked: Tracked) -> float:
-        """How long the owner of the request's chunks may be quiet in any case."""
-        asked = tracked.params
-        if not asked.announced:
-            return 0.0
-        return self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
-
     def _is_silent(self, tracked: Tracked, coming: Coming, now: float) -> bool:
         """Whether the owner makes no progress, or made none a moment ago."""
-        if coming.quiet < self._patience(tracked):
+        if coming.quiet < tracked.params.patience:
             return False
         if self._silent.get(coming.owner, 0.0) > now:
             return True

@@ -65,7 +65,8 @@ class Reporter:
             report.shards = {self._place: self._shard}
         if self._stored:
             report.stored = {self._rank: [self._stored.popleft() for _ in range(len(self._stored))]}
-        self._link, self.introduce = link, False
+        self._link = link
+        self.introduce = False
         if report == WorkerReport():
             return None
         self.next = WorkerReport()

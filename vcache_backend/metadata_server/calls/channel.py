@@ -330,7 +330,8 @@ class Channel:
         """Open the breaker: close the socket, keep the reason, wake the thread. Under the lock."""
         link.close()
         if self._link is link:
-            self._link, self._down = None, reason
+            self._link = None
+            self._down = reason
             while self._unread:
                 self._unread.popleft().lost = reason
             self.connections_lost += 1

@@ -113,7 +113,8 @@ class InstancePublications:
     def clear(self) -> tuple[Table, Table]:
         """Void all publications. Returns the complete and the awaited chunks, for `forget`."""
         tables = self.complete, self.awaited
-        self.complete, self.awaited = {}, {}
+        self.complete = {}
+        self.awaited = {}
         return tables
 
     def forget(self, tables: tuple[Table, ...]) -> Steps:

@@ -91,6 +91,7 @@ class Chunks:
         """Remove a namespace, or all of them with b"". Returns their tables, now the caller's."""
         taken = [space] if (space := self._spaces.pop(namespace, None)) else []
         if not namespace:
-            taken, self._spaces = list(self._spaces.values()), {}
+            taken = list(self._spaces.values())
+            self._spaces = {}
         self._count -= sum(map(len, taken))
         return taken

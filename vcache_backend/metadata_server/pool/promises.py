@@ -107,7 +107,8 @@ class Promises:
         taken = self._promise(client, request.number, lacking, request.ranks)
         if taken is None:
             return 0
-        taken.confirmed, taken.begun = True, request.begun
+        taken.confirmed = True
+        taken.begun = request.begun
         taken.pace = self._paces[client.id] = request.chunk_seconds, request.step_seconds
         return len(taken.left)
 

@@ -74,21 +74,26 @@ class Order:
         """Add an entry as the most recent. The entry must not be in the order."""
         ends, last = self._ends, self._ends.older
         if last is not None:
-            entry.use, entry.older, entry.newer = use, last, ends
+            entry.use = use
+            entry.older = last
+            entry.newer = ends
             last.newer = ends.older = entry
 
     def clear(self) -> None:
         """Unlink all entries of an order that is not used again."""
         entry: Entry | None = self._ends
         while entry is not None:
-            following, entry.older, entry.newer = entry.newer, None, None
+            following = entry.newer
+            entry.older = None
+            entry.newer = None
             entry = following
 
 
 def remove(entry: Entry) -> None:
     older, newer = entry.older, entry.newer
     if older is not None and newer is not None:
-        older.newer, newer.older = newer, older
+        older.newer = newer
+        newer.older = older
         entry.older = entry.newer = None
 
 

@@ -83,7 +83,8 @@ class Clients:
 
     def send(self) -> None:
         """Send what the sockets take now. Then read from connections whose answers have left."""
-        concerned, self._concerned = self._concerned, {}
+        concerned = self._concerned
+        self._concerned = {}
         for connection in concerned:
             if connection.closed:
                 continue
@@ -152,16 +153,20 @@ class Clients:
         if not data:
             self._disconnect(connection)
             return
-        if connection.client is None and self._receiver.lacks_fds:
-            # The client's ledger may be among those that did not come.
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if self._receiver.lacks_fds:
+            if connection.client is None:
+                # The client's ledger may be among those that did not come.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            said = "the server has no descriptors left (ulimit -n) for what pid %d sends"
+            log.warning(said, connection.caller.pid)
         if connection.client is not None:
             connection.client.heard = time.monotonic()
         connection.request = bytes(data)
         self._turns.enter(connection)
 
     def _answer(self, connection: Connection) -> None:
-        data, connection.request = connection.request, None
+        data = connection.request
+        connection.request = None
         assert data is not None
         try:
             request = wire.request_decoder.decode(data)

@@ -89,7 +89,8 @@ class _Zeros(TorchFunctionMode):
 def _leave(mode: _Zeros) -> None:
     """Disable `mode`, and take it from this thread's stack wherever it is (torch itself takes only
     the last one)."""
-    mode.make, above = None, []
+    mode.make = None
+    above = []
     while torch._C._len_torch_function_stack():
         last = overrides._pop_mode()
         if last is mode:
