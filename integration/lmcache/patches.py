@@ -216,7 +216,7 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     def replace(name: str, verb: Callable[..., Any], wanted: str) -> None:
         _replace(engine, name, lambda theirs: functools.partial(verb, theirs), wanted)
 
-    asked = "hashes offsets search_range lookup_id pin request_configs"
+    asked = "hashes offsets lookup_id pin request_configs"
     replace("lookup", verbs.lookup, asked)
     replace("lookup_unpin", verbs.unpin, "lookup_id")
     replace("retrieve", verbs.retrieve, "tokens mask kwargs")

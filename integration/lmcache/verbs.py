@@ -76,30 +76,21 @@ class Verbs:
 
     # ---- look-ups
 
-    def lookup(
-        self,
-        theirs: Callable[..., int],
-        tokens: Any = None,
-        hashes: Sequence[int] | None = None,
-        offsets: Sequence[int] | None = None,
-        search_range: list[str] | None = None,
-        lookup_id: str | None = None,
-        pin: bool = False,
-        request_configs: dict[str, Any] | None = None,
-    ) -> int:
-        """Return how many leading tokens can be loaded. With `pin` the hit is kept for `lookup_id`.
-        Without `pin` LMCache's own method answers."""
+    def lookup(self, theirs: Callable[..., int], *args: Any, **asked: Any) -> int:
+        """Return how many leading tokens can be loaded, and keep the hit for the request, if
+        LMCache's look-up server asks: with hashes, pinned, and with an id. Other look-ups are
+        answered by LMCache's own method."""
         worker, engine = self._backend.worker, self._engine
-        if not pin or lookup_id is None or worker is None or not engine.is_healthy():
-            what = {"tokens": tokens, "hashes": hashes, "offsets": offsets}
-            how = {"lookup_id": lookup_id, "pin": pin, "request_configs": request_configs}
-            return theirs(**what, search_range=search_range, **how)
-        hit_tokens, asked = 0, len(tokens) if tokens is not None else sum(offsets or ())
-        stats = engine.stats_monitor.on_lookup_request(asked)
+        hashes: Any = asked.get("hashes")
+        request: Any = asked.get("lookup_id")
+        from_server = asked.get("pin") and hashes is not None and request is not None
+        if not from_server or worker is None or not engine.is_healthy():
+            return theirs(*args, **asked)
+        stats = engine.stats_monitor.on_lookup_request(sum(asked.get("offsets") or ()))
+        hit_tokens = 0
         try:
-            hashes = self._hashes(tokens) if hashes is None else hashes
-            hit = worker.promise(self._names(worker, hashes, request_configs, search_range))
-            self._hits.keep(lookup_id, hit)
+            hit = worker.promise(self._names(worker, hashes, asked.get("request_configs")))
+            self._hits.keep(request, hit)
             hit_tokens = len(hit.names) * self._size
         except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
             self._backend.note_failure("lookup", error)
@@ -126,12 +117,11 @@ class Verbs:
         worker: PoolWorker,
         hashes: Sequence[int],
         configs: dict[str, Any] | None,
-        search_range: list[str] | None = None,
     ) -> list[ChunkKey]:
         """The keys of a request's chunks. Empty if LMCache does not want to use our tier: if it is
         frozen, say, or our tier is bypassed."""
         tiers = self._engine.storage_manager.get_active_storage_backends(
-            search_range=search_range or self._engine.retrieve_locations
+            search_range=self._engine.retrieve_locations
         )
         ours = any(tier is self._backend for _, tier in tiers)
         return worker.names(hashes, tags_of(configs)) if ours else []

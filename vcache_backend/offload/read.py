@@ -56,10 +56,9 @@ class Bound:
 
 
 class Staged(NamedTuple):
-    """A chunk that has arrived. epoch: the epoch in which it was stored. payload: 1-D uint8 on the
-    host, as the codec wrote it; valid until `give_back`."""
+    """A chunk that has arrived. payload: 1-D uint8 on the host, as the codec wrote it; valid until
+    `give_back`."""
 
-    epoch: int
     payload: torch.Tensor
     codec: Codec | None
     buffer: Buffer
@@ -104,7 +103,7 @@ class Reader:
 
 
 class Fetch:
-    """Reads the chunks of one request from the store.
+    """Reads the chunks of one request, stored in `epoch`, from the store.
 
     `ready` never waits; `wait` waits for the next chunk. One thread uses a fetch, and gives every
     `Staged` back. The fetch ends with the first chunk that is absent, damaged or late."""
@@ -220,7 +219,7 @@ class Fetch:
         with self._arrived:
             if good and index < self._end:
                 payload = buffer.memory[HEADER_BYTES:]
-                self._staged[index] = Staged(self.epoch, payload, self._bound.codec, buffer)
+                self._staged[index] = Staged(payload, self._bound.codec, buffer)
                 self._moved = self._reader.now()
                 self._came = came = self._came + 1
                 self._arrived.notify_all()

@@ -148,7 +148,7 @@ def launch(
 
 @dataclass
 class _OffloadedPart(Part):
-    epochs: set[int]
+    epoch: int
     give_back: Callable[[], None]
 
     def settle(self) -> Settled:
@@ -156,7 +156,7 @@ class _OffloadedPart(Part):
         self.give_back()
         waited = perf_counter() - context.idle_since
         context.stats.offloaded(self.first, self.count, self.tokens(self.count), waited, seconds)
-        context.epochs |= self.epochs
+        context.epochs.add(self.epoch)
         context.fetched += range(self.first, stop)
         return Settled(self.count)
 
@@ -225,9 +225,8 @@ class OffloadSource:
         if not staged:
             return []
         self._next += len(staged)
-        epochs = {each.epoch for each in staged}
         give_back = partial(fetch.give_back, staged)
-        part = _OffloadedPart(context, chunk, len(staged), epochs, give_back)
+        part = _OffloadedPart(context, chunk, len(staged), fetch.epoch, give_back)
         scatter = partial(uploader.scatter, context.places.kv, chunks=staged, after=context.mark)
         launch(context, [part], scatter)
         return [part]
