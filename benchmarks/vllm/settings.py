@@ -20,7 +20,7 @@ BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 COMPILED_BY_RULE = {
     "inductor_compile_config": {"combo_kernels": True, "benchmark_combo_kernel": False}
 }
-"""vLLM 0.26 has the compiler time whether kernels are to be combined; then instances that compile
+"""vLLM has the compiler time whether kernels are to be combined; then instances that compile
 for themselves may differ.
 """
 

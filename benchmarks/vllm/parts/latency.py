@@ -6,7 +6,7 @@ On otherwise idle GPUs, one request at a time unless said otherwise.
 Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do. Then a hit
 in vLLM's own prefix cache, through our connector and through LMCache leaves the same tokens to
 compute. If a prompt ended with a chunk, vLLM and our connector would compute the last block, but
-LMCache only the last token. vLLM 0.26 treats that as a decode: one whole CUDA graph, where the
+LMCache only the last token. vLLM treats that as a decode: one whole CUDA graph, where the
 others launch one for each layer and wait for the host."""
 
 from __future__ import annotations
