@@ -32,7 +32,8 @@ def register() -> None:
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
     create = getattr(made, "create_engine_config", None)
     if callable(create):
-        setattr(made, "create_engine_config", _checking(create))  # noqa: B010 - a class of vLLM's, which mypy does not see
+        # A class of vLLM's, which mypy does not see.
+        setattr(made, "create_engine_config", _checking(create))  # noqa: B010
 
 
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,7 +56,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """None if the plugin stepped aside, and once it is closed."""
         try:
             self.worker = begin(config, metadata, self)
-        except Exception as error:  # noqa: BLE001 LMCache would swallow it, and go on without us but with our GPU connector
+        except Exception as error:  # noqa: BLE001
+            # LMCache would swallow it, and go on without us but with our GPU connector.
             reason = str(error) or type(error).__name__
             unknown = None if isinstance(error, StepAside | VCacheError) else error
             say_stepped_aside(config, metadata, reason, unknown)

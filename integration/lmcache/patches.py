@@ -114,7 +114,8 @@ class _OnImport(MetaPathFinder):
                 execute(module)
                 register()
 
-            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 - this loader serves this module only
+            # This loader serves this module only.
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
         return spec
 
 

@@ -65,7 +65,8 @@ class OffloadService:
             answer = call(*arguments)
         except VCacheError as known:
             error = [type(known).__name__, str(known)]
-        except Exception as unknown:  # noqa: BLE001 - the parent must not wait for an answer that never comes
+        except Exception as unknown:  # noqa: BLE001
+            # The parent must not wait for an answer that never comes.
             error = ["StoreDown", f"{verb}: {type(unknown).__name__}: {unknown}"]
         if error is not None:
             # The error may contain a file name that is not text.

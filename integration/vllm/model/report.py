@@ -157,7 +157,8 @@ def main() -> None:
         os.dup2(2, 1)
         try:
             result = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
-        except Exception as error:  # noqa: BLE001 - the outermost line of this process: who asked is told
+        except Exception as error:  # noqa: BLE001
+            # The outermost line of this process: who asked is told.
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
                 why = error.errors()[0]["msg"]

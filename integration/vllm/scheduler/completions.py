@@ -153,7 +153,8 @@ class Completions:
         """Plan the step of the requests that ran before. Once a step for each: keep it short."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         names, resumed = cached.req_ids, cached.resumed_req_ids
-        self._spare, spare = 0.0, inf
+        self._spare = 0.0
+        spare = inf
         all_tracked, tokens = map(requests.get, names), map(scheduled.__getitem__, names)
         steps = zip(
             all_tracked, cached.num_computed_tokens, tokens, cached.new_block_ids, strict=True
@@ -178,7 +179,8 @@ class Completions:
                 self._leftovers.more(tracked, added)
             self._computes(tracked, computed, reached, meta)
             spare = min(spare, tracked.due - reached)
-        self._watched, self._spare = set(names), spare
+        self._watched = set(names)
+        self._spare = spare
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:

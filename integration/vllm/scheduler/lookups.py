@@ -169,7 +169,8 @@ class Lookups:
             # After a late answer the next ones are probably late, too.
             if not question.sent.arrives(0.0 if self._late else _patience(client)) and not over:
                 return None
-            lookup.question, started = None, monotonic() - question.seconds
+            lookup.question = None
+            started = monotonic() - question.seconds
             try:
                 reply = question.sent.answer(_patience(client) if over else 0.0)
             except ServerUnavailable:
@@ -238,7 +239,8 @@ class Lookups:
         """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
         the offload tier's hits.
         """
-        instance, self.epoch = self._instance, reply.epoch
+        instance = self._instance
+        self.epoch = reply.epoch
         residents: list[ResidentRun] = []
         publications, tables, keys = instance.publications, instance.tables, tracked.lookup.keys
         keys = keys[first:stop]
@@ -257,7 +259,8 @@ class Lookups:
             hits = instance.offload.extend(client, keys, chunks)
         seconds = monotonic() - started
         answer = Answer(first, first + hits, first + chunks, at, seconds, residents)
-        answer.coming, answer.comes_to = coming, comes_to
+        answer.coming = coming
+        answer.comes_to = comes_to
         tracked.lookup.answer = answer
         return answer
 

@@ -67,7 +67,8 @@ class Pace:
         """Note that a request's first step computes the first of `chunks` chunks. One request at a
         time is measured."""
         if self._measured is None and chunks >= LEAST_MEASURED:
-            self._measured, self._chunks = tracked, chunks
+            self._measured = tracked
+            self._chunks = chunks
             self._tokens = tracked.request.num_output_tokens
             # A step that is planned ahead begins when the next one is planned.
             self._since = inf if self._ahead else monotonic()
@@ -83,7 +84,9 @@ class Pace:
             new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
             old = self._step_seconds or new
             self._step_seconds = old + STEP_WEIGHT * (new - old)
-        self._planned_at, self._scheduled, self._most = now, scheduled, most
+        self._planned_at = now
+        self._scheduled = scheduled
+        self._most = most
 
     def look(self) -> None:
         """Finish the measurement of a chunk if its request has its first token, or the next one
@@ -95,7 +98,8 @@ class Pace:
             new = min((monotonic() - self._since) / self._chunks, LONGEST_SECONDS)
             old = self.chunk_seconds or new
             weight = CHUNK_WEIGHT * (1.0 if new < old else min(1.0, self._chunks / WEIGHTY))
-            self.chunk_seconds, self._measured = old + weight * (new - old), None
+            self.chunk_seconds = old + weight * (new - old)
+            self._measured = None
             self.recent.append(new)
 
     @property

@@ -96,7 +96,8 @@ class OwnPromises:
         own, keys = self._instance.publications, tracked.lookup.keys
         epoch = own.epoch if own is not None else self._lookups.epoch
         self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch, begun))
-        promise.made, promise.stop = stop > first, stop
+        promise.made = stop > first
+        promise.stop = stop
         return max(0, stop - first)
 
     def _whole(self, tracked: Tracked) -> int:

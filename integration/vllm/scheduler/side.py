@@ -108,7 +108,8 @@ class SchedulerSide:
             instance.announcer = Announcer(instance.ranks)
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
-        scheduling, self._numbers = vllm_config.scheduler_config, count(1)
+        scheduling = vllm_config.scheduler_config
+        self._numbers = count(1)
         loads_wait = not compat.loads_at_once(vllm_config, config)
         ahead = bool(scheduling.async_scheduling)
         self._pace = Pace(self._requests, self._size, ahead, loads_wait)
@@ -392,7 +393,8 @@ class SchedulerSide:
         self._completions.stored(tracked, 0)
         if tracked.store.complete_at < inf:
             # What is announced another instance computes.
-            tracked.promise.number, tracked.promise.early = next(self._numbers), not asked.announced
+            tracked.promise.number = next(self._numbers)
+            tracked.promise.early = not asked.announced
         return tracked
 
     def _asked(self, request: Any) -> request_params.RequestParams:

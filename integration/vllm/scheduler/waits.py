@@ -112,7 +112,8 @@ class Waits:
         if came:
             self._lacking.pop(wait.owner, None)
         if coming is not None and coming.owner != wait.owner:
-            wait.owner, wait.owned = coming.owner, now
+            wait.owner = coming.owner
+            wait.owned = now
         why = self._ends(tracked, answer, now)
         if not why:
             wait.promised |= coming is not None
@@ -161,7 +162,8 @@ class Waits:
     def _begins(self, tracked: Tracked, answer: Answer, chunks: int, now: float) -> bool:
         wait, coming = tracked.wait, answer.coming
         if tracked.params.announced:
-            wait.target, seconds = chunks, tracked.params.patience
+            wait.target = chunks
+            seconds = tracked.params.patience
             if answer.hits >= chunks or not seconds:
                 return False
         elif coming is None:
@@ -182,7 +184,9 @@ class Waits:
         if coming is not None and self._is_silent(tracked, coming, now):
             return False
         wait.since = wait.asked = wait.owned = now
-        wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
+        wait.until = now + seconds
+        wait.began = answer.hits
+        wait.promised = coming is not None
         wait.owner = coming.owner if coming is not None else 0
         self._lead(tracked)
         return True
@@ -241,7 +245,8 @@ class Waits:
         wait = tracked.wait
         if self._leaders.get(wait.leads) is tracked:
             del self._leaders[wait.leads]
-        wait.leads, wait.loads = NOTHING_LED, False
+        wait.leads = NOTHING_LED
+        wait.loads = False
 
 
 def _step(coming: Coming) -> float:
