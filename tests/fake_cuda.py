@@ -16,6 +16,7 @@ from typing import Any
 from vcache_backend.vram_pool.devices import Device
 
 MIB = 1 << 20
+TABLES = ("stack", "handles", "ranges", "mapped", "registered")
 
 
 class Code(enum.IntEnum):
@@ -71,16 +72,8 @@ class FakeCuda:
 
     def holds(self) -> dict[str, int]:
         """What a clean process has none of."""
-        held = {
-            "contexts": sum(self.contexts),
-            "stack": len(self.stack),
-            "handles": len(self.handles),
-        }
-        return held | {
-            "ranges": len(self.ranges),
-            "mapped": len(self.mapped),
-            "registered": len(self.registered),
-        }
+        tables = {name: len(getattr(self, name)) for name in TABLES}
+        return {"contexts": sum(self.contexts)} | tables
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("cu") and not name.startswith("cuGetError"):
@@ -226,6 +219,6 @@ class FakeCuda:
         return (OK,)
 
 
-NOTHING = {"contexts": 0, "stack": 0, "handles": 0, "ranges": 0, "mapped": 0, "registered": 0}
+NOTHING = dict.fromkeys(("contexts", *TABLES), 0)
 UUIDS = [f"GPU-{uuid.UUID(int=0xABC0 + ordinal)}" for ordinal in range(2)]
 GPU0, GPU1 = (Device(name, "cuda", ordinal) for ordinal, name in enumerate(UUIDS))

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -77,6 +78,19 @@ def settings(
         {"vcache": own},
         {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache,
     )
+
+
+def kv_transfer(adapter: Any, kind: Any, blocks: int, several: bool = False) -> Any:
+    """vLLM's module that has its KV connectors, of which one is LMCache's with this adapter. kind:
+    of its layers, with a block table of `blocks` blocks."""
+    kv_config = SimpleNamespace(
+        num_blocks=blocks, kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)]
+    )
+    group = SimpleNamespace(_lmcache_engine=adapter, _kv_cache_config=kv_config)
+    if several:
+        both = [SimpleNamespace(), group]
+        group = SimpleNamespace(_connectors=both, _kv_cache_config=kv_config)
+    return SimpleNamespace(has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group)
 
 
 class Setup(NamedTuple):

@@ -22,7 +22,7 @@ from lmcache.v1.config import load_engine_config_with_overrides
 from lmcache.v1.gpu_connector import CreateGPUConnector
 from lmcache.v1.lookup_client.factory import LookupClientFactory
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache_cases import TAGGED, Retrieved, Setup
+from lmcache_cases import TAGGED, Retrieved, Setup, kv_transfer
 from processes import SECONDS
 from vllm_objects import vllm_config
 
@@ -245,12 +245,6 @@ def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
         start_load_kv=lambda forward_context: None,
         get_block_ids_with_load_errors=lambda: set[int](),
     )
-    blocks = SimpleNamespace(
-        num_blocks=SMALL.blocks,
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {})())],
-    )
-    group = SimpleNamespace(_lmcache_engine=made, _kv_cache_config=blocks)
-    sys.modules["vllm.distributed.kv_transfer"] = SimpleNamespace(  # type: ignore[assignment]
-        has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group
-    )
+    kind = type("FullAttentionSpec", (), {})()
+    sys.modules["vllm.distributed.kv_transfer"] = kv_transfer(made, kind, SMALL.blocks)
     return made

@@ -123,6 +123,8 @@ def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
     monkeypatch.chdir(tmp_path)
     shown = json.loads(vcache("config", "show", "--json", "--socket", "here.sock").stdout)
     assert shown["server"]["socket"] == str(tmp_path / "here.sock")
+    said = vcache("serve", "--socket", "/", expect=1).stderr
+    assert said == "vcache: --socket: socket must be the path of a file, got '/'\n"
 
 
 # ---- with a server
@@ -153,21 +155,21 @@ def test_a_command_waits_longer_than_a_request_may(stage_: Stage, tmp_path: Path
 
 def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     at = ("--socket", str(server))
-    assert json.loads(vcache("segment", "list", "--json", *at).stdout) == []
-    assert (
-        "of host memory are free"
-        in vcache("segment", "add", "--device", "host", "--bytes", "8TiB", *at, expect=1).stderr
-    )
-    assert (
-        "64 MiB of host:a lent"
-        in vcache("segment", "add", "--device", "host:a", "--bytes", "64MiB", *at).stdout
-    )
-    added = json.loads(
-        vcache("segment", "add", "--device", "host:b", "--bytes", "1048576", "--json", *at).stdout
-    )
+
+    def add(device: str, size: str, *more: str, expect: int = 0) -> Any:
+        words = ("segment", "add", "--device", device, "--bytes", size)
+        return vcache(*words, *more, *at, expect=expect)
+
+    def listing() -> list[dict[str, Any]]:
+        return json.loads(vcache("segment", "list", "--json", *at).stdout)
+
+    assert listing() == []
+    assert "of host memory are free" in add("host", "8TiB", expect=1).stderr
+    assert "64 MiB of host:a lent" in add("host:a", "64MiB").stdout
+    added = json.loads(add("host:b", "1048576", "--json").stdout)
     assert (added["device"], added["medium"], added["nbytes"]) == ("host:b", "host", 1 << 20)
 
-    listed = json.loads(vcache("segment", "list", "--json", *at).stdout)
+    listed = listing()
     assert {(info["device"], info["nbytes"], info["state"]) for info in listed} == {
         ("host:a", 64 << 20, "live"),
         ("host:b", 1 << 20, "live"),
@@ -178,9 +180,7 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert added["id"] in vcache("status", *at).stdout
 
     assert "gone" in vcache("segment", "drop", added["id"], *at).stdout
-    assert [
-        info["device"] for info in json.loads(vcache("segment", "list", "--json", *at).stdout)
-    ] == ["host:a"]
+    assert [info["device"] for info in listing()] == ["host:a"]
     assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr
     assert vcache("clear", *at).stdout == "0 chunks forgotten\n"
 

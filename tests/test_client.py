@@ -27,6 +27,7 @@ from vcache_backend.errors import (
 )
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
 
 A, B = chunk_key(1), chunk_key(2)
@@ -195,23 +196,29 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
     """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is
     no other one's.
     """
-    answers = {A: ["found", b"\1", [], 0, False, None], B: ["leased", 7, 10.0, [], 1]}
+    pooled = {A: b"\1", B: b"\2\2"}
     scripted(
         lambda request: (
-            answers[request[1][0]] if request[0] in ("find", "acquire") else ["verdict", True]
+            ["found", pooled[request[1][0]], [], 0, False, None]
+            if request[0] == "find"
+            else ["verdict", True]
         )
     )
     client = stage_.client(PATIENT)
-    first = client.send_find(m.Find([A], 2), SECONDS)
-    second = client._send(m.Acquire([B]), m.Leased, SECONDS)
-    assert (second.answer().lease, first.over, len(first.answer().pooled)) == (7, True, 1)
-    third = client._send(m.Acquire([B]), m.Leased, SECONDS)
-    fourth = client.send_find(m.Find([A]), SECONDS)
+
+    def sent(key: m.ChunkKey) -> Sent[m.Found]:
+        question = client.send_find(m.Find([key]), SECONDS)
+        assert question is not None
+        return question
+
+    first, second = sent(A), sent(B)
+    assert (second.answer().pooled, first.over, first.answer().pooled) == (b"\2\2", True, b"\1")
+    third, fourth = sent(B), sent(A)
     assert client.renew(7)
-    expected = (True, True, 7, b"\1")
-    assert (third.over, fourth.over, third.answer().lease, fourth.answer().pooled) == expected
-    client._send(m.Acquire([B]), m.Leased, SECONDS)
-    assert len(client.find(m.Find([A])).pooled) == 1
+    expected = (True, True, b"\2\2", b"\1")
+    assert (third.over, fourth.over, third.answer().pooled, fourth.answer().pooled) == expected
+    sent(B)
+    assert client.find(m.Find([A])).pooled == b"\1"
     assert client.send_find(m.Find([A] * (m.MAX_LOOKED_UP // 2 + 1), 2), SECONDS) is None
 
 

@@ -106,12 +106,14 @@ def test_a_gpu_segment_is_rounded_up_and_only_its_fd_remains(cuda: FakeCuda) -> 
 
 
 @pytest.mark.parametrize("reader", [GPU0, GPU1])
-def test_a_mapping_is_readable_on_its_reader_and_gone_after_close(
+def test_a_mapping_is_readable_on_its_reader_and_lives_as_long_as_a_tensor_of_it(
     cuda: FakeCuda, owned: OwnedSegment, reader: Device
 ) -> None:
     with map_segment(owned.info, owned.fd, reader) as mapped:
-        assert cuda.allowed[mapped.whole[:1].data_ptr()] == reader.ordinal
-        assert cuda.holds() == NOTHING | {"contexts": 1, "handles": 1, "ranges": 1, "mapped": 1}
+        part = mapped.whole[:64][8:16]
+        assert cuda.allowed[mapped.whole.data_ptr()] == reader.ordinal
+    assert cuda.holds() == NOTHING | {"contexts": 1, "handles": 1, "ranges": 1, "mapped": 1}
+    del mapped, part
     assert cuda.holds() == NOTHING
 
 
@@ -131,16 +133,6 @@ def test_unmapping_waits_for_the_devices_work_and_runs_backwards(
         "cuCtxPopCurrent",
         "cuDevicePrimaryCtxRelease",
     ]
-
-
-def test_a_live_tensor_keeps_the_gpu_mapping(cuda: FakeCuda, owned: OwnedSegment) -> None:
-    mapped = map_segment(owned.info, owned.fd, GPU0)
-    part = mapped.whole[:64][8:16]
-    mapped.close()
-    del mapped
-    assert cuda.holds()["mapped"] == 1
-    del part
-    assert cuda.holds() == NOTHING
 
 
 SETUP = ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemImportFromShareableHandle"]

@@ -140,11 +140,8 @@ def test_a_killed_example_ends_what_it_started(tmp_path: Path) -> None:
 )
 def test_a_python_without_any_package_is_told_what_to_install(program: list[str]) -> None:
     done = ran(sys.executable, "-S", "-E", *program)
-    assert (
-        done.returncode,
-        done.stderr.count("\n"),
-        "pip install '/path/to/vcache[" in done.stderr,
-    ) == (1, 1, True), done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "pip install '/path/to/vcache[" in done.stderr
 
 
 # ---- a Mooncake store
@@ -194,9 +191,7 @@ def test_when_the_provider_dies_the_script_says_so_and_ends_the_master(tmp_path:
     with store(port, tmp_path) as child, store(another, tmp_path / "beside") as beside:
         beside.expect("ready:")
         child.expect("ready:")
-        (provider,) = [
-            pid for pid in with_words(str(port)) if "mooncake_client" in command_line(pid)
-        ]
+        (provider,) = with_words(str(port), "mooncake_client")
         os.kill(provider, signal.SIGKILL)
         status, said = child.wait()
     assert (status, f"provider ended; its log is {tmp_path}/provider.log" in said) == (1, True)
@@ -228,25 +223,12 @@ def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(tmp_path: P
     (port,) = free_ports(1)
     with store(port, tmp_path) as store_:
         store_.expect("ready:")
-        with Child(
-            [
-                sys.executable,
-                str(ROOT / "examples" / "mooncake_two_nodes.py"),
-                "--master",
-                f"127.0.0.1:{port}",
-                "--tokens",
-                "512",
-            ]
-        ) as child:
+        program = [sys.executable, str(ROOT / "examples" / "mooncake_two_nodes.py")]
+        with Child([*program, "--master", f"127.0.0.1:{port}", "--tokens", "512"]) as child:
             status, said = child.wait(200)
     assert status == 0, said
     assert "node B before: 0 of 512 tokens" in said
     below, promoted = (line for line in said.splitlines() if line.startswith("node B: "))
-    assert (
-        below
-        == "node B: 512 tokens found, 512 came, equal; chunks so far: {'vram': 0, 'offload': 2}"
-    )
-    assert (
-        promoted
-        == "node B: 512 tokens found, 512 came, equal; chunks so far: {'vram': 2, 'offload': 2}"
-    )
+    came = "node B: 512 tokens found, 512 came, equal; chunks so far: "
+    assert below == came + "{'vram': 0, 'offload': 2}"
+    assert promoted == came + "{'vram': 2, 'offload': 2}"

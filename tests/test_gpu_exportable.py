@@ -73,25 +73,22 @@ def made() -> tuple[Exporter, torch.Tensor]:
         return exporter, kv()
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        pytest.param("cuda:0", marks=pytest.mark.gpu),
+        pytest.param("cuda:1", marks=pytest.mark.gpu(count=2)),
+    ],
+)
 @pytest.mark.timeout(240)
-def test_another_process_reads_the_kv_cache_where_it_lies() -> None:
+def test_another_process_reads_the_kv_cache_where_it_lies(gpu: str) -> None:
     exporter, cache = made()
     assert not cache.any()
     fill(cache)
     (one,) = exporter.regions({"layers.0": cache})
     assert holder(cache, [one]) == one
-    read_elsewhere(one, cache, "cuda:0")
+    read_elsewhere(one, cache, gpu)
     assert holder(kv(), exporter.regions({"layers.0": cache})) is None
-
-
-@pytest.mark.gpu(count=2)
-@pytest.mark.timeout(240)
-def test_a_process_on_the_other_gpu_reads_the_kv_cache_where_it_lies() -> None:
-    exporter, cache = made()
-    fill(cache)
-    (one,) = exporter.regions({"layers.0": cache})
-    read_elsewhere(one, cache, "cuda:1")
 
 
 @pytest.mark.gpu

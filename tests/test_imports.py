@@ -109,29 +109,28 @@ def found(path: Path, forbidden: tuple[str, ...], top_level_only: bool = False) 
     ]
 
 
+def imported(
+    who: tuple[str, ...], forbidden: tuple[str, ...], top_level_only: bool = False
+) -> list[str]:
+    """What the modules within `who` import of it."""
+    files = [path for path in FILES if within(module(path), who)]
+    assert files
+    return [line for path in files for line in found(path, forbidden, top_level_only)]
+
+
 @pytest.mark.parametrize(
     ("who", "forbidden"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else value[0]
 )
 def test_imports_point_down(who: str, forbidden: tuple[str, ...]) -> None:
-    files = [path for path in FILES if within(module(path), (who,))]
-    assert files
-    lines = [line for path in files for line in found(path, forbidden)]
+    lines = imported((who,), forbidden)
     if who == "vcache_backend.offload":
         lines = [line for line in lines if not within(line.rpartition(" ")[2], SHARED)]
     assert lines == []
 
 
 def test_what_the_offload_tier_needs_is_loaded_by_those_who_have_one() -> None:
-    files = [
-        path
-        for path in FILES
-        if within(module(path), ("vcache_backend.transfer", "vcache_backend.engine"))
-    ]
-    assert [
-        line
-        for path in files
-        for line in found(path, ("vcache_backend.offload",), top_level_only=True)
-    ] == []
+    who = ("vcache_backend.transfer", "vcache_backend.engine")
+    assert imported(who, ("vcache_backend.offload",), top_level_only=True) == []
 
 
 def test_the_core_does_not_import_the_doors_but_lazily_in_the_cli() -> None:

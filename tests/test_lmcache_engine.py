@@ -206,30 +206,22 @@ def fill_host_tier(inside: Inside, prompt: list[int]) -> int:
     return in_hot_cache(inside)
 
 
-def test_what_another_tier_has_under_our_keys_is_not_read(served: Pool) -> None:
-    """Its keys say nothing of the layout of the bytes."""
-    engine = served.engine(**HOST_TIER)
-    engine.store(chunks(1))
-    assert engine.ask(fill_host_tier, chunks(3)) == 3
-    assert engine.lookup(chunks(3), "r") == CHUNK
-    assert engine.retrieve(chunks(3), request="r") == all_of(CHUNK)
-    assert engine.retrieve(chunks(3)) == all_of(CHUNK)
-
-
-# ---- the allocator's role
-
-
 def allocators(inside: Inside) -> tuple[bool, list[str]]:
     return inside.manager.allocator_backend is inside.backend, list(inside.manager.storage_backends)
 
 
-def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
-    assert served.engine().ask(allocators) == (True, ["vcache"])
+def test_another_tier_gets_nothing_and_what_it_has_under_our_keys_is_not_read(
+    served: Pool,
+) -> None:
+    """Its keys say nothing of the layout of the bytes."""
     engine = served.engine(**HOST_TIER)
     assert engine.ask(allocators) == (True, ["LocalCPUBackend", "vcache"])
-    engine.store(chunks(3))
+    engine.store(chunks(1))
     assert engine.ask(in_hot_cache) == 0
-    assert engine.retrieve(chunks(3)) == all_of(3 * CHUNK)
+    assert engine.ask(fill_host_tier, chunks(3)) == 3
+    assert engine.lookup(chunks(3), "r") == CHUNK
+    assert engine.retrieve(chunks(3), request="r") == all_of(CHUNK)
+    assert engine.retrieve(chunks(3)) == all_of(CHUNK)
 
 
 # ---- forgetting

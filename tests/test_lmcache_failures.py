@@ -254,34 +254,6 @@ def remove(inside: Inside, prompt: list[int], first: int) -> tuple[bool, int]:
 
 
 UNKNOWN = Arrangement("unknown", "block token", dtype=torch.bfloat16)
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "a wrong setting": ({"extra": {"pool": {"segment_byte": 5}}}, "`segment_bytes`"),
-    "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
-}
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool, case: str) -> None:
-    options, says = CASES[case]
-    engine = served.engine(**options)
-    lines = engine.ask("logged", STEPPED_ASIDE)
-    assert len(lines) == 1
-    assert says in lines[0]
-    assert "\n" not in lines[0]
-    assert "with a traceback" not in lines[0]
-    assert not engine.ask("healthy")
-    assert engine.lookup(chunks(2), "r") == 0
-    engine.store(chunks(2))
-    assert engine.retrieve(chunks(2)) == NOTHING
-    assert (served.stats().chunks, served.leases()) == (0, 0)
-    assert engine.ask("logged", STEPPED_ASIDE) == lines
-    # The server is told, where the settings name one.
-    assert case == "a wrong setting" or says in str(served.stats().reports)
-
-
-def test_a_backend_that_stepped_aside_answers_every_method(served: Pool) -> None:
-    engine = served.engine(use_layerwise=True)
-    assert engine.ask(every_method_for, chunks(2)) == {}
 
 
 def spoil_the_slot() -> None:
@@ -298,9 +270,32 @@ def spoil_the_slot() -> None:
     HostCopier.gather = spoiled  # type: ignore[method-assign]
 
 
-def test_one_wrong_byte_in_the_round_trip_at_start_and_nothing_is_cached(served: Pool) -> None:
-    engine = served.engine(process={"before": spoil_the_slot})
-    (line,) = engine.ask("logged", STEPPED_ASIDE)
-    assert "gathered wrongly" in line
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "a wrong setting": ({"extra": {"pool": {"segment_byte": 5}}}, "`segment_bytes`"),
+    "a setting that cannot work": ({"use_layerwise": True}, "use_layerwise: false"),
+    "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
+    "one wrong byte in the round trip": (
+        {"process": {"before": spoil_the_slot}},
+        "gathered wrongly",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool, case: str) -> None:
+    options, says = CASES[case]
+    engine = served.engine(**options)
+    lines = engine.ask("logged", STEPPED_ASIDE)
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert "\n" not in lines[0]
+    assert "with a traceback" not in lines[0]
     assert not engine.ask("healthy")
-    assert served.settled()
+    assert engine.lookup(chunks(2), "r") == 0
+    engine.store(chunks(2))
+    assert engine.retrieve(chunks(2)) == NOTHING
+    assert engine.ask(every_method_for, chunks(2)) == {}
+    assert (served.stats().chunks, served.leases()) == (0, 0)
+    assert engine.ask("logged", STEPPED_ASIDE) == lines
+    # The server is told, where the settings name one.
+    assert case == "a wrong setting" or says in str(served.stats().reports)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from lmcache_cases import needs_lmcache
+from lmcache_cases import kv_transfer, needs_lmcache
 from processes import Worker
 from torch import Tensor
 from vllm_cases import home
@@ -31,7 +31,7 @@ from vcache_backend.integration.lmcache import checks, patches
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
 
 # LMCache's imports warn.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [needs_lmcache, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 CHUNK = 16
 
@@ -41,11 +41,8 @@ FIELDS |= {"kv_shape": (3, 2, CHUNK, 2, 8), "use_mla": False}
 
 
 def lmcache_metadata(**changes: Any) -> Any:
-    """LMCache's `LMCacheMetadata` where it is installed: the same names in any case."""
-    try:
-        from lmcache.v1.metadata import LMCacheMetadata
-    except ImportError:
-        return SimpleNamespace(**(FIELDS | changes))
+    from lmcache.v1.metadata import LMCacheMetadata
+
     return LMCacheMetadata(**(FIELDS | changes))
 
 
@@ -68,17 +65,7 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
         known = lmcache_metadata(world_size=4, worker_id=worker_id, use_mla=use_mla)
         tensors = caches() if kvcaches is None else kvcaches
         adapter = SimpleNamespace(_vllm_config=vllm_config(**changes), kv_caches=tensors)
-        kv_config = SimpleNamespace(
-            num_blocks=BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)]
-        )
-        group = SimpleNamespace(_lmcache_engine=adapter, _kv_cache_config=kv_config)
-        if several:
-            group = SimpleNamespace(
-                _connectors=[SimpleNamespace(), group], _kv_cache_config=kv_config
-            )
-        module = SimpleNamespace(
-            has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group
-        )
+        module = kv_transfer(adapter, kind, BLOCKS, several)
         monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", module)
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
         return discover(known, name)
@@ -184,17 +171,17 @@ def test_instances_that_differ_in_anything_do_not_share_and_those_that_are_alike
     assert len({mine, *others}) == 4
 
 
-# ---- real LMCache, where it is installed
+# ---- real LMCache
 
 
 def token_database(algorithm: str, chunk_size: int = CHUNK) -> Any:
-    module = pytest.importorskip("lmcache.v1.token_database", reason="LMCache is not installed")
     from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.token_database import ChunkedTokenDatabase
 
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=chunk_size, pre_caching_hash_algorithm=algorithm
     )
-    return module.ChunkedTokenDatabase(config, lmcache_metadata())
+    return ChunkedTokenDatabase(config, lmcache_metadata())
 
 
 def probes(_: object, seed: str) -> list[str]:
@@ -207,7 +194,6 @@ def probes(_: object, seed: str) -> list[str]:
     return [hash_probe(token_database(*each)) for each in made]
 
 
-@needs_lmcache
 def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart() -> None:
     with Worker(home(), dict, name="LMCache") as there:
         first, second = there.ask(probes, "0"), there.ask(probes, "1")
@@ -218,20 +204,10 @@ def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart() -> None:
 # ---- versions, settings that cannot work, remarks
 
 
-@pytest.mark.parametrize(
-    ("version", "said"), [("0.6.0", "0.6.0 is not one"), (None, "is not installed")]
-)
-def test_another_lmcache_is_refused(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, said: str
-) -> None:
-    def installed(name: str) -> str:
-        if version is None:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(metadata, "version", installed)
+def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.6.0")
     answer = checks.version()
-    assert said in answer
+    assert "0.6.0 is not one" in answer
     assert "pip install 'lmcache>=0.5.3,<0.6'" in answer
 
 
@@ -255,7 +231,6 @@ def lacking(_: object) -> None:
             replaced()
 
 
-@needs_lmcache
 def test_what_lmcache_lacks_is_seen_where_it_is_replaced() -> None:
     with Worker(home(), dict, name="LMCache") as there:
         there.ask(lacking)
@@ -275,10 +250,8 @@ def lm_config(**changes: Any) -> Any:
             "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
         },
     } | changes
-    try:
-        from lmcache.v1.config import LMCacheEngineConfig
-    except ImportError:
-        return SimpleNamespace(**values)
+    from lmcache.v1.config import LMCacheEngineConfig
+
     return LMCacheEngineConfig.from_defaults(**values)
 
 
@@ -287,46 +260,41 @@ def test_the_example_is_supported_without_a_remark(under_vllm: Callable[..., Ins
     assert list(checks.remarks(lm_config(), under_vllm())) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "model", "said"),
-    [
-        ({"use_layerwise": True}, {}, "set use_layerwise: false"),
-        ({"external_lookup_client": "mooncakestore://x"}, {}, "remove external_lookup_client"),
-        ({"retrieve_locations": ["LocalCPUBackend"]}, {}, "add vcache to it"),
-        (
-            {"store_location": "LocalCPUBackend"},
-            {},
-            "store_location is LocalCPUBackend, .* set store_location: vcache",
-        ),
-        (
-            {
-                "storage_plugins": ["other", "pool"],
-                "store_location": "other",
-                "extra_config": {
-                    "storage_plugin.pool.module_path": "vcache_backend.integration.lmcache",
-                    "save_only_first_rank": False,
-                },
-            },
-            {},
-            "set store_location: pool",
-        ),
-        ({}, {"context_parallel": 2}, "context parallel"),
-        ({}, {"new_weights": True, "named": True}, "LMCache does not hear of them"),
-        ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
-    ],
-)
+RENAMED = {
+    "storage_plugins": ["other", "pool"],
+    "store_location": "other",
+    "extra_config": {
+        "storage_plugin.pool.module_path": "vcache_backend.integration.lmcache",
+        "save_only_first_rank": False,
+    },
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "set use_layerwise: false": {"lmcache": {"use_layerwise": True}},
+    "remove external_lookup_client": {"lmcache": {"external_lookup_client": "mooncakestore://x"}},
+    "add vcache to it": {"lmcache": {"retrieve_locations": ["LocalCPUBackend"]}},
+    "store_location is LocalCPUBackend, .* set store_location: vcache": {
+        "lmcache": {"store_location": "LocalCPUBackend"}
+    },
+    "set store_location: pool": {"lmcache": RENAMED},
+    "context parallel": {"model": {"context_parallel": 2}},
+    "LMCache does not hear of them": {"model": {"new_weights": True, "named": True}},
+    "set save_only_first_rank: false": {
+        "lmcache": {"extra_config": {}},
+        "model": {"use_mla": True},
+    },
+    'with "kv_connector":"VCacheConnector"': {"instance": {"several": True}},
+}
+"""What is said of which change, in LMCache's settings, the model's or the instance."""
+
+
+@pytest.mark.parametrize("said", REFUSED)
 def test_what_cannot_work_is_named_with_what_to_set(
-    under_vllm: Callable[..., Instance],
-    changes: dict[str, Any],
-    model: dict[str, Any],
-    said: str,
+    under_vllm: Callable[..., Instance], said: str
 ) -> None:
-    good = under_vllm()
-    instance = replace(good, model=msgspec.structs.replace(good.model, **model))
-    assert re.search(said, checks.refusal(lm_config(**changes), instance) or "")
-    assert 'with "kv_connector":"VCacheConnector"' in (
-        checks.refusal(lm_config(), replace(good, several=True)) or ""
-    )
+    good, changes = under_vllm(), REFUSED[said]
+    model = msgspec.structs.replace(good.model, **changes.get("model", {}))
+    instance = replace(good, model=model, **changes.get("instance", {}))
+    assert re.search(said, checks.refusal(lm_config(**changes.get("lmcache", {})), instance) or "")
 
 
 @pytest.mark.parametrize(

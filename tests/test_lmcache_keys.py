@@ -12,7 +12,7 @@ from vcache_backend.integration.lmcache.scope import TAG_NAME, scoped, tags_of
 from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.layout import Namespace
 
-HERE, THERE = Namespace(bytes(range(32))), Namespace(bytes(range(1, 33)))
+HERE = Namespace(bytes(range(32)))
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Key:
     tags: tuple[tuple[str, Any], ...] | None = None
 
 
-def make(*keys: Key, namespace: Namespace = HERE, rank: int = 0) -> list[bytes]:
-    return list(TaggedHashKeys(namespace, rank).keys(keys))
+def make(*keys: Key, rank: int = 0) -> list[bytes]:
+    return list(TaggedHashKeys(HERE, rank).keys(keys))
 
 
 def test_the_bytes_that_are_hashed_stay_what_they_are() -> None:
@@ -72,11 +72,6 @@ def test_different_tags_are_different_chunks_in_one_call_and_in_many() -> None:
 def test_the_order_of_tags_and_having_none_make_no_difference() -> None:
     assert make(Key(7, (("a", "b"), ("c", "d")))) == make(Key(7, (("c", "d"), ("a", "b"))))
     assert make(Key(7, ())) == make(Key(7))
-
-
-def test_namespaces_and_ranks_share_nothing() -> None:
-    assert len({key[8:-2] for key in [*make(Key(7)), *make(Key(7), namespace=THERE)]}) == 2
-    assert make(Key(7), rank=1)[0][:-2] == make(Key(7))[0][:-2]
 
 
 def test_a_key_without_our_tag_is_not_scoped() -> None:

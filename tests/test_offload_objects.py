@@ -39,17 +39,6 @@ def refused(buffer: Buffer, form: Format = FORM, key: ChunkKey = KEY, epoch: int
     return str(why.value).partition(": ")[2]
 
 
-def test_what_was_sealed_is_found_and_the_rest_of_the_buffer_untouched() -> None:
-    payload = np.random.default_rng(2).bytes(PAYLOAD_BYTES)
-    buffer = sealed(payload)
-    assert FORM.object_bytes == SIZE
-    FORM.check(buffer, SIZE, KEY, 0)
-    header = buffer[:HEADER_BYTES].tobytes()
-    FORM.seal(buffer, KEY, 0)
-    assert buffer[:SIZE].tobytes() == header + payload
-    assert (buffer[SIZE:] == 0xA5).all()
-
-
 def test_the_format_is_what_the_documentation_of_the_module_says() -> None:
     """Other versions and programs read it: a change needs another VERSION."""
     head = sealed()[:HEADER_BYTES].tobytes()

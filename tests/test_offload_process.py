@@ -67,15 +67,6 @@ def test_what_was_put_is_there_and_comes_back(raw: Raw) -> None:
     assert raw.memory[:1024] == bytes(1024)
 
 
-def test_what_was_removed_is_gone_though_it_was_just_read(raw: Raw) -> None:
-    """Mooncake protects what was read for 10 s; a bad object must go all the same."""
-    names, data = new_names(2), secrets.token_bytes(100)
-    raw.put(names, [data] * 2)
-    raw.get(names)
-    raw.remove([names[0], "vcache1/never"])
-    assert raw.there(names) == [False, True]
-
-
 def test_all_that_is_under_a_prefix_goes_and_nothing_else(depot: Depot, raw: Raw) -> None:
     """Also what was read just now, and what others wrote; a dot in a tenant's name stands for
     itself. Tenants do not see each other's objects, though this master was not told of tenants."""

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from server_cases import few_descriptors
 
 from vcache_backend import seals
 from vcache_backend.errors import ConfigError, SegmentError
@@ -63,17 +62,6 @@ def mapped(owned: OwnedSegment) -> Iterator[MappedSegment]:
         yield segment
 
 
-def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(
-    owned: OwnedSegment, mapped: MappedSegment
-) -> None:
-    mapped.whole[9:10].fill_(9)
-    assert mapped.fd != owned.fd
-    assert not os.get_inheritable(mapped.fd)
-    owned.close()
-    with map_segment(mapped.info, mapped.fd, HOST) as again:
-        assert again.whole[9:10].item() == 9
-
-
 # ---- what a segment is
 
 
@@ -84,27 +72,6 @@ def test_an_impossible_size_is_refused(nbytes: int) -> None:
 
 
 # ---- what is refused
-
-
-def test_a_segment_that_lacks_a_descriptor_is_not_mapped_and_leaves_none(
-    owned: OwnedSegment,
-) -> None:
-    """It takes two: its own, and that of its mapping."""
-    with few_descriptors() as taken:
-        for _ in range(2):
-            with pytest.raises(SegmentError, match="Too many open files"):
-                map_segment(owned.info, owned.fd, HOST)
-            os.close(taken.pop())
-        map_segment(owned.info, owned.fd, HOST).close()
-
-
-def test_a_segment_cannot_be_resized_by_whoever_holds_its_fd(owned: OwnedSegment) -> None:
-    for nbytes in (0, NBYTES - 1, NBYTES + 1):
-        with pytest.raises(PermissionError):
-            os.ftruncate(owned.fd, nbytes)
-    with pytest.raises(PermissionError):
-        fcntl.fcntl(owned.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    assert os.fstat(owned.fd).st_size == NBYTES
 
 
 @contextmanager

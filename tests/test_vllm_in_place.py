@@ -115,19 +115,6 @@ def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine)
     assert later[1][0].sequence > first[0].sequence
 
 
-def test_what_vllms_own_cache_has_is_not_published_again(engine: Engine) -> None:
-    tokens = new_tokens(3 * CHUNK)
-    first = engine.add(tokens)
-    engine.step()
-    published = engine.published(first)
-    engine.finish(first)
-    longer = engine.add(tokens + new_tokens(CHUNK))
-    engine.step()
-    assert engine.numbers(longer) == [3]
-    own = engine.scheduler.kv_cache_manager.get_block_ids(longer.request_id)[0]
-    assert [block for one in published for block in one.blocks] == own[: 3 * EACH]
-
-
 def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engine: Engine) -> None:
     tokens, pool = new_tokens(CHUNK), engine.scheduler.kv_cache_manager.block_pool
     engine.add([*tokens, 5])

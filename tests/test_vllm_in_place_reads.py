@@ -193,24 +193,6 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     assert (kept(reader, own), kept(reader, both)) == left
 
 
-def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
-    shared: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever is short of blocks first: here the one that has computed it."""
-    monkeypatch.setattr(duplicates, "YOUNG", inf)
-    owner, reader = shared(), shared()
-    own, both, last = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1), new_tokens(CHUNK + 1)
-    computed(owner, own)
-    computed(owner, both)
-    read(reader, both)
-    computed(reader, last)
-    for engine in (owner, reader):
-        hear(engine)
-        take_more(engine)
-    assert (kept(owner, own), kept(owner, both)) == (2, 2)
-    assert (kept(reader, both), kept(reader, last)) == (0, 1)
-
-
 def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(
     shared: Make,
 ) -> None:

@@ -84,19 +84,6 @@ def flushed(engine: Engine, number: int) -> None:
     engine.step(kv_connector_worker_meta=WorkerReport(flushed=number))
 
 
-def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_that_name(
-    engine: Engine,
-) -> None:
-    """vLLM aborts the first one while its last step runs; the worker would report the load of the
-    second one, whose bytes never came, as over."""
-    tokens = pooled(engine)
-    engine.ran = lambda _: engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
-    for _ in range(2):
-        engine.add(tokens, name="r")
-        meta = engine.step(finished_recving={"r"})
-        assert (len(meta.loads), meta.cancelled) == (1, set())
-
-
 def test_a_step_in_which_requests_only_run_on_sends_one_constant(engine: Engine) -> None:
     """It costs next to nothing to plan, and to send to workers in other processes."""
     engine.add(new_tokens(CHUNK + 3), 2 * CHUNK)

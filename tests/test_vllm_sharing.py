@@ -72,6 +72,7 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node) -> No
     assert here.chunks() == 0
     assert not here.stats().segments, "nobody was told to lend memory"
     assert here.b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
+    assert here.b.counter("vllm:prompt_tokens_cached_by_source", source="p2p") == 11 * CHUNK
     ids = {one.id for one in here.stats().instances}
     eventually(
         lambda: (

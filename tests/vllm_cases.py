@@ -228,20 +228,14 @@ def _run(_: object, program: str, arguments: Sequence[str]) -> Any:
 
 def changed(changes: Mapping[str, str | None]) -> dict[str, str]:
     """This environment, with what keeps vLLM quiet and with changes."""
-    inherited = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")
-    }
-    return {
-        key: value for key, value in {**inherited, **QUIET, **changes}.items() if value is not None
-    }
+    merged = {**os.environ, **QUIET, **changes}
+    return {key: value for key, value in merged.items() if value is not None}
 
 
 def home() -> Nursery:
     """What all that needs vLLM or LMCache is forked from. Each imports the other: it has both."""
     modules = [name for name, why in INSIDE.items() if not why]
-    return nursery(*modules, TRITON_INTERPRET=None, VCACHE_CONFIG=None, **QUIET)
+    return nursery(*modules, **QUIET)
 
 
 def _serving(arguments: dict[str, Any]) -> Any:
@@ -361,6 +355,8 @@ def meddled(
 
 
 QUIET: dict[str, str | None] = {
+    "TRITON_INTERPRET": None,
+    "VCACHE_CONFIG": None,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
@@ -432,10 +428,7 @@ class Node:
         """vLLM's `kv_transfer_config` for our own connector. settings: more of
         `kv_connector_extra_config`.
         """
-        given = {
-            section: dict(values) if isinstance(values, dict) else values
-            for section, values in (settings or {}).items()
-        }
+        given = settings or {}
         own = {"server": {"socket": str(self.socket)}, "client": self.client}
         own |= {"pool": {"segment_bytes": "64 MiB"}, "engine": {"chunk_size": CHUNK}}
         own |= {"connector": {"min_hit_tokens": CHUNK}}

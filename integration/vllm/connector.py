@@ -76,6 +76,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 vllm_config, kv_cache_config, config, loads, stores, self._meter
             )
             self._ends = LoadEnds(self._scheduler.instance.workers)
+            if self._scheduler.publications is not None and self._scheduler.victims is None:
+                self._cache_hit_source = compat.hit_source_of_peers()
             if self._scheduler.instance.refused:
                 self._scheduler = None
         else:

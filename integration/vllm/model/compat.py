@@ -124,6 +124,16 @@ def read_model(
     return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": tables.text})
 
 
+def hit_source_of_peers() -> Any:
+    """What `vllm:prompt_tokens_cached_by_source` calls tokens out of another instance's KV cache.
+    None before vLLM 0.32, which does not ask."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
 def transfer_results(
     recving: AbstractSet[str] = frozenset(), failed: AbstractSet[str] = frozenset()
 ) -> Any:

@@ -143,7 +143,8 @@ class LeftoverState(msgspec.Struct):
 
 
 class PromiseState(msgspec.Struct):
-    """What a request has promised to compute. Only `Lookups` and `OwnPromises` write it.
+    """What a request has promised to compute. `SchedulerSide` gives it `number` and `early` when
+    the request arrives; after that only `Lookups` and `OwnPromises` write it.
 
     number: names the promise for the server; 0: the request stores nothing. early: its look-ups
     promise, too. made: the server may hold a promise. stop: the chunks up to this number are
@@ -166,7 +167,8 @@ class WaitState(msgspec.Struct):
     asked. began, target: how many leading chunks were there at the beginning, and will be at the
     end. owner, owned: who promises the others, and since when; 0: nobody yet. promised: the server
     has said that chunks are coming. gone: since when it does not say so any more. over: the request
-    waits no more. seconds: how long it has waited. loads: a load of the request brings its chunks.
+    waits no more. seconds, tokens, end: how long it has waited, what came, and how the wait ended
+    (`Meter.waited`). loads: a load of the request brings its chunks.
     leads: the first of these chunks, or `NOTHING_LED`: other requests that lack it may follow this
     one."""
 
@@ -181,6 +183,8 @@ class WaitState(msgspec.Struct):
     gone: float = 0.0
     over: bool = False
     seconds: float = 0.0
+    tokens: int = 0
+    end: str = ""
     loads: bool = False
     leads: ChunkKey = NOTHING_LED
 

@@ -142,16 +142,16 @@ class Waits:
         there."""
         wait = tracked.wait
         if wait.since and not wait.over:
-            wait.over, wait.seconds = True, monotonic() - wait.since
-            came = max(0, reached - wait.began)
-            self._meter.waited(why, came * self._size, wait.seconds)
+            wait.over = True
+            wait.end = why
+            wait.seconds = monotonic() - wait.since
+            wait.tokens = max(0, reached - wait.began) * self._size
+            self._meter.waited(why, wait.tokens, wait.seconds)
             if self._instance.client is not None:
-                self._instance.client.count(
-                    awaited=came * self._size, waited_ms=int(wait.seconds * 1e3)
-                )
+                self._instance.client.count(awaited=wait.tokens, waited_ms=int(wait.seconds * 1e3))
             log.debug(
                 "request %s waited %.3f s for %d chunks: %s",
-                *(tracked.request.request_id, wait.seconds, came, why),
+                *(tracked.request.request_id, wait.seconds, wait.tokens // self._size, why),
             )
         if wait.leads:
             self._leave(tracked)

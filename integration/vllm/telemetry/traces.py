@@ -63,7 +63,10 @@ class Spans:
         with suppress(Exception):
             seconds = tracked.lookup.answer.seconds if tracked.lookup.answer is not None else 0.0
             said: dict[str, Any] = {"vcache.local_tokens": local, "vcache.found_tokens": found}
-            said["vcache.waited_seconds"] = tracked.wait.seconds
+            wait = tracked.wait
+            said["vcache.waited_seconds"] = wait.seconds
+            said["vcache.waited_tokens"] = wait.tokens
+            said["vcache.wait_end"] = wait.end
             self._span("vcache.lookup", tracked, said, seconds).end()
 
     def loading(self, tracked: Tracked, tokens: int) -> None:
