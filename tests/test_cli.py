@@ -123,6 +123,8 @@ def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
     monkeypatch.chdir(tmp_path)
     shown = json.loads(vcache("config", "show", "--json", "--socket", "here.sock").stdout)
     assert shown["server"]["socket"] == str(tmp_path / "here.sock")
+    said = vcache("serve", "--socket", "/", expect=1).stderr
+    assert said == "vcache: --socket: socket must be the path of a file, got '/'\n"
 
 
 # ---- with a server

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import mmap
 import os
 import re
@@ -57,27 +58,33 @@ def test_only_zeros_of_int8_in_host_memory_become_exportable() -> None:
     assert not any(tensor.any() for tensor in taken)
 
 
-def test_another_process_can_write_nothing() -> None:
-    """It reads: test_vllm_sharing."""
+def test_another_process_reads_what_is_written_and_can_write_nothing() -> None:
     memory = HostExportable()
     with memory.context():
-        cache = kv()
+        cache = kv().view(torch.bfloat16).view(-1, 2)
     (found,) = memory.allocations()
     assert found.nbytes % mmap.PAGESIZE == 0
+    cache.copy_(torch.arange(cache.numel()).view(-1, 2))
     child = """
-import mmap, os, sys
+import hashlib, mmap, os, sys
 fd, nbytes = os.open(sys.argv[1], os.O_RDWR), int(sys.argv[2])
-calls = lambda: mmap.mmap(fd, nbytes), lambda: os.write(fd, b"x"), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 2 * nbytes)
-for call in calls:
+try:
+    mmap.mmap(fd, nbytes)
+    print("mapped writable")
+except PermissionError:
+    pass
+for call in (lambda: os.write(fd, b"x"), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 2 * nbytes)):
     try:
         call()
         print("changed")
     except PermissionError:
         pass
+print(hashlib.sha256(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)[:]).hexdigest())
 """
-    with script(child, f"/proc/{os.getpid()}/fd/{found.fd}", str(found.nbytes)) as writer:
-        assert writer.wait() == (0, "")
-    assert not cache.any()
+    whole = bytes((ctypes.c_char * found.nbytes).from_address(found.address))
+    with script(child, f"/proc/{os.getpid()}/fd/{found.fd}", str(found.nbytes)) as reader:
+        assert reader.wait() == (0, f"{hashlib.sha256(whole).hexdigest()}\n")
+    assert whole[: cache.nbytes] == cache.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _written_by_a_child(_: object) -> tuple[int, int]:

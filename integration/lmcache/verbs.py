@@ -179,19 +179,13 @@ class Verbs:
     # ---- stores
 
     def store(
-        self,
-        theirs: Callable[..., None],
-        tokens: Any = None,
-        hashes: Any = None,
-        offsets: Any = None,
-        mask: Any = None,
-        **kwargs: Any,
+        self, theirs: Callable[..., None], tokens: Any = None, *, mask: Any = None, **kwargs: Any
     ) -> None:
         """Store a request's whole chunks, see `PoolWorker.store`. mask: as in `retrieve`."""
         engine, size, first = self._engine, self._size, _left_out(mask)
         worker = self._backend.worker
         if worker is None or tokens is None or first % size or not engine.is_healthy():
-            return theirs(tokens, hashes, offsets, mask, **kwargs)
+            return theirs(tokens, mask=mask, **kwargs)
         started = engine.stats_monitor.on_store_request(len(tokens) - first)
         stored = 0
         try:
