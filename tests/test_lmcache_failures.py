@@ -198,9 +198,9 @@ def settle(inside: Inside) -> list[int]:
 
 def believe_leases_for(inside: Inside, seconds: float) -> None:
     """Without asking whether they held."""
-    from vcache_backend.transfer import leases
+    from vcache_backend.transfer import lease_client
 
-    leases.GRACE_SECONDS = seconds
+    lease_client.GRACE_SECONDS = seconds
 
 
 def failures(inside: Inside) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.memory_budget import beside_vllm
+from integration.vllm_memory import beside_vllm
 from vcache_backend.config import ByteSize
 from vcache_backend.vram_pool.memory_budget import MAX_SHARE, shortfall
 

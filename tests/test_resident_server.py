@@ -33,7 +33,7 @@ from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, ma
 from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.instances import publications as residence
+from vcache_backend.metadata_server.instances import published_chunks as residence
 from vcache_backend.metadata_server.instances import registry as instances
 from vcache_backend.metadata_server.instances import resident_chunks
 from vcache_backend.metadata_server.processes import is_pidfd

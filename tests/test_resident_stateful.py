@@ -19,7 +19,7 @@ from model import FakeClock, chunk_key
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
+from vcache_backend.metadata_server.instances.published_chunks import BLOCK_BYTES
 from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer

@@ -317,7 +317,7 @@ _FIND = f"{_CLIENT}.find,send_find"
 LOOK_UP, LEASE = f"{_CLIENT}.lookup|{_FIND}", f"{_CLIENT}.acquire"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
-VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.leases:LeaseClient.verdict"
+VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.lease_client:LeaseClient.verdict"
 SCATTER, PULL = (
     f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("scatter", "pull")
 )

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.transfer import pooled, resident
+from vcache_backend.transfer import pooled, resident_runs
 from vcache_backend.transfer.sources import Settled
 from vcache_backend.vram_pool.copies.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -201,7 +201,7 @@ def _believe_copies() -> None:
     """For a control: count every copy as right, whatever the generations, or the lease, say after
     it.
     """
-    for part in (resident._ResidentPart, pooled._PooledPart):
+    for part in (resident_runs._ResidentPart, pooled._PooledPart):
         part.settle = _believed(part.settle)  # type: ignore[method-assign, assignment]
 
 

@@ -17,10 +17,10 @@ from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
 from ..served_at import served_at
 from ..vllm.model import spec as model_spec
+from ..vllm_memory import beside_vllm
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
 from .patches import StepAside

@@ -20,7 +20,7 @@ from lmcache.utils import CacheStoreEvent
 
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import as_slots
-from vcache_backend.transfer.leases import Lease
+from vcache_backend.transfer.lease_client import Lease
 
 from .scope import tags_of
 from .worker import Hit, PoolWorker

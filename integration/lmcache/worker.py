@@ -14,7 +14,7 @@ from lmcache.utils import CacheEngineKey
 
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
-from vcache_backend.transfer.leases import Lease
+from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session

@@ -13,11 +13,11 @@ from time import perf_counter
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.transfer.leases import Lease
+from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.memory import MemorySource
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.pooled import Pooled
-from vcache_backend.transfer.resident import ResidentRuns
+from vcache_backend.transfer.resident_runs import ResidentRuns
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part
 from vcache_backend.transfer.stats import LoadStats

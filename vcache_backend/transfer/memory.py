@@ -18,7 +18,7 @@ from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.pooled import Pooled
-    from vcache_backend.transfer.resident import ResidentRuns
+    from vcache_backend.transfer.resident_runs import ResidentRuns
 
 
 @dataclass

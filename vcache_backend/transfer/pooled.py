@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.leases import Lease
+from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled

@@ -18,7 +18,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.layout import Layout, with_codec
-from vcache_backend.transfer.leases import LeaseClient
+from vcache_backend.transfer.lease_client import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.transfer.store import Committer
 from vcache_backend.vram_pool import devices, pool

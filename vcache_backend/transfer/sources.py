@@ -23,7 +23,7 @@ from vcache_backend.vram_pool.copies.planner import CopyPlan
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
-    from vcache_backend.transfer.resident import ResidentRuns
+    from vcache_backend.transfer.resident_runs import ResidentRuns
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """A load's cause, by the cause of a fetch that ended early. Others: `store`."""

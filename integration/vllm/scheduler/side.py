@@ -32,8 +32,8 @@ from .foreign_loads import Beginning, ForeignLoads, beginning
 from .introduction import Introduction
 from .load_specs import LoadSpecs
 from .lookups import Lookups
+from .own_promises import OwnPromises
 from .pace import Pace
-from .promises import OwnPromises
 from .resets import Leftovers, Resets
 from .tracked import StoreState, Tracked
 from .waits import Waits

@@ -21,7 +21,7 @@ from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ... import amx, memory_budget, round_trip
+from ... import amx, round_trip, vllm_memory
 from ..in_place import exporter as exportable
 from ..in_place.worker import InPlace
 from ..metadata import Shard, StepMetadata
@@ -125,7 +125,7 @@ class WorkerSide:
         session = Session(
             self._config,
             model_spec.layout(model, [shard], self._config.engine.chunk_size, b""),
-            over_budget=memory_budget.beside_vllm(model.device_type, model.gpu_memory_utilization),
+            over_budget=vllm_memory.beside_vllm(model.device_type, model.gpu_memory_utilization),
             anonymous=True,
             rank=self._rank,
             kv_device=str(kv.device),

@@ -19,7 +19,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
 from vcache_backend.metadata_server.descriptors import Descriptor
-from vcache_backend.metadata_server.instances.publications import shape
+from vcache_backend.metadata_server.instances.published_chunks import shape
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId

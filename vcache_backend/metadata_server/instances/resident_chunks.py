@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.instances.publications import (
+from vcache_backend.metadata_server.instances.published_chunks import (
     BLOCK_BYTES,
     InstancePublications,
     PublishedChunk,
