@@ -632,6 +632,25 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(
 
 
 @needs_vllm
+@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
+def test_what_another_instance_computes_is_waited_for_with_its_windows_and_states(
+    here: Node, pairs: Callable[..., Pair], layers: str, window: int
+) -> None:
+    pair, tokens, before = pairs(layers, window), new_tokens(HIT + 5), here.chunks()
+    promised = here.stats().counters.get("promised_chunks", 0)
+    kept = pair.b.counter("vllm:vcache_waits", end="kept")
+    pair.a.add("first", tokens)
+    eventually(lambda: here.stats().counters.get("promised_chunks", 0) > promised)
+    pair.b.add("second", tokens)
+    assert pair.b.step(3) == {}
+    first = pair.a.finish("first")["first"]
+    here.stored(before + HIT // CHUNK + pair.states)
+    second, own = pair.b.finish("second")["second"], pair.a.one(tokens)
+    assert pair.b.counter("vllm:vcache_waits", end="kept") == kept + 1
+    assert (first.cached, second.cached, second.said) == (0, HIT, own.said)
+
+
+@needs_vllm
 def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
