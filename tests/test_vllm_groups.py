@@ -636,7 +636,11 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(
 def test_what_another_instance_computes_is_waited_for_with_its_windows_and_states(
     here: Node, pairs: Callable[..., Pair], layers: str, window: int
 ) -> None:
-    pair, tokens, before = pairs(layers, window), new_tokens(HIT + 5), here.chunks()
+    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
+    for instance in (pair.a, pair.b):
+        # In an instance's first step its workers describe themselves.
+        instance.one(new_tokens(5))
+    before = here.chunks()
     promised = here.stats().counters.get("promised_chunks", 0)
     kept = pair.b.counter("vllm:vcache_waits", end="kept")
     pair.a.add("first", tokens)
