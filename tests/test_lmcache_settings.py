@@ -45,11 +45,14 @@ def test_a_mistake_is_named_as_it_is_written(extra: dict[str, Any], said: str) -
         read(extra, 256)
 
 
-def test_the_chunk_size_is_that_of_lmcache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [512, 256])
+def test_the_chunk_size_is_that_of_lmcache(tmp_path: Path, size: int) -> None:
+    """Another one of ours is an error, also where it is our default."""
     assert read({"vcacheX": 1}, 128) == from_dict({"engine": {"chunk_size": 128}})
     path = tmp_path / "vcache.yaml"
-    path.write_text("engine: {chunk_size: 512}\n")
-    with pytest.raises(
-        ConfigError, match=r"engine.chunk_size is 512 but LMCache's chunk_size is 128"
-    ):
-        read({"vcache": {"config": str(path)}}, 128)
+    path.write_text(f"engine: {{chunk_size: {size}}}\n")
+    for given in ({"config": str(path)}, {"engine": {"chunk_size": size}}):
+        assert read({"vcache": given}, size).engine.chunk_size == size
+        said = f"engine.chunk_size is {size} but LMCache's chunk_size is 128, which counts"
+        with pytest.raises(ConfigError, match=said):
+            read({"vcache": given}, 128)

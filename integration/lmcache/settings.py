@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from vcache_backend.config import Config, EngineConfig
+from vcache_backend.config import Config
 from vcache_backend.errors import ConfigError
 
 from ..vllm import settings
@@ -21,7 +19,7 @@ SOURCE = f"{KEY} in LMCache's extra_config"
 
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
     """Read the configuration. Other keys of `extra_config` are not ours. chunk_size: LMCache's,
-    which becomes ours.
+    which is ours, too.
 
     ConfigError names an unknown key, an impossible value, or another chunk size."""
     given = extra_config.get(KEY, {})
@@ -29,13 +27,12 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
     if flat or not isinstance(given, Mapping):
         wrong = flat[0] if flat else f"{KEY} is {given!r}"
         raise ConfigError(f"LMCache's extra_config: {wrong}: write `{KEY}:` and sections under it")
-    config = settings.read(given, SOURCE)
+    config = settings.read(given, SOURCE, chunk_size)
     if config.connector.share == "in_place":
         raise ConfigError(f"{SOURCE}: connector.share is in_place: LMCache has a pool only")
-    if config.engine.chunk_size not in (chunk_size, EngineConfig().chunk_size):
+    if config.engine.chunk_size != chunk_size:
         raise ConfigError(
             f"{SOURCE}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
             f"is {chunk_size}, which counts: leave ours out"
         )
-    engine = msgspec.structs.replace(config.engine, chunk_size=chunk_size)
-    return msgspec.structs.replace(config, engine=engine)
+    return config

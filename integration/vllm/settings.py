@@ -24,14 +24,19 @@ def other_policy(found: str, wanted: str, connector: str) -> str:
     )
 
 
-def read(extra_config: Mapping[str, Any], where: str = SOURCE) -> Config:
+def read(
+    extra_config: Mapping[str, Any], where: str = SOURCE, chunk_size: int | None = None
+) -> Config:
     """Read the configuration. Sections in `extra_config`, such as `server` or `pool`, override the
-    file that `config` names. where: how errors call `extra_config`.
+    file that `config` names. where: how errors call `extra_config`. chunk_size:
+    `engine.chunk_size` unless one of them sets it.
 
     Without `config` the file is `VCACHE_CONFIG`. ConfigError names an unknown key or an impossible
     value."""
     values, source, lines = configuration.read(extra_config.get("config"))
     configuration.from_dict(values, source, lines)
+    if chunk_size is not None:
+        values["engine"] = {"chunk_size": chunk_size, **values.get("engine", {})}
     for name, section in extra_config.items():
         if name == "config":
             continue
