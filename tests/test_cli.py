@@ -104,8 +104,10 @@ def test_config_init_writes_a_whole_file_over_none_and_check_names_the_mistake_i
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
     path.write_text("pool: {segment_byts: 2 GiB}")
     said = vcache("config", "check", str(path), expect=1).stderr
-    assert said.startswith(f"vcache: {path}: line 1: Object contains unknown field `segment_byts`")
-    assert said.endswith("did you mean `segment_bytes`?\n")
+    assert said == (
+        f"vcache: {path}: line 1: Object contains unknown field `segment_byts` - at `$.pool`; "
+        "did you mean `segment_bytes`?\n"
+    )
 
 
 def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Of the section `connector` the plugin uses `model` and `start_server`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ SOURCE = f"{KEY} in LMCache's extra_config"
 
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
     """Read the configuration. Other keys of `extra_config` are not ours. chunk_size: LMCache's,
-    which is ours, too.
+    which becomes ours.
 
     ConfigError names an unknown key, an impossible value, or another chunk size."""
     given = extra_config.get(KEY, {})
@@ -27,12 +28,14 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
     if flat or not isinstance(given, Mapping):
         wrong = flat[0] if flat else f"{KEY} is {given!r}"
         raise ConfigError(f"LMCache's extra_config: {wrong}: write `{KEY}:` and sections under it")
-    config = settings.read(given, SOURCE, chunk_size)
+    config = settings.read(given, SOURCE, {"engine": {"chunk_size": chunk_size}})
     if config.connector.share == "in_place":
         raise ConfigError(f"{SOURCE}: connector.share is in_place: LMCache has a pool only")
     if config.engine.chunk_size != chunk_size:
+        file = given.get("config") or os.environ.get("VCACHE_CONFIG")
+        where = SOURCE if "chunk_size" in given.get("engine", {}) else file
         raise ConfigError(
-            f"{SOURCE}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
+            f"{where}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
             f"is {chunk_size}, which counts: leave ours out"
         )
     return config

@@ -4,6 +4,7 @@ both."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from vcache_backend import config as configuration
@@ -25,18 +26,20 @@ def other_policy(found: str, wanted: str, connector: str) -> str:
 
 
 def read(
-    extra_config: Mapping[str, Any], where: str = SOURCE, chunk_size: int | None = None
+    extra_config: Mapping[str, Any],
+    where: str = SOURCE,
+    defaults: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> Config:
     """Read the configuration. Sections in `extra_config`, such as `server` or `pool`, override the
-    file that `config` names. where: how errors call `extra_config`. chunk_size:
-    `engine.chunk_size` unless one of them sets it.
+    file that `config` names. where: how errors call `extra_config`. defaults: sections with
+    values for settings that neither has.
 
     Without `config` the file is `VCACHE_CONFIG`. ConfigError names an unknown key or an impossible
     value."""
     values, source, lines = configuration.read(extra_config.get("config"))
     configuration.from_dict(values, source, lines)
-    if chunk_size is not None:
-        values["engine"] = {"chunk_size": chunk_size, **values.get("engine", {})}
+    for name, section in defaults.items():
+        values[name] = {**section, **values.get(name, {})}
     for name, section in extra_config.items():
         if name == "config":
             continue

@@ -48,8 +48,8 @@ DISTRUST_SECONDS = 10.0
 for as long as `_silence` says."""
 
 MOST_WAITING = 256
-"""How many requests wait at once; the next ones are computed. vLLM looks at each that waits in every
-step, which takes some 0.05 ms."""
+"""How many requests wait at once; the next ones are computed. vLLM looks at each that waits in
+every step, which takes some 0.05 ms."""
 
 
 class Waits:
