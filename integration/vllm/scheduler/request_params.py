@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from vcache_backend.metadata_server.client_lines import printable
+from vcache_backend.errors import printable
 
 NAME = "vcache"
 MOST_CHARS = 200
