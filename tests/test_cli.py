@@ -243,3 +243,11 @@ def test_where_output_cannot_be_written_there_is_one_line_and_no_traceback(serve
         command = [*VCACHE, "status", "--socket", str(server)]
         done = ran(*command, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "vcache: [Errno 28] No space left on device\n")
+
+
+def test_where_output_is_closed_a_command_does_its_work_in_silence(server: Path) -> None:
+    for words in ("status", "clear", "segment list --json"):
+        shown = ran("bash", "-c", f"{shlex.join(VCACHE)} {words} --socket {server} >&-")
+        assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    failed = ran("bash", "-c", f"{shlex.join(VCACHE)} segment drop x --socket {server} >&- 2>&-")
+    assert failed.returncode == 1
