@@ -250,7 +250,7 @@ def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
         (b"", "the server closed it", "see its log"),
         (
             b"HTTP/1.1 400 Bad Request\r\n\r\n",
-            "is no metadata server (Expected `array`, got `int`)",
+            "is no metadata server of this version (Expected `array`, got `int`)",
             "set server.socket to that of one",
         ),
     ],
@@ -287,7 +287,7 @@ def test_a_socket_that_cannot_be_a_servers_is_not_called_a_server_that_hangs(
         listener.bind(str(path))
         listener.listen(1)
         finding = only(doctor.check_server(config))
-    assert "is no metadata server (" in finding.detail
+    assert "is no metadata server of this version (" in finding.detail
     assert finding.advice == "set server.socket to that of one"
     path.unlink()
     path.symlink_to(path)
