@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from fake_cuda import UUIDS, FakeCuda
@@ -230,6 +231,36 @@ from vcache_backend.doctor import check_server
 *_, last = check_server(from_dict({"server": {"socket": sys.argv[1]}}))
 print((last.status, last.detail[-8:]))
 """
+
+
+AS_NOBODY = """
+import os, sys
+from vcache_backend.config import from_dict
+from vcache_backend.doctor import check_server, check_socket
+config = from_dict({"server": {"socket": sys.argv[1]}})
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for check in check_socket, check_server:
+    for one in check(config):
+        print(one.status, one.detail, one.advice)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_the_socket_of_a_user_who_lets_nobody_in_is_a_failure_that_names_the_setting() -> None:
+    """In a folder of its own: pytest closes its folders to other users."""
+    with TemporaryDirectory() as folder, stage(Path(folder)) as here:
+        here.server()
+        with Child([sys.executable, "-c", AS_NOBODY, str(here.path)]) as child:
+            status, said = child.wait()
+    assert status == 0
+    socket_, server = said.splitlines()
+    assert socket_.startswith(f"fail {here.path} (folder of uid 0, mode 0700)")
+    assert server.startswith(
+        f"fail no connection to the metadata server at {here.path}: Permission"
+    )
+    assert "uid 65534 may not enter" in socket_
+    assert "server.allow_uids" in socket_
+    assert "server.allow_uids" in server
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
