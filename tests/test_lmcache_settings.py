@@ -37,7 +37,7 @@ def test_sections_are_read_as_those_of_our_connector(tmp_path: Path) -> None:
             r"share is in_place: LMCache has a pool",
         ),
         ({"vcache.pool.segment_bytes": 1}, r"vcache.pool.segment_bytes: write `vcache:`"),
-        ({"vcache": None}, r"vcache is None: write `vcache:`"),
+        ({1: 2, "vcache": None}, r"vcache is None: write `vcache:`"),
     ],
 )
 def test_a_mistake_is_named_as_it_is_written(extra: dict[str, Any], said: str) -> None:

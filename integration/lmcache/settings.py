@@ -24,7 +24,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
 
     ConfigError names an unknown key, an impossible value, or another chunk size."""
     given = extra_config.get(KEY, {})
-    flat = [key for key in extra_config if key.startswith(f"{KEY}.")]
+    flat = [key for key in extra_config if str(key).startswith(f"{KEY}.")]
     if flat or not isinstance(given, Mapping):
         wrong = flat[0] if flat else f"{KEY} is {given!r}"
         raise ConfigError(f"LMCache's extra_config: {wrong}: write `{KEY}:` and sections under it")

@@ -45,7 +45,9 @@ def read(
             continue
         is_section = name in Config.__struct_fields__
         if is_section and not isinstance(section, Mapping):
-            raise ConfigError(f"{where}: {name}: Expected a section of settings, got {section!r}")
+            raise ConfigError(
+                f"{where}: {name}: Expected a section of settings, got {section!r:.80}"
+            )
         values[name] = {**values.get(name, {}), **section} if is_section else section
     config = configuration.from_dict(values, where)
     configuration.check_socket_is_whole(config, where)
