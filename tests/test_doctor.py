@@ -243,9 +243,20 @@ def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
         assert child.wait() == (0, "('fail', 'it hurts')\n")
 
 
-@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+@pytest.mark.parametrize(
+    ("answer", "said", "advice"),
+    [
+        (None, "did not answer in 1 s", "see its log; `kill -CONT` it"),
+        (b"", "the server closed it", "see its log"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "is no metadata server (Expected `array`, got `int`)",
+            "set server.socket to that of one",
+        ),
+    ],
+)
 def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
-    config: Config, answer: bytes | None
+    config: Config, answer: bytes | None, said: str, advice: str
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(config.server.path))
@@ -263,9 +274,26 @@ def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
         finding = only(doctor.check_server(config))
         thread.join(10)
     assert (finding.check, finding.status) == ("server", "fail")
-    assert finding.advice
-    said = "did not answer in 1 s" if answer is None else str(config.server.path)
+    assert finding.advice.startswith(advice)
+    assert str(config.server.path) in finding.detail
     assert said in finding.detail
+
+
+def test_a_socket_that_cannot_be_a_servers_is_not_called_a_server_that_hangs(
+    config: Config,
+) -> None:
+    path = config.server.path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        finding = only(doctor.check_server(config))
+    assert "is no metadata server (" in finding.detail
+    assert finding.advice == "set server.socket to that of one"
+    path.unlink()
+    path.symlink_to(path)
+    finding = only(doctor.check_server(config))
+    assert "Too many levels of symbolic links" in finding.detail
+    assert finding.advice == "look at that path, and at server.socket"
 
 
 def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> None:

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from vcache_backend import config
-from vcache_backend.errors import ServerUnavailable, VCacheError, printable
+from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError, printable
 
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.client import Client
@@ -114,6 +114,9 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
     loaded = config.load(path)
     if socket is None:
         return loaded
+    if not socket.name:
+        given = "" if socket == Path() else str(socket)
+        raise ConfigError(f"--socket: socket must be the path of a file, got {given!r}")
     return config.with_socket(loaded, str(socket.absolute()), "--socket")
 
 

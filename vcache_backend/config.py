@@ -293,9 +293,11 @@ def whole(path: Path) -> Path:
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "vcache" if runtime else Path(f"/tmp/vcache-{os.getuid()}")
+    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock` unless that is a
+    whole path of printable characters."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    there = runtime.startswith("/") and runtime.isprintable()
+    folder = Path(runtime) / "vcache" if there else Path(f"/tmp/vcache-{os.getuid()}")
     return folder / "vcache.sock"
 
 

@@ -15,6 +15,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+LEAST_COLUMNS = 80
+"""Every table fits into so many columns. A narrower terminal folds its lines."""
+
 
 @contextmanager
 def whatever_it_shows() -> Iterator[None]:
@@ -39,7 +42,10 @@ def show(what: RenderableType) -> None:
 
     # Piped, a table keeps its columns rather than being folded at 80.
     width = None if sys.stdout.isatty() else 160
-    Console(width=width, highlight=False).print(what)
+    console = Console(width=width, highlight=False)
+    # Where there is no room for a column, rich leaves it out.
+    console.width = max(console.width, LEAST_COLUMNS)
+    console.print(what)
 
 
 def print_json(value: Any) -> None:

@@ -61,10 +61,10 @@ def check_server(config: Config) -> Iterator[Finding]:
             # An absent server may only have to be started: a warning. One that is there and does
             # not answer is a failure.
             absent = client.trouble.startswith("no metadata server at")
-            detail = client.trouble
-            advice = "see its log; `kill -CONT` it, or restart it with this version"
-            if absent or "is no socket" in detail:
-                detail, _, advice = detail.rpartition("; ")
+            detail, _, advice = client.trouble.rpartition("; ")
+            if not detail:
+                detail = client.trouble
+                advice = "see its log; `kill -CONT` it, or restart it with this version"
             yield (warn if absent else fail)("server", detail, advice)
             return
         try:
