@@ -142,6 +142,15 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
 # ---- wishes
 
 
+def test_wishes_are_read() -> None:
+    for nothing in (None, {}, {"vcache": None}, {"do_remote_decode": True}):
+        assert request_params.read(nothing) == request_params.RequestParams()
+    given = {"announced": True, "wait_seconds": 5, "store": False}
+    assert request_params.read({"vcache": given, "other": 1}) == request_params.RequestParams(
+        announced=True, wait_seconds=5.0, store=False, load=True
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
