@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -104,8 +105,10 @@ def test_config_init_writes_a_whole_file_over_none_and_check_names_the_mistake_i
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
     path.write_text("pool: {segment_byts: 2 GiB}")
     said = vcache("config", "check", str(path), expect=1).stderr
-    assert said.startswith(f"vcache: {path}: line 1: Object contains unknown field `segment_byts`")
-    assert said.endswith("did you mean `segment_bytes`?\n")
+    assert said == (
+        f"vcache: {path}: line 1: Object contains unknown field `segment_byts` - at `$.pool`; "
+        "did you mean `segment_bytes`?\n"
+    )
 
 
 def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Path) -> None:
@@ -123,8 +126,19 @@ def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
     monkeypatch.chdir(tmp_path)
     shown = json.loads(vcache("config", "show", "--json", "--socket", "here.sock").stdout)
     assert shown["server"]["socket"] == str(tmp_path / "here.sock")
-    said = vcache("serve", "--socket", "/", expect=1).stderr
-    assert said == "vcache: --socket: socket must be the path of a file, got '/'\n"
+    # Of these `--socket "$UNSET"` is the last.
+    for given in ("/", ""):
+        said = vcache("serve", "--socket", given, expect=1).stderr
+        assert said == f"vcache: --socket: socket must be the path of a file, got {given!r}\n"
+
+
+def test_a_runtime_folder_that_is_no_path_of_text_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It must be a whole path, else it counts as unset (XDG's specification)."""
+    for given in ("run", "/run/\udcff", "/run/a\nb"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", given)
+        assert f"socket: /tmp/vcache-{os.getuid()}/vcache.sock" in vcache("config", "show").stdout
 
 
 # ---- with a server
@@ -211,8 +225,29 @@ def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(serv
         assert "pip install '/path/to/vcache[engine]'" in complaint
 
 
+def test_on_a_narrow_terminal_nothing_is_left_out(server: Path) -> None:
+    """Its lines are folded, not cut."""
+    reading, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as screen:
+        command = [*VCACHE, "doctor", "--socket", str(server)]
+        there = {**os.environ, "TERM": "xterm", "COLUMNS": "20"}
+        assert ran(*command, stdout=screen, env=there).returncode == 0
+    shown = os.read(reading, 1 << 16).decode()
+    os.close(reading)
+    assert "memfd and pidfd work" in shown
+    assert "what leaves the pool is computed again" in " ".join(shown.split())
+
+
 def test_where_output_cannot_be_written_there_is_one_line_and_no_traceback(server: Path) -> None:
     with open("/dev/full", "w") as full:
         command = [*VCACHE, "status", "--socket", str(server)]
         done = ran(*command, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "vcache: [Errno 28] No space left on device\n")
+
+
+def test_where_output_is_closed_a_command_does_its_work_in_silence(server: Path) -> None:
+    for words in ("status", "clear", "segment list --json"):
+        shown = ran("bash", "-c", f"{shlex.join(VCACHE)} {words} --socket {server} >&-")
+        assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    failed = ran("bash", "-c", f"{shlex.join(VCACHE)} segment drop x --socket {server} >&- 2>&-")
+    assert failed.returncode == 1

@@ -129,10 +129,25 @@ def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
     client = stage_.client()
     with pytest.raises(Refused, match="segment nowhere is not here"):
         client.open_segment(m.SegmentId("nowhere"))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match=r"200,\d\d\d B exceeds the limit of 200,000 B"):
         client.open_segment(m.SegmentId("s" * m.MAX_MESSAGE_BYTES))
     assert client.connected
     assert client.lookup([A]) == client.connections_lost == 0
+
+
+def test_a_worker_gets_no_slot_in_a_segment_that_it_cannot_map(stage_: Stage, memfd: int) -> None:
+    stage_.server()
+    lender, worker = stage_.client(), stage_.client()
+    lender.add_segment(info("s0", 4 * KIB), memfd)
+    worker.unmappable.add(m.SegmentId("s0"))
+    worker.list_segments()
+    refused = worker.reserve([A], KIB)
+    assert refused.slots == [m.Refusal.NO_SEGMENT]
+    assert "this worker can map no host segment that is there" in refused.reason
+    assert lender.reserve([A], KIB).reservation
+    worker.unmappable.clear()
+    worker.list_segments()
+    assert worker.reserve([B], KIB).reservation
 
 
 def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) -> None:

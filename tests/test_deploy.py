@@ -47,9 +47,13 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     assert re.search("^StartLimitIntervalSec=0$", text, re.M)
 
 
-def test_the_images_have_extras_and_stages_that_there_are() -> None:
+def test_the_images_are_made_of_what_there_is() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M)).split()
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    folders = project["tool"]["setuptools"]["package-dir"].values()
+    assert {Path(folder).parts[0] for folder in folders} | {"pyproject.toml"} <= {*copied}
     assert (
         set(re.findall(r"/src\[(\w+)\]", text))
         <= project["project"]["optional-dependencies"].keys()

@@ -101,7 +101,7 @@ def test_reservations_of_one_client_are_bounded(
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("MAX_LEASES_PER_CLIENT", 2), ("MAX_LEASED_PER_CLIENT", 4)]
+    ("name", "limit"), [("MAX_LEASES_PER_CLIENT", 2), ("MAX_LEASED_PER_CLIENT", 5)]
 )
 def test_leases_of_one_client_and_the_chunks_under_them_are_bounded(
     directory: Directory, monkeypatch: pytest.MonkeyPatch, name: str, limit: int

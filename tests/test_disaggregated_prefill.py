@@ -50,7 +50,7 @@ class Site:
         self.producer = os.getpgid(printing(folder, "prefill-server.log")[0])
 
     def ask(self, url: str, prompt: list[int], **wishes: Any) -> Completed:
-        return complete(url, prompt, str(self.folder / "model"), **wishes)
+        return complete(url, prompt, str(self.folder / "model"), seconds=40, **wishes)
 
     def right(self, prompt: list[int]) -> list[int]:
         """What the prefill server makes of it, if it answers itself."""

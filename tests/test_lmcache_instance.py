@@ -247,7 +247,7 @@ def lm_config(**changes: Any) -> Any:
         "store_location": "vcache",
         "extra_config": {
             "save_only_first_rank": False,
-            "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache",
+            "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache.backend",
         },
     } | changes
     from lmcache.v1.config import LMCacheEngineConfig
@@ -264,7 +264,7 @@ RENAMED = {
     "storage_plugins": ["other", "pool"],
     "store_location": "other",
     "extra_config": {
-        "storage_plugin.pool.module_path": "vcache_backend.integration.lmcache",
+        "storage_plugin.pool.module_path": "vcache_backend.integration.lmcache.backend",
         "save_only_first_rank": False,
     },
 }

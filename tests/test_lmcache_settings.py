@@ -30,14 +30,14 @@ def test_sections_are_read_as_those_of_our_connector(tmp_path: Path) -> None:
     [
         (
             {"vcache": {"pool": {"segment_byte": 1}}},
-            r"LMCache's extra_config: .*`segment_byte` - at `\$.pool`; did you mean",
+            r"extra_config: .*unknown field `segment_byte` - at `\$.pool`; did you mean `segment_bytes`\?",
         ),
         (
             {"vcache": {"connector": {"share": "in_place"}}},
             r"share is in_place: LMCache has a pool",
         ),
         ({"vcache.pool.segment_bytes": 1}, r"vcache.pool.segment_bytes: write `vcache:`"),
-        ({"vcache": None}, r"vcache is None: write `vcache:`"),
+        ({1: 2, "vcache": None}, r"vcache is None: write `vcache:`"),
     ],
 )
 def test_a_mistake_is_named_as_it_is_written(extra: dict[str, Any], said: str) -> None:
@@ -49,7 +49,9 @@ def test_the_chunk_size_is_that_of_lmcache(tmp_path: Path) -> None:
     assert read({"vcacheX": 1}, 128) == from_dict({"engine": {"chunk_size": 128}})
     path = tmp_path / "vcache.yaml"
     path.write_text("engine: {chunk_size: 512}\n")
-    with pytest.raises(
-        ConfigError, match=r"engine.chunk_size is 512 but LMCache's chunk_size is 128"
-    ):
+    assert read({"vcache": {"config": str(path), "engine": {"chunk_size": 64}}}, 64)
+    different = r"engine.chunk_size is {} but LMCache's chunk_size is 128, which counts"
+    with pytest.raises(ConfigError, match=f"vcache.yaml: {different.format(512)}"):
         read({"vcache": {"config": str(path)}}, 128)
+    with pytest.raises(ConfigError, match=f"LMCache's extra_config: {different.format(256)}"):
+        read({"vcache": {"engine": {"chunk_size": 256}}}, 128)

@@ -82,6 +82,16 @@ def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
         whole_blocks(KV, CHUNK, places(1, 2, 3, 4), starts)
 
 
+@pytest.mark.parametrize("chunk_size", [0, -4, 6])
+def test_a_chunk_must_be_whole_blocks(chunk_size: int) -> None:
+    for plan in (
+        lambda: whole_blocks(KV, chunk_size, places(1), []),
+        lambda: plan_blocks(KV, chunk_size, places()),
+    ):
+        with pytest.raises(LayoutError, match="no multiple of the KV block size 4"):
+            plan()
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[Int64s, Sequence[int], int]:
     """Mostly whole blocks, with holes, shuffled tokens and shifted runs; several chunks; tokens to

@@ -59,13 +59,14 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
     server = alone.server()
     with alone.client(device="GPU-3") as client:
         assert client.report("warn", SEED) is True
+        assert alone.client().report("warn", SEED) is True
         assert client.report("info", "x" * 5000)
         again = time.time()
         assert client.report("warn", SEED) is False
         with pytest.raises(Refused):
             client.report("info", "")
         assert client.connected
-    long, last = alone.client().stats().reports
+    _, long, last = alone.client().stats().reports
     assert last == m.Reported(last.time, "warn", os.getpid(), "GPU-3", SEED)
     assert long.time <= again <= last.time <= time.time()
     assert long.text == "x" * 1024

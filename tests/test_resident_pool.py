@@ -304,6 +304,43 @@ def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_
     ]
 
 
+def test_more_blocks_than_there_are_change_nothing(watched: Watched) -> None:
+    before = watched.view.counters.copy()
+    with pytest.raises(ValueError, match="free blocks"):
+        watched.pool.get_new_blocks(BLOCKS)
+    assert watched.changed(before) == []
+    assert not watched.view.dead
+
+
+@pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use"])
+@pytest.mark.parametrize("call", ["evict_blocks", "reset_prefix_cache"])
+def test_blocks_are_void_before_vllm_evicts_or_resets_them(
+    call: str, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM computes into evicted blocks without handing them out anew, and where it refuses a
+    reset the weights change all the same.
+    """
+    generations, resets, asked = Generations(INSTANCE, BLOCKS), list[bool](), list[bool]()
+    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
+    theirs = getattr(pool, call)
+
+    def ask(*given: Any) -> Any:
+        asked.append(bool((generations.counters[ids] & np.uint64(1)).all()))
+        return theirs(*given)
+
+    monkeypatch.setattr(pool, call, ask)
+    ResidentPool(pool, generations, lambda: resets.append(True))
+    ids = [block.block_id for block in pool.get_new_blocks(used)]
+    generations.filled(np.array(ids, dtype=np.intp))
+    if call == "evict_blocks":
+        pool.evict_blocks(set(ids))
+    else:
+        assert pool.reset_prefix_cache() == (not used)
+        assert resets == [True]
+    assert asked == [True]
+    generations.close()
+
+
 def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:
     """Its null block, which takes what no request wants, and blocks that nobody has filled."""
     odd = watched.view.counters & np.uint64(1)

@@ -251,6 +251,12 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
     assert [greedy.receive()[0] for _ in range(sent)] == ["present"] * sent
 
 
+def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
+    said = "find: 2,048 keys of 4,096 ranks; at most 16,384 keys times ranks"
+    assert worker.ask("find", [A] * 2048, 4096) == ["error", said, False]
+    assert worker.ask("find", [A] * 2048, 8)[:2] == ["found", b""]
+
+
 # ---- the process
 
 

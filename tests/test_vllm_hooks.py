@@ -80,6 +80,17 @@ def test_requests_that_share_their_parameters_keep_their_own_scopes() -> None:
     assert shared.extra_args == {"kv_transfer_params": {"lmcache.tag.team": "red"}}
 
 
+@needs_vllm
+def test_a_tag_that_cannot_be_hashed_is_named_in_one_short_line() -> None:
+    """Clients write it, and it goes to the log."""
+    for name in ("lmcache.tag.a\nERROR forged", f"lmcache.tag.{'x' * 100_000}"):
+        with pytest.raises(ValueError, match="'lmcache.tag.* is a list; a tag is text") as raised:
+            give_scope(request({name: ["red"]}), Adapters())
+        line = str(raised.value)
+        assert line.isprintable()
+        assert len(line) < 200
+
+
 # ---- the entry point
 
 

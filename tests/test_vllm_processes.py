@@ -121,11 +121,10 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         assert own.said == from_pool.said
         assert own.agrees(computed)
         # Both have all tokens, and each its part of their bytes.
-        counted = [
-            f"vllm:vcache_{name}" for name in ("loaded_tokens", "loaded_bytes", "stored_bytes")
-        ]
-        whole = LENGTH * TOKEN_BYTES
-        assert [ranks.counter(name) for name in counted] == [LENGTH, whole, whole]
+        tokens_of = dict.fromkeys(("lookup_hit_tokens", "loaded_tokens"), LENGTH)
+        bytes_of = dict.fromkeys(("loaded_bytes", "stored_bytes"), LENGTH * TOKEN_BYTES)
+        counts = tokens_of | bytes_of | {"failures": 0}
+        assert {name: ranks.counter(f"vllm:vcache_{name}") for name in counts} == counts
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()

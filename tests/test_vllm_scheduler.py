@@ -493,6 +493,24 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         assert waited(tokens, announced=True, wait_seconds=bound)
 
 
+def test_no_more_requests_wait_than_a_step_can_look_at(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is computed; when one of them ends, another may wait."""
+    monkeypatch.setattr(waits, "MOST_WAITING", 2)
+
+    def waits_too() -> bool:
+        request = engine.add(new_tokens(PROMPT), announced=True, wait_seconds=600)
+        waiting.append(request)
+        engine.step()
+        return bool(request.num_computed_tokens == 0)
+
+    waiting: list[Request] = []
+    assert [waits_too() for _ in range(3)] == [True, True, False]
+    engine.scheduler.finish_requests([waiting[0].request_id], RequestStatus.FINISHED_ABORTED)
+    assert [waits_too() for _ in range(2)] == [True, False]
+
+
 def begun(
     owner: Client,
     engine: Engine,

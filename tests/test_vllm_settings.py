@@ -4,6 +4,7 @@ what is refused. No vLLM is needed.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,18 +142,43 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
 # ---- wishes
 
 
+def test_wishes_are_read() -> None:
+    for nothing in (None, {}, {"vcache": None}, {"do_remote_decode": True}):
+        assert request_params.read(nothing) == request_params.RequestParams()
+    given = {"announced": True, "wait_seconds": 5, "store": False}
+    assert request_params.read({"vcache": given, "other": 1}) == request_params.RequestParams(
+        announced=True, wait_seconds=5.0, store=False, load=True
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"anounced": True}, "Object contains unknown field `anounced`"),
         ({"wait_seconds": 601}, "Expected `float` <= 600.0 - at `$.wait_seconds`"),
+        ({"wait_seconds": math.nan}, "Expected `float` >= 0.0 - at `$.wait_seconds`"),
+        ({"wait_seconds": 10**400}, "Number out of range - at `$.wait_seconds`"),
+        ([[[]]] * 1000, "Expected `object`, got `array`"),
+        ({"a\nERROR forged": 1}, "unknown field `a\\nERROR forged`"),
+        ({"x" * 100_000: 1}, "unknown field `xxxx"),
+        ({"\ud800": 1}, "can't encode character"),
     ],
-    ids=str,
+    ids=lambda given: str(given)[:40],
 )
-def test_wishes_that_are_not_understood_are_named(given: Any, said: str) -> None:
-    with pytest.raises(ValueError, match="kv_transfer_params: vcache: ") as raised:
+def test_wishes_that_are_not_understood_are_named_in_one_short_line(given: Any, said: str) -> None:
+    """Clients write them."""
+    with pytest.raises(ValueError, match="^kv_transfer_params: vcache: ") as raised:
         request_params.read({"vcache": given})
-    assert said in str(raised.value)
+    line = str(raised.value)
+    assert said in line
+    assert line.isprintable()
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize("given", ["vcache", [1], 5, True], ids=str)
+def test_parameters_that_are_no_object_are_named(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"Expected an object, got {type(given).__name__}"):
+        request_params.read(given)
 
 
 # ---- keys

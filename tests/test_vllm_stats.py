@@ -53,6 +53,33 @@ def through_vllm(*workers: dict[str, Any]) -> KVConnectorOutput:
     return together.kv_connector_output
 
 
+def test_two_workers_and_the_scheduler_add_up() -> None:
+    """And a worker that did nothing."""
+    first, second, scheduler = Meter(), Meter(counts_tokens=False), Meter()
+    tokens = {"own": 256, "peer": 512}
+    load: Any = SimpleNamespace(
+        tokens=tokens, token_bytes=4000, metadata_seconds=0.001, data_seconds=0.004
+    )
+    first.loaded(load)
+    second.loaded(load)
+    scheduler.looked_up(1000, 768, 0.0005)
+    workers = [first.take(), None, second.take()]
+    output = through_vllm(*({"kv_connector_stats": one} for one in workers))
+    # The workers before the scheduler, as in vLLM's `update_from_output`.
+    total = output.kv_connector_stats.aggregate(scheduler.take())
+    assert total.data["counters"] == {
+        "loaded_tokens": tokens,
+        "loaded_bytes": {"own": 2_048_000, "peer": 4_096_000},
+        "load_time_seconds": pytest.approx({"metadata": 0.002, "data": 0.008}),
+        "lookup_asked_tokens": {"": 1000},
+        "lookup_hit_tokens": {"": 768},
+    }
+    assert total.data["histograms"] == {
+        "load_seconds": pytest.approx([0.005, 0.005]),
+        "lookup_seconds": [0.0005],
+    }
+
+
 def test_an_unlisted_cause_is_counted_as_other() -> None:
     meter = Meter()
     known = {
@@ -89,6 +116,8 @@ def test_what_a_newer_worker_sends_is_passed_over() -> None:
     known.observe("load_seconds", 0.1)
     metrics.observe(known.data, engine_idx=7)
     assert generate_latest(registry) == before
+    metrics.observe(known.data, engine_idx=1)
+    assert registry.get_sample_value("vllm:vcache_load_seconds_count", {"engine": "1"}) == 1
     reduced = stats.build_stats(newer).aggregate(known).reduce()
     assert (reduced["Stored MB"], reduced["Loads"]) == (4.0, 1)
 

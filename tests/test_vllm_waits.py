@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from processes import eventually
@@ -73,6 +74,11 @@ def alike(here: Node, answer: Answer, cached: int, tokens: list[int]) -> None:
     assert answer.agrees(here.aside.one(tokens))
 
 
+def announced(seconds: float) -> dict[str, Any]:
+    """A request's parameters: somebody is about to compute its prompt."""
+    return {"vcache": {"announced": True, "wait_seconds": seconds}}
+
+
 def test_a_prefix_is_waited_for_while_another_instance_computes_it(here: Node) -> None:
     """The second computes nothing of it, holds nobody up, and is told when it asks late."""
     tokens, other = new_tokens(LONG), new_tokens(CHUNK + 1)
@@ -129,6 +135,36 @@ def test_requests_with_one_prefix_read_it_once(here: Node) -> None:
         )
         here.b.add("z", prompts["z"])
         assert here.b.step(3) == {}
+    answers = here.b.finish(*prompts)
+    for name, prompt in prompts.items():
+        alike(here, answers[name], 10 * CHUNK, prompt)
+    assert here.b.counter("vllm:vcache_loaded_tokens") - before == 10 * CHUNK
+
+
+@once
+def test_an_announcement_that_nobody_keeps_holds_up_its_own_request_alone(here: Node) -> None:
+    """Others with its prompt do not wait with it, nor one that was announced for a shorter time."""
+    for name, params in (("beside", None), ("shorter", announced(0.05))):
+        tokens = new_tokens(6 * CHUNK + 1)
+        here.b.add("lonely", tokens, params=announced(80))
+        assert here.b.step(3) == {}
+        here.b.add(name, tokens, params=params)
+        done = eventually(lambda: here.b.step(1))
+        assert name in done
+        here.b.ask("abort", "lonely")
+        alike(here, done[name], 0, tokens)
+
+
+@once
+def test_announced_requests_with_one_prefix_read_it_once(here: Node) -> None:
+    """Each asks by itself until the first one loads it."""
+    tokens = new_tokens(LONG)
+    prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
+    before = here.b.counter("vllm:vcache_loaded_tokens")
+    for name, prompt in prompts.items():
+        here.b.add(name, prompt, params=announced(60))
+    assert here.b.step(3) == {}
+    here.a.one(tokens)
     answers = here.b.finish(*prompts)
     for name, prompt in prompts.items():
         alike(here, answers[name], 10 * CHUNK, prompt)

@@ -259,7 +259,12 @@ class Completed(NamedTuple):
 
 
 def complete(
-    address: str, prompt: list[int], model: str = "tiny", rank: int = 0, **wishes: Any
+    address: str,
+    prompt: list[int],
+    model: str = "tiny",
+    rank: int = 0,
+    seconds: float = ANSWER_SECONDS,
+    **wishes: Any,
 ) -> Completed:
     """Ask a server by HTTP. rank: who is to answer, with data parallelism. wishes: for vcache."""
     asked = {"model": model, "prompt": prompt, "kv_transfer_params": {"vcache": wishes}}
@@ -267,7 +272,7 @@ def complete(
     asked |= {"return_token_ids": True}
     headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
     request = Request(f"{address}/v1/completions", json.dumps(asked).encode(), headers)
-    with urlopen(request, timeout=ANSWER_SECONDS) as answer:
+    with urlopen(request, timeout=seconds) as answer:
         said = json.load(answer)
     details = said["usage"]["prompt_tokens_details"] or {}
     return Completed(said["choices"][0]["token_ids"], details.get("cached_tokens") or 0)

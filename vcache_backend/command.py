@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from vcache_backend import config
-from vcache_backend.errors import ServerUnavailable, VCacheError
+from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError, printable
 
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.client import Client
@@ -42,6 +42,8 @@ EXIT_CODES = (
 )
 ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
+MAX_LINE_CHARS = 2000
+"""The most characters of an error: it may contain what a server says."""
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 """Those that typer completes commands in."""
 
@@ -88,9 +90,7 @@ def _in_a_shell() -> bool:
 
 def _end(line: str, trouble: Exception | None = None) -> NoReturn:
     """End the command with one line on stderr, and exit code 1."""
-    from vcache_backend.metadata_server.client_lines import printable
-
-    typer.secho(f"vcache: {printable(line, len(line))}", fg="red", err=True)
+    typer.secho(f"vcache: {printable(line, MAX_LINE_CHARS)}", fg="red", err=True)
     raise typer.Exit(1) from trouble
 
 
@@ -116,6 +116,9 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
     loaded = config.load(path)
     if socket is None:
         return loaded
+    if not socket.name:
+        given = "" if socket == Path() else str(socket)
+        raise ConfigError(f"--socket: socket must be the path of a file, got {given!r}")
     return config.with_socket(loaded, str(socket.absolute()), "--socket")
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from vcache_backend import config_file
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, printable
 
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
 MAX_BYTES = 1 << 48
@@ -25,6 +25,8 @@ MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in a socket's address."""
 MAX_FILE_BYTES = 1 << 20
 """The largest configuration file. Real ones have some kilobytes."""
+MAX_ERROR_CHARS = 600
+"""The most characters of an error, which may show a key or a value."""
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 DEVICE_FORMS = (
@@ -142,6 +144,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
         wanted = ""
         if not self.socket.isprintable():
             wanted = "a path of printable characters in UTF-8"
+        elif self.socket.startswith("~"):
+            wanted = "a path without ~"
         elif self.socket and (self.socket.endswith("/") or not Path(self.socket).name):
             wanted = "the path of a file"
         elif len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
@@ -289,9 +293,11 @@ def whole(path: Path) -> Path:
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "vcache" if runtime else Path(f"/tmp/vcache-{os.getuid()}")
+    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock` unless that is a
+    whole path of printable characters."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    there = runtime.startswith("/") and runtime.isprintable()
+    folder = Path(runtime) / "vcache" if there else Path(f"/tmp/vcache-{os.getuid()}")
     return folder / "vcache.sock"
 
 
@@ -356,7 +362,7 @@ def from_dict(
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
         said = config_file.explained(str(error), Config, lines or {}, values)
-        raise ConfigError(f"{source}: {said}") from error
+        raise ConfigError(f"{source}: {printable(said, MAX_ERROR_CHARS)}") from error
     share, pool = config.connector.share, config.pool
     lends = pool.segment_bytes or pool.device != "auto"
     if share == "auto" and (lends or config.offload.policy != "off"):
@@ -406,18 +412,21 @@ def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     if not isinstance(path, str | Path):
         raise ConfigError(f"config: Expected the path of a YAML file, got {path!r}")
     try:
+        if Path(os.path.realpath(path)).is_fifo():
+            raise ConfigError(f"{path}: a named pipe; name a file")
         with open(path, "rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # a path with NUL in it
+        raise ConfigError(f"{path}: {error}") from error
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES:,} B, which is no configuration")
+    config_file.check(text, str(path))
     try:
         values, lines = msgspec.yaml.decode(text), config_file.lines(text, str(path))
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {config_file.not_yaml(error, text)}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: the sections are nested too deeply") from error
     # by PyYAML: a number or a date that is none
     except (ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}; put it in quotes if it is text") from error

@@ -13,31 +13,50 @@ import yaml
 from vcache_backend.errors import ConfigError
 
 _DEEPEST = 8
-"""The deepest nesting of sections that is looked at. An alias may contain itself."""
+"""The deepest nesting of a YAML text that is read. Its parser recurses in C, and ends the process
+some ten thousand levels down."""
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _LONGEST = 80
 """The most characters of a value that an error shows."""
 
 
+def check(text: bytes, source: str) -> None:
+    """Raise ConfigError for YAML that takes endless time or memory to read: aliases, which can
+    stand for a thousand times as much text, and deep nesting. What is no YAML passes."""
+    depth = 0
+    event: Any
+    with suppress(yaml.YAMLError):
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            at = f"{source}: line {event.start_mark.line + 1}"
+            if isinstance(event, yaml.AliasEvent):
+                said = "is an alias: write the value itself, or put it in quotes if it is text"
+                raise ConfigError(f"{at}: *{str(event.anchor)[:_LONGEST]} {said}")
+            if depth > _DEEPEST:
+                raise ConfigError(f"{at}: the sections are nested too deeply")
+
+
 def lines(text: bytes, source: str) -> dict[str, int]:
-    """The line of each key of a YAML text, by path, such as `.pool.device`. Raises ConfigError: a
-    key is there twice, or is no text."""
+    """The line of each key of a YAML text that `check` lets pass, by path, such as `.pool.device`.
+    Raises ConfigError: a key is there twice, or is no text."""
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, at: str) -> None:
-        if not isinstance(node, yaml.MappingNode) or at.count(".") > _DEEPEST:
+        if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
             path, line = f"{at}.{key.value}", key.start_mark.line + 1
-            if not key.tag.endswith((":str", ":merge")):
+            if not key.tag.endswith(":str"):
                 said = f"a key is a name, and this is none to YAML: {key.value!r}"
                 raise ConfigError(f"{source}: line {line}: {said}")
-            if path in found and key.value != "<<":
+            if path in found:
                 said = f"`{path[1:]}` is there again, after line {found[path]}; remove one"
                 raise ConfigError(f"{source}: line {line}: {said}")
             found[path] = line
             walk(value, path)
 
-    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    walk(yaml.compose(text, Loader=_Loader), "")
     return found
 
 
@@ -48,6 +67,8 @@ def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
         at = len(text[: told.position].splitlines())
         return f"line {max(1, at)}: not YAML: {told.reason}"
     said = getattr(told, "problem", None) or str(error).partition("\n")[0]
+    if said.startswith("but "):
+        said = f"{getattr(told, 'context', '')}, {said}"
     mark = getattr(told, "problem_mark", None)
     if mark is None:
         return f"not YAML: {said}"
@@ -64,7 +85,7 @@ def explained(error: str, kind: type, where: dict[str, int], values: object) -> 
 
     kind: the struct that `values` should have become. where: the lines of keys."""
     place = re.search(r"at `\$([^`]*)", error)
-    unknown = re.search(r"unknown field `(.+?)`", error)
+    unknown = re.search(r"unknown field `(.+?)`", error, re.DOTALL)
     steps = re.findall(r"\w+", place[1]) if place else []
     path = "".join(f".{step}" for step in steps if not step.isdecimal())
     expected: Any = kind
@@ -113,7 +134,9 @@ def _given(error: str, value: Any, steps: list[str]) -> str:
     with suppress(LookupError, TypeError, ValueError):
         for step in steps:
             value = value[int(step)] if isinstance(value, list) else value[step]
-        shown = repr(value) if steps and isinstance(value, str | int | float) else ""
+        # msgspec does not say which value of a mapping is wrong.
+        simple = isinstance(value, str | int | float) or "[...]`" in error
+        shown = repr(value) if steps and simple else ""
         if shown and shown not in error and len(shown) <= _LONGEST:
             return f", which is {shown}"
     return ""

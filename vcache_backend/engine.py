@@ -123,7 +123,7 @@ class VCacheEngine:
             kv = self._bound("store", kvcaches)
             if kv is None:
                 return
-            places = self._places(kv, slots, first * size, len(keys))
+            places = SlotPlaces.of_chunks(kv, size, slots, first * size, len(keys))
             prefix, keys = keys[:first], keys[first:]
             try:
                 chunks = [chunk for chunk in range(len(keys)) if places.holds(chunk)]
@@ -157,7 +157,7 @@ class VCacheEngine:
             slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
             if kv is None:
                 return torch.zeros(len(ids), dtype=torch.bool)
-            places = self._places(kv, slots, first, len(keys))
+            places = SlotPlaces.of_chunks(kv, size, slots, first, len(keys))
             load = Load(self._session, places, keys[start:])
             return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
 
@@ -233,15 +233,3 @@ class VCacheEngine:
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
             self._session.miss(call, error)
             return None
-
-    def _places(
-        self, kv: PagedKV, slots: npt.NDArray[np.int64], first: int, chunks: int
-    ) -> SlotPlaces:
-        """The places of the chunks from the one with token `first` on, up to number `chunks`.
-        ValueError if two tokens have one slot."""
-        size = self._layout.chunk_size
-        places = SlotPlaces(
-            kv, size, slots, range(first // size * size, chunks * size, size), first
-        )
-        places.refuse_shared()
-        return places

@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+MAX_SHOWN_CHARS = 64
+"""The most characters shown of a name or value."""
+
 
 class VCacheError(Exception):
     """Base of every error of this package."""
@@ -38,6 +41,14 @@ class ServerUnavailable(VCacheError):
 
 class ServerTimeout(ServerUnavailable):
     """The metadata server did not answer within the deadline of the call."""
+
+
+def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
+    """Cut `text` to `most` characters, and escape every character that a terminal would act on."""
+    short = text if len(text) <= most else f"{text[: most - 3]}..."
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in short
+    )
 
 
 @contextmanager

@@ -71,12 +71,13 @@ def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
 def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
     """Copy `SamplingParams.extra_args` with our tag, which overrides the user's.
 
-    ValueError if LMCache cannot hash a tag's value."""
+    ValueError, in one short line for the log, if LMCache cannot hash a tag's value."""
     params = _params(extra_args)
     for name, setting in params.items():
         if name.startswith(TAG_PREFIX) and not isinstance(setting, _PLAIN_TYPES):
             kind = type(setting).__name__
-            raise ValueError(f"{name} in kv_transfer_params is a {kind}; a tag is text or a number")
+            said = f"{name!r:.80} in kv_transfer_params is a {kind}; a tag is text or a number"
+            raise ValueError(said)
     # LMCache's own keys depend on the order of tags: ours comes first.
     return {**(extra_args or {}), _PARAMS: {TAG: value, **params} | {TAG: value}}
 

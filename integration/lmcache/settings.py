@@ -5,12 +5,11 @@ Of the section `connector` the plugin uses `model` and `start_server`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from vcache_backend.config import Config, EngineConfig
+from vcache_backend.config import Config
 from vcache_backend.errors import ConfigError
 
 from ..vllm import settings
@@ -25,17 +24,18 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
 
     ConfigError names an unknown key, an impossible value, or another chunk size."""
     given = extra_config.get(KEY, {})
-    flat = [key for key in extra_config if key.startswith(f"{KEY}.")]
+    flat = [key for key in extra_config if str(key).startswith(f"{KEY}.")]
     if flat or not isinstance(given, Mapping):
         wrong = flat[0] if flat else f"{KEY} is {given!r}"
         raise ConfigError(f"LMCache's extra_config: {wrong}: write `{KEY}:` and sections under it")
-    config = settings.read(given, SOURCE)
+    config = settings.read(given, SOURCE, {"engine": {"chunk_size": chunk_size}})
     if config.connector.share == "in_place":
         raise ConfigError(f"{SOURCE}: connector.share is in_place: LMCache has a pool only")
-    if config.engine.chunk_size not in (chunk_size, EngineConfig().chunk_size):
+    if config.engine.chunk_size != chunk_size:
+        file = given.get("config") or os.environ.get("VCACHE_CONFIG")
+        where = SOURCE if "chunk_size" in given.get("engine", {}) else file
         raise ConfigError(
-            f"{SOURCE}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
+            f"{where}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
             f"is {chunk_size}, which counts: leave ours out"
         )
-    engine = msgspec.structs.replace(config.engine, chunk_size=chunk_size)
-    return msgspec.structs.replace(config, engine=engine)
+    return config

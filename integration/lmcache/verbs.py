@@ -165,8 +165,8 @@ class Verbs:
         hit = self._hits.take(request)
         if hit is None:
             # No look-up was made, or its hit was dropped.
-            configs = kwargs.get("request_configs")
-            hit = Hit(self._names(worker, self._hashes(tokens), configs))
+            hashes = self._hashes(tokens)
+            hit = Hit(self._names(worker, hashes, kwargs.get("request_configs")))
         try:
             count = min(len(hit.names), len(tokens) // self._size)
             if first >= count:

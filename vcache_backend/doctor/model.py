@@ -17,7 +17,7 @@ import msgspec
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding, fail, ok
-from vcache_backend.metadata_server.client_lines import printable
+from vcache_backend.errors import printable
 
 GIB = 1 << 30
 ASK_SECONDS = 300.0

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from vcache_backend.errors import printable
+
 MAX_CALLERS = 1024
 """The most clients whose lines are counted separately."""
 MAX_LINE_CHARS = 1500
-MAX_SHOWN_CHARS = 64
-"""The most characters shown of a name or value."""
 
 
 class Caller(NamedTuple):
@@ -90,11 +90,3 @@ class ClientLines(logging.Filter):
         bucket.left = min(LINES, bucket.left + (now - bucket.at) / SECONDS)
         bucket.at = now
         return bucket
-
-
-def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
-    """Cut `text` to `most` characters, and escape every character that a terminal would act on."""
-    short = text if len(text) <= most else f"{text[: most - 3]}..."
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in short
-    )

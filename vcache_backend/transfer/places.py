@@ -93,6 +93,17 @@ class SlotPlaces:
         self._size, self._starts, self._whole = chunk_size, starts, whole
         self._begin = starts[0] if starts else 0
 
+    @classmethod
+    def of_chunks(
+        cls, kv: PagedKV, chunk_size: int, slots: Int64s, first: int, stop: int
+    ) -> SlotPlaces:
+        """Return the places of the chunks from the one with token `first` to chunk `stop`, without
+        it. ValueError if two tokens have one slot."""
+        starts = range(first // chunk_size * chunk_size, stop * chunk_size, chunk_size)
+        places = cls(kv, chunk_size, slots, starts, first)
+        places._refuse_shared()
+        return places
+
     @cached_property
     def _blocks(self) -> BlockPlaces:
         """The same places by block numbers. Raises LayoutError."""
@@ -101,7 +112,7 @@ class SlotPlaces:
         left_alone = -(-max(self._skip - self._begin, 0) // block)
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 
-    def refuse_shared(self) -> None:
+    def _refuse_shared(self) -> None:
         """Raise ValueError if two wanted tokens have one slot: readers would mix up their KV."""
         with suppress(LayoutError):
             if self._blocks.distinct():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from vcache_backend.errors import printable
+
 NAME = "vcache"
+MOST_CHARS = 200
+"""The most characters of an error: it may contain a client's text."""
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,14 +37,18 @@ NOTHING = RequestParams(load=False, store=False)
 DEFAULT = RequestParams()
 
 
-def read(params: Mapping[str, Any] | None) -> RequestParams:
-    """Read the settings from `kv_transfer_params`. ValueError names an unknown key or an impossible
-    value.
+def read(params: object) -> RequestParams:
+    """Read the settings from `kv_transfer_params`, which may be whatever a client sends. ValueError
+    names an unknown key or an impossible value, in one line that can be logged.
     """
-    given = (params or {}).get(NAME)
+    params = params or {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"kv_transfer_params: Expected an object, got {type(params).__name__}")
+    given = params.get(NAME)
     if given is None:
         return DEFAULT
     try:
         return msgspec.convert(given, RequestParams)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"kv_transfer_params: {NAME}: {error}") from error
+    except ValueError as error:  # also of text that is not Unicode
+        said = printable(str(error), MOST_CHARS)
+        raise ValueError(f"kv_transfer_params: {NAME}: {said}") from error

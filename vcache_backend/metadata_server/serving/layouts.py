@@ -8,9 +8,10 @@ from collections.abc import Callable, Container, Hashable
 
 import msgspec
 
+from vcache_backend.errors import MAX_SHOWN_CHARS, printable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client_lines import MAX_SHOWN_CHARS, Caller, printable
+from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.instances.registry import liveness
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
