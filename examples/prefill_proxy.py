@@ -145,15 +145,13 @@ class Proxy:
 
     def _with_announcement(self, body: dict[str, Any]) -> dict[str, Any]:
         """The request with `kv_transfer_params` that announce its KV. What the client itself says
-        there stands."""
+        there stands; if it is no object, the decode server says so."""
         given = body.get("kv_transfer_params") or {}
-        return {
-            **body,
-            "kv_transfer_params": {
-                **given,
-                "vcache": {**self.announcement, **(given.get("vcache") or {})},
-            },
-        }
+        wishes = (given.get("vcache") or {}) if isinstance(given, dict) else None
+        if not isinstance(wishes, dict):
+            return body
+        announced = {**given, "vcache": {**self.announcement, **wishes}}
+        return {**body, "kv_transfer_params": announced}
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         async with self._session.post(self.decode + request.path, json=body) as reply:

@@ -111,6 +111,16 @@ def test_config_init_writes_a_whole_file_over_none_and_check_names_the_mistake_i
     )
 
 
+def test_config_init_leaves_no_half_file_where_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "vcache.yaml"
+    done = ran("bash", "-c", f"ulimit -f 1; {shlex.join(VCACHE)} config init {path}")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"vcache: {path}: File too large; nothing was written\n",
+    )
+    assert not path.exists()
+
+
 def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Path) -> None:
     path = tmp_path / "shown.yaml"
     path.write_text(vcache("config", "show", "--socket", "/run/x.sock").stdout)
@@ -243,3 +253,11 @@ def test_where_output_cannot_be_written_there_is_one_line_and_no_traceback(serve
         command = [*VCACHE, "status", "--socket", str(server)]
         done = ran(*command, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "vcache: [Errno 28] No space left on device\n")
+
+
+def test_where_output_is_closed_a_command_does_its_work_in_silence(server: Path) -> None:
+    for words in ("status", "clear", "segment list --json"):
+        shown = ran("bash", "-c", f"{shlex.join(VCACHE)} {words} --socket {server} >&-")
+        assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    failed = ran("bash", "-c", f"{shlex.join(VCACHE)} segment drop x --socket {server} >&- 2>&-")
+    assert failed.returncode == 1

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from fake_cuda import UUIDS, FakeCuda
@@ -232,6 +233,36 @@ print((last.status, last.detail[-8:]))
 """
 
 
+AS_NOBODY = """
+import os, sys
+from vcache_backend.config import from_dict
+from vcache_backend.doctor import check_server, check_socket
+config = from_dict({"server": {"socket": sys.argv[1]}})
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for check in check_socket, check_server:
+    for one in check(config):
+        print(one.status, one.detail, one.advice)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_the_socket_of_a_user_who_lets_nobody_in_is_a_failure_that_names_the_setting() -> None:
+    """In a folder of its own: pytest closes its folders to other users."""
+    with TemporaryDirectory() as folder, stage(Path(folder)) as here:
+        here.server()
+        with Child([sys.executable, "-c", AS_NOBODY, str(here.path)]) as child:
+            status, said = child.wait()
+    assert status == 0
+    socket_, server = said.splitlines()
+    assert socket_.startswith(f"fail {here.path} (folder of uid 0, mode 0700)")
+    assert server.startswith(
+        f"fail no connection to the metadata server at {here.path}: Permission"
+    )
+    assert "uid 65534 may not enter" in socket_
+    assert "server.allow_uids" in socket_
+    assert "server.allow_uids" in server
+
+
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
 @pytest.mark.parametrize("within", [[], IN_A_CONTAINER], ids=["beside it", "in a container"])
 def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
@@ -250,7 +281,7 @@ def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
         (b"", "the server closed it", "see its log"),
         (
             b"HTTP/1.1 400 Bad Request\r\n\r\n",
-            "is no metadata server (Expected `array`, got `int`)",
+            "is no metadata server of this version (Expected `array`, got `int`)",
             "set server.socket to that of one",
         ),
     ],
@@ -287,7 +318,7 @@ def test_a_socket_that_cannot_be_a_servers_is_not_called_a_server_that_hangs(
         listener.bind(str(path))
         listener.listen(1)
         finding = only(doctor.check_server(config))
-    assert "is no metadata server (" in finding.detail
+    assert "is no metadata server of this version (" in finding.detail
     assert finding.advice == "set server.socket to that of one"
     path.unlink()
     path.symlink_to(path)

@@ -42,6 +42,8 @@ EXIT_CODES = (
 )
 ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
+MAX_LINE_CHARS = 2000
+"""The most characters of an error: it may contain what a server says."""
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 """Those that typer completes commands in."""
 
@@ -88,7 +90,7 @@ def _in_a_shell() -> bool:
 
 def _end(line: str, trouble: Exception | None = None) -> NoReturn:
     """End the command with one line on stderr, and exit code 1."""
-    typer.secho(f"vcache: {printable(line, len(line))}", fg="red", err=True)
+    typer.secho(f"vcache: {printable(line, MAX_LINE_CHARS)}", fg="red", err=True)
     raise typer.Exit(1) from trouble
 
 

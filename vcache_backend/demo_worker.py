@@ -1,8 +1,8 @@
 """A worker of `vcache demo`: it stores and retrieves prompts as the demo tells it to.
 
-It has a paged KV cache and an engine, but no model. The content of a block follows from its prompt,
-layer and position, so each worker knows what it must retrieve. All other blocks hold a byte that
-only this worker uses, so the check also finds bytes that went to a wrong place."""
+It has a paged KV cache and an engine, but no model. The content of a block follows from its prompt
+and its place in the prompt, so each worker knows what it must retrieve. Blocks that nothing was
+written to hold a byte that only this worker uses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
-import numpy as np
 import torch
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
@@ -22,11 +20,8 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer.layout import Layout
 
 CHUNK_SIZE, BLOCK_SIZE = 256, 16
-TOKENS = CHUNKS * CHUNK_SIZE + BLOCK_SIZE // 2
-"""Of a prompt: whole chunks and half a block, which is not stored."""
-BLOCKS = -(-TOKENS // BLOCK_SIZE)
-SHAPES = {"cpu": (4, 2, 64), "cuda": (16, 8, 64)}
-"""Layers, KV heads, size of a head. On GPUs those of Llama-3.2-1B."""
+BLOCKS = CHUNKS * CHUNK_SIZE // BLOCK_SIZE
+"""Of a prompt, and of a worker's cache."""
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 
 
@@ -34,70 +29,61 @@ class Worker:
     """A worker's KV cache and engine. Its methods answer the commands of the same names."""
 
     def __init__(self, folder: str, device: str, number: int) -> None:
-        torch.set_num_threads(1)
-        self.device = torch.device(device if device.startswith("cuda") else "cpu")
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        layers, heads, head_dim = SHAPES[self.device.type]
-        shape = (layers, 2, 2 * BLOCKS, BLOCK_SIZE, heads, head_dim)
-        self.number, self.unused = number, 160 + number
-        self.kv = list(torch.empty(shape, dtype=torch.bfloat16, device=self.device))
-        self.rows = [layer.view(torch.uint8).flatten(2) for layer in self.kv]
-        self.chunk_bytes = sum(rows[:, 0].numel() for rows in self.rows) * CHUNK_SIZE // BLOCK_SIZE
-        layout = Layout.of(self.kv, BLOCK_SIZE, model="vcache-demo", chunk_size=CHUNK_SIZE)
-        nbytes = ByteSize(PROMPTS * CHUNKS * self.chunk_bytes)
+        torch.manual_seed(number)
+        cuda = device.startswith("cuda")
+        if cuda:
+            torch.cuda.set_device(device)
+        # Those of Llama-3.2-1B, but on the CPU with two layers only.
+        shape = (16 if cuda else 2, 2, BLOCKS, BLOCK_SIZE, 8, 64)
+        kv = torch.empty(shape, dtype=torch.bfloat16, device=device if cuda else "cpu")
+        self.kv = list(kv)
+        self.rows = kv.view(torch.uint8).flatten(3)
+        self.blocks = torch.randperm(BLOCKS)
+        self.slots = (self.blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+        self.unused = 160 + number
         server = ServerConfig(socket=f"{folder}/{SOCKET}")
-        pool = PoolConfig(device=device, segment_bytes=nbytes)
+        pool = PoolConfig(device=device, segment_bytes=ByteSize(PROMPTS * kv.nbytes))
+        layout = Layout.of(self.kv, BLOCK_SIZE, model="vcache-demo", chunk_size=CHUNK_SIZE)
         self.engine = VCacheEngine(Config(server=server, client=CLIENT, pool=pool), layout)
+        self.engine.register(self.kv)
 
-    def prompt(self, number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """A prompt's tokens, its blocks in this worker's cache, and its slot mapping."""
-        tokens = np.random.default_rng(number).integers(0, 128_000, TOKENS)
-        blocks = np.random.default_rng([number, self.number]).permutation(2 * BLOCKS)[:BLOCKS]
-        slots = (blocks[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).flatten()[:TOKENS]
-        return tokens, torch.from_numpy(blocks).to(self.device), torch.from_numpy(slots)
+    def prompt(self, number: int, blocks: int = BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
+        """A prompt's tokens, and what this worker's cache holds with its first `blocks` in it."""
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(128_000, self.slots.shape, generator=generator)
+        content = torch.randint(256, self.rows.shape, dtype=torch.uint8, generator=generator)
+        rows = torch.full_like(self.rows, self.unused)
+        rows[:, :, self.blocks[:blocks]] = content[:, :, :blocks].to(rows.device)
+        return tokens, rows
 
-    def content(self, prompt: int, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """A layer in which `blocks` hold the prompt's beginning and all others are unused."""
-        rows = torch.full_like(self.rows[layer], self.unused)
-        drawn = np.random.default_rng([prompt, layer]).bytes(BLOCKS * rows[:, 0].numel())
-        prompt_rows = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).view(2, BLOCKS, -1)
-        rows[:, blocks] = prompt_rows[:, : len(blocks)].to(self.device)
-        return rows
-
-    def store(self, prompt: int) -> bool:
-        """Write the prompt's KV, as a model would, and store it. Change one byte of `DAMAGED`."""
-        tokens, blocks, slots = self.prompt(prompt)
-        for layer, rows in enumerate(self.rows):
-            rows.copy_(self.content(prompt, layer, blocks))
-        if prompt == DAMAGED:
-            self.rows[0][0, blocks[0], 0] ^= 1
-        self.engine.store(tokens, None, self.kv, slots)
+    def store(self, number: int) -> bool:
+        """Write a prompt's KV, as a model would, and store it. Change one byte of `DAMAGED`."""
+        tokens, rows = self.prompt(number)
+        self.rows.copy_(rows)
+        if number == DAMAGED:
+            self.rows[0, 0, self.blocks[0], 0] ^= 1
+        self.engine.store(tokens, None, self.kv, self.slots)
         return self.engine.flush(SECONDS / 2)
 
-    def retrieve(self, prompt: int) -> dict[str, float]:
-        """Retrieve the prompt into unused blocks, and check every byte of the whole cache."""
-        tokens, blocks, slots = self.prompt(prompt)
-        for rows in self.rows:
-            rows.fill_(self.unused)
+    def retrieve(self, number: int) -> dict[str, float]:
+        """Retrieve a prompt into unused blocks, and check every byte of the whole cache."""
+        tokens, _ = self.prompt(number)
+        self.rows.fill_(self.unused)
         started = time.perf_counter()
-        retrieved = int(self.engine.retrieve(tokens, None, self.kv, slots).sum())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        seconds, blocks = time.perf_counter() - started, blocks[: retrieved // BLOCK_SIZE]
-        wrong = sum(
-            int((rows != self.content(prompt, layer, blocks)).sum())
-            for layer, rows in enumerate(self.rows)
-        )
-        return {"chunks": retrieved // CHUNK_SIZE, "wrong": wrong, "seconds": seconds}
+        retrieved = int(self.engine.retrieve(tokens, None, self.kv, self.slots).sum())
+        seconds = time.perf_counter() - started
+        chunks = retrieved // CHUNK_SIZE
+        _, expected = self.prompt(number, retrieved // BLOCK_SIZE)
+        wrong = int((self.rows != expected).sum())
+        nbytes = chunks * self.rows.nbytes // CHUNKS
+        return {"chunks": chunks, "bytes": nbytes, "wrong": wrong, "seconds": seconds}
 
 
-def main(fd: str, folder: str, device: str, number: str) -> None:
-    """Say a chunk's bytes once the worker is ready, and then answer each command. The end of the
+def main(folder: str, device: str, number: str) -> None:
+    """Answer each command that comes through stdin, a pipe of `multiprocessing`'s. The end of the
     demo ends it; a demo that was killed has left its folder."""
     worker = Worker(folder, device, int(number))
-    with worker.engine, Connection(int(fd)) as pipe, suppress(EOFError, OSError):
-        pipe.send(worker.chunk_bytes)
+    with worker.engine, Connection(sys.stdin.fileno()) as pipe, suppress(EOFError, OSError):
         while True:
             verb, prompt = pipe.recv()
             pipe.send(getattr(worker, verb)(prompt))

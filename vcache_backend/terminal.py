@@ -22,7 +22,12 @@ LEAST_COLUMNS = 80
 @contextmanager
 def whatever_it_shows() -> Iterator[None]:
     """Within the block, a sign that the output's encoding does not have becomes a question mark,
-    and an OSError, such as a full disk or a closed pipe, ends the program with one line."""
+    and an OSError, such as a full disk or a closed pipe, ends the program with one line. What goes
+    to a closed stream goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # A file that is opened later must not take its number, either.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the program ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

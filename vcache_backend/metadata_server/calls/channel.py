@@ -315,9 +315,12 @@ class Channel:
                 why = f"did not answer in {self._config.connect_seconds:g} s"
                 return f"the metadata server at {at} {why}: it is stopped, or has too much to do"
             case msgspec.DecodeError() | UnicodeDecodeError() | OSError(errno=errno.EPROTOTYPE):
-                why = f"is no metadata server ({error}); set server.socket to that of one"
-                return f"what listens at {at} {why}"
-            case PermissionError() | OSError(errno=errno.ELOOP):
+                why = f"is no metadata server of this version ({error})"
+                return f"what listens at {at} {why}; set server.socket to that of one"
+            case PermissionError():
+                why = f"{error.strerror}; its user lets others in by server.allow_uids"
+                return f"no connection to the metadata server at {at}: {why}"
+            case OSError(errno=errno.ELOOP):
                 why = f"{error.strerror}; look at that path, and at server.socket"
                 return f"no connection to the metadata server at {at}: {why}"
             case _:
