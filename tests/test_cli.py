@@ -111,6 +111,16 @@ def test_config_init_writes_a_whole_file_over_none_and_check_names_the_mistake_i
     )
 
 
+def test_config_init_leaves_no_half_file_where_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "vcache.yaml"
+    done = ran("bash", "-c", f"ulimit -f 1; {shlex.join(VCACHE)} config init {path}")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"vcache: {path}: File too large; nothing was written\n",
+    )
+    assert not path.exists()
+
+
 def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Path) -> None:
     path = tmp_path / "shown.yaml"
     path.write_text(vcache("config", "show", "--socket", "/run/x.sock").stdout)

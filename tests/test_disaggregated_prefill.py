@@ -6,6 +6,7 @@ The example goes through the pool. What is announced is read in place, too: test
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,9 +15,11 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
-from processes import PATIENT, ROOT, Child, Worker, eventually
+from processes import PATIENT, ROOT, SECONDS, Child, Worker, eventually
 from vllm_cases import Completed, complete, forking, new_tokens
 
 from benchmarks.processes import free_ports
@@ -113,6 +116,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site: Site) -> None:
     """The tokens: the fixture would fail, since the example says of each whether they are right."""
     assert site.chunks() >= CHUNKS
+
+
+@pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
+@pytest.mark.parametrize("params", ["text", 5, [1], {"vcache": "text"}, {"vcache": [1]}], ids=str)
+def test_the_proxy_leaves_wrong_parameters_to_the_decode_server(params: Any) -> None:
+    """Here nobody answers as one, which the client is told."""
+    port, *nobody = free_ports(3)
+    servers = [f"http://127.0.0.1:{number}" for number in nobody]
+    command = [sys.executable, str(PROXY), "--prefill", servers[0], "--decode", servers[1]]
+    with Child([*command, "--port", str(port)]) as child:
+        child.expect("serves on")
+        body = json.dumps({"prompt": "a", "kv_transfer_params": params}).encode()
+        with pytest.raises(HTTPError) as raised:
+            urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=SECONDS)
+    with raised.value as error:
+        assert (error.code, b"the decode server at" in error.read()) == (502, True)
 
 
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])

@@ -301,6 +301,25 @@ def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and
     eventually(lambda: not kv_mapped())
 
 
+def test_a_load_that_nobody_wants_any_more_begins_no_copy_and_lets_go_once_its_copy_is_over(
+    here: Node,
+) -> None:
+    _, reader, tokens, there = beside(here, 3)
+    early = reader.load(tokens, [there])
+    early.cancel()
+    assert early.advance()
+    assert reader.copier.pulls == []
+    reader.copier.finished.clear()
+    load = reader.load(tokens, [there])
+    assert not load.advance()
+    load.cancel()
+    assert not load.advance()
+    assert launches(reader) == 1
+    reader.copier.finished.set()
+    assert load.advance()
+    assert launches(reader) == 0
+
+
 @pytest.mark.parametrize(
     ("error", "runs"), [(VCacheError("planted"), False), (RuntimeError("planted"), True)]
 )

@@ -776,3 +776,46 @@ def test_beside_running_requests_a_short_hit_is_computed(
     for request in (running, prompt):
         engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     assert loads(0.001, more), "steps without a model run"
+
+
+def test_nobody_follows_a_request_whose_wait_is_over_before_vllm_asks_for_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By priority vLLM may not come to it for long: one before it lacks blocks."""
+    clock = FakeClock()
+    monkeypatch.setattr(waits, "monotonic", clock)
+    engine = make(share="pool", arguments={"scheduling_policy": "priority"})
+    engine.add(new_tokens(10 * BLOCK), max_tokens=CHUNK)
+    engine.step()
+    engine.half._pace.chunk_seconds = 1
+    with engine.here.client() as owner:
+        tokens = begun(owner, engine, 0, 1, 600)
+        waiting = engine.add(tokens, priority=2)
+        engine.step()
+        assert engine.half._requests[waiting.request_id].wait.since
+        engine.add(new_tokens(18 * BLOCK), priority=1)
+        follower = engine.add(tokens, priority=0)
+        engine.step()
+        for _ in range(2):  # The second one's own wait is not over yet.
+            assert follower.num_computed_tokens == 0
+            clock.advance(2 * waits.LONGER * CHUNKS)
+            engine.step()
+        engine.step()
+        assert follower.num_computed_tokens > 0
+
+
+def test_nobody_follows_a_request_that_waited_while_the_weights_changed(make: Make) -> None:
+    """Also not if they are what they were before."""
+    engine = make(share="pool", weights="old", arguments={"scheduling_policy": "priority"})
+    engine.half._pace.chunk_seconds = 60
+    with engine.here.client() as owner:
+        tokens = begun(owner, engine, 0, 60, 600)
+        waiting = engine.add(tokens, priority=2)
+        engine.step()
+        assert engine.half._requests[waiting.request_id].wait.since
+        engine.scheduler.connector.weights_change()
+        engine.scheduler.connector.weights_are("old")
+        later = engine.add(tokens, priority=0)
+        engine.step()
+        assert engine.half._requests[later.request_id].wait.since
+        assert not engine.scheduler.connector.failures

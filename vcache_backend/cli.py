@@ -141,10 +141,14 @@ def config_init(
     text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()
     if str(path) == "-":
         return typer.echo(text, nl=False)
+    made = False
     try:
-        with path.open("x") as made:
-            made.write(text)
+        with path.open("x") as file:
+            made = True
+            file.write(text)
     except OSError as error:
+        if made:
+            path.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {error.strerror}; nothing was written") from error
     typer.echo(f"{path}: written; its first lines say how it is used")
 

@@ -350,6 +350,8 @@ class SchedulerSide:
             self.lookups.rename(tracked)
         for tracked in self._requests.values():
             self._promises.ended(tracked)
+            # The chunks that it waits for have other keys now.
+            self._waits.over(tracked, "withdrawn")
         if self.instance.announcer is not None:
             self.instance.announcer = self.instance.announcer.renewed()
 
