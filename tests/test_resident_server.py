@@ -550,9 +550,14 @@ def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) ->
     join(reader, instance_id(11), m.MAX_BLOCKS)
 
 
-def test_memory_of_instances_leaves_descriptors_for_clients(alone: Stage, memfd: int) -> None:
-    with running(alone.path) as server:
-        server._service.max_segments = 12
+def test_memory_of_instances_leaves_descriptors_for_clients(
+    alone: Stage, memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 134 descriptors 12 are for segments and the memory of instances."""
+    monkeypatch.setattr(
+        "vcache_backend.metadata_server.processes.raise_descriptor_limit", lambda: 134
+    )
+    with running(alone.path):
         client = alone.client()
         show(client, A, regions=12)
         with pytest.raises(Refused, match="fds of instances are kept, more would leave none for"):
