@@ -263,12 +263,12 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
         show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
         publish(reader, A, keys(3), sequence=9)
-    with pytest.raises(Refused, match="this connection is no part of it"):
+    with pytest.raises(Refused, match="this connection does not belong to it"):
         reader.retract(A, 100)
     show(reader, A, 1)  # beyond its ranks: harmless
     with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
         publish(reader, A, keys(3, rank=1))
-    with pytest.raises(Refused, match="this connection is no part of it"):
+    with pytest.raises(Refused, match="this connection does not belong to it"):
         reader.retract(A, 100)
     assert found(reader) == 3
     assert publish(reader, B, keys(1)) == reader.retract(B, 1) == 0
