@@ -1,5 +1,5 @@
-"""Disaggregated prefill: one vLLM server computes prompts, another writes the answers, and KV goes
-from GPU to GPU over NVLink.
+"""Disaggregated prefill: one vLLM server computes prompts, another generates the answers, and KV
+goes from GPU to GPU over NVLink.
 
     python examples/disaggregated_prefill.py [--share in_place|pool]
                                              [--order together|decode-first|prefill-first]
@@ -7,32 +7,29 @@ from GPU to GPU over NVLink.
     python examples/disaggregated_prefill.py --cpu       # a tiny model, without a GPU
 
 Starts a metadata server, a vLLM server for prefill on GPU 0, one for decode on GPU 1, and
-examples/prefill_proxy.py before them. Then it sends a few prompts to the proxy and prints, for
-each, how many tokens the decode server took from elsewhere, the time to first token, and whether
-its tokens are those that the prefill server gives if it answers itself. With --stay the servers
-then stay up for your own requests until Ctrl-C. Exit code 0 if every prompt came from there, with
-the right tokens.
+examples/prefill_proxy.py in front of them. Then it sends a few prompts to the proxy and prints, for
+each, how many tokens the decode server loaded, the time to first token, and whether its tokens are
+those that the prefill server gives if it answers itself. With --stay the servers then stay up for
+your own requests until Ctrl-C. Exit code 0 if every prompt was loaded from the prefill server and
+all tokens are right.
 
-The decode server reads the prefill server's own KV cache, and nothing is copied in between; with
---share pool, a pool that the prefill server lends and fills.
+The decode server reads the prefill server's KV cache, and nothing is copied in between. With
+--share pool it reads a pool that the prefill server lends and fills.
 
-By hand (each vLLM needs to see its own GPU only: memory of the other one is mapped all the same):
+By hand (each vLLM needs to see only its own GPU; it can map memory of the other one all the same):
 
-    vcache serve
-    export PYTHONHASHSEED=0       # the same everywhere, since the names of KV depend on it
+    vcache serve &
     CUDA_VISIBLE_DEVICES=0 vllm serve MODEL --port 8100 --kv-transfer-config '{
       "kv_role":"kv_producer", "kv_connector":"VCacheConnector",
-      "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
-      "kv_load_failure_policy":"recompute"}'
+      "kv_connector_module_path":"vcache_backend.integration.vllm_connector"}' &
     CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config '{
       "kv_role":"kv_consumer", "kv_connector":"VCacheConnector",
-      "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
-      "kv_load_failure_policy":"recompute"}'
+      "kv_connector_module_path":"vcache_backend.integration.vllm_connector"}' &
     # with a pool: "kv_connector_extra_config":{"pool":{"segment_bytes":"8 GiB"}} for the first;
     # for the second
     # "kv_connector_extra_config":{"connector":{"share":"pool"},"pool":{"segment_bytes":0}}
     python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 \\
-      --decode http://127.0.0.1:8200 --port 8000
+      --decode http://127.0.0.1:8200 --port 8000 &
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model":"MODEL", "prompt":"...", "max_tokens":64, "stream":true}'"""
 
@@ -55,9 +52,9 @@ UNSTORED = {"kv_transfer_params": {"vcache": {"store": False}}}
 def one_round(site: Site, proxy: Process, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Each prompt through the proxy. Rows of the table.
 
-    The right tokens are the prefill server's own, asked after it: it has the prompt in vLLM's
-    prefix cache, so that it computes the same last tokens in a step of the same shape as the decode
-    server did, and answers can be compared token by token."""
+    The right tokens are those of the prefill server, which is asked second. It has the prompt in
+    vLLM's prefix cache, so it computes the same last tokens in a step of the same shape as the
+    decode server did, and answers can be compared token by token."""
     rows = []
     for prompt in prompts:
         answer = ask(proxy, site.model, prompt)
@@ -97,7 +94,7 @@ def transfer(socket: Path, chunk: int, share: str, role: str, pool: str | int) -
 def run(options: argparse.Namespace, folder: Path) -> int:
     """Everything. The exit code."""
     front, *options.ports = options.ports
-    # Only the prefill server lends memory: it stores, the other loads. In place it lends none.
+    # Only the prefill server lends memory, and only to a pool: it stores, the other loads.
     roles = (("kv_producer", options.machine.pool), ("kv_consumer", 0))
     transfers = [
         transfer(folder / "vcache.sock", options.machine.chunk, options.share, *role)
@@ -141,7 +138,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
 if __name__ == "__main__":
     options = parser(__doc__, [8000, 8100, 8200])
     options.add_argument(
-        "--share", choices=SHARES, default=SHARES[0], help="how KV goes over (in_place)"
+        "--share", choices=SHARES, default=SHARES[0], help="how the servers share KV (in_place)"
     )
     options.add_argument(
         "--order",
@@ -157,6 +154,6 @@ if __name__ == "__main__":
         help="how long decode waits for KV (30)",
     )
     options.add_argument(
-        "--stay", action="store_true", help="serve on after the prompts, until Ctrl-C"
+        "--stay", action="store_true", help="go on serving after the prompts, until Ctrl-C"
     )
     sys.exit(main(options, run, needs=("vllm",)))

@@ -1,11 +1,10 @@
-"""Two nodes on one machine, with nothing in common but a Mooncake store: what node A stores, node B
-retrieves.
+"""Two nodes on one machine that share only a Mooncake store: what node A stores, node B retrieves.
 
     vcache mooncake --segment 256MiB &
     python examples/mooncake_two_nodes.py --master 127.0.0.1:50051 [--tokens 8192]
 
-Each node has a metadata server and a pool of its own, in host memory. A stores the KV of a prompt,
-which goes to the offload tier in the background; B looks it up, retrieves it, and every byte is
+Each node has its own metadata server, and its own pool in host memory. A stores the KV of a prompt,
+which goes to the offload tier in the background. B looks it up and retrieves it, and every byte is
 compared. The second time B has it in its own pool. Exit code 1 if anything is missing or wrong."""
 
 from __future__ import annotations

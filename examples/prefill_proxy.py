@@ -1,18 +1,18 @@
-"""A proxy in front of two vLLM servers, one for prefill and one for decode, whose KV meets in
-vcache's pool.
+"""A proxy in front of two vLLM servers that share KV with vcache, one for prefill and one for
+decode.
 
     python examples/prefill_proxy.py --prefill http://127.0.0.1:8100
                                      --decode http://127.0.0.1:8200 [--port 8000]
 
 A completions request goes to both at the same time. The prefill server (`kv_role` kv_producer)
-computes the prompt, for one token that nobody reads, and stores the KV chunk by chunk. The decode
-server (kv_consumer) is told that another computes this prompt: it loads the chunks as they come,
-and its answer is streamed to the client. Neither server knows the other, and requests may reach
-them in any order, since the pool finds KV by the prompt's tokens.
+computes the prompt, and one token that nobody reads. The decode server (kv_consumer) is told that
+another instance computes this prompt: it waits for the chunks and loads them, and its answer is
+streamed to the client. Neither server knows the other, and requests may reach them in any order,
+since KV is found by the prompt's tokens.
 
-Without the prefill server the decode server computes the prompt itself, once the deadline
-(--wait-seconds) has passed; the proxy says so, and announces nothing for a while, so that the next
-requests need not wait."""
+If the prefill server fails, the decode server computes the prompt itself after the deadline
+(--wait-seconds). The proxy says so, and announces nothing for 10 s, so that the next requests need
+not wait."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MAX_BODY = 64 << 20
 
 
 class Proxy:
-    """The handlers. One event loop; nothing is kept of a request once it is answered."""
+    """The handlers. Runs in one event loop, and keeps nothing of a request that is answered."""
 
     def __init__(self, prefill: str, decode: str, order: str, wait_seconds: float) -> None:
         self.prefill, self.decode, self.order = prefill.rstrip("/"), decode.rstrip("/"), order
@@ -75,8 +75,8 @@ class Proxy:
         return app
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """What the decode server says, as it says it. If the client goes away, both servers'
-        requests end."""
+        """Stream the decode server's answer. If the client goes away, the requests to both servers
+        end."""
         try:
             body: dict[str, Any] = {} | json.loads(await request.read())
         except (ValueError, TypeError):
@@ -105,7 +105,7 @@ class Proxy:
                 first.cancel()
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        """GET, such as /v1/models, /health and /metrics: the decode server's."""
+        """Forward a GET, such as /v1/models, /health and /metrics, to the decode server."""
         try:
             async with self._session.get(self.decode + request.path_qs) as reply:
                 return web.Response(
@@ -117,7 +117,7 @@ class Proxy:
             ) from error
 
     async def _prefill(self, number: int, path: str, body: dict[str, Any], delay: float) -> bool:
-        """Let the prompt be computed and stored. False, having said so, if that failed."""
+        """Have the prefill server compute the prompt. If that fails, say so and return False."""
         asked = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
         await asyncio.sleep(delay)
         try:
@@ -144,8 +144,8 @@ class Proxy:
         return False
 
     def _with_announcement(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The request with `kv_transfer_params` that announce its KV. What the client itself says
-        there stands; if it is no object, the decode server says so."""
+        """Add `kv_transfer_params` that announce the request's KV. The client's own values there
+        count; if they are no object, the decode server says so."""
         given = body.get("kv_transfer_params") or {}
         wishes = (given.get("vcache") or {}) if isinstance(given, dict) else None
         if not isinstance(wishes, dict):
@@ -198,7 +198,7 @@ def main() -> None:
         "--order",
         choices=ORDERS,
         default="together",
-        help="who is asked first; to see that it does not matter",
+        help="which server is asked first; it does not matter, which this option shows",
     )
     options = parser.parse_args()
     proxy = Proxy(options.prefill, options.decode, options.order, options.wait_seconds)

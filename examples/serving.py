@@ -95,7 +95,7 @@ CPU = Machine(
     ],
     environment={
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets `uni` stand, which saves a process
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps `uni` in force, which saves a process
         "TORCH_COMPILE_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
     },
@@ -106,8 +106,7 @@ CPU = Machine(
 
 
 class Process(Program):
-    """A program that says how far it is, and why it failed. url: where it answers HTTP, if it
-    does."""
+    """A program whose progress and failure are reported. url: where it answers HTTP, if it does."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Process(Program):
     ) -> None:
         self.url, self.started = url, time.monotonic()
         log.unlink(missing_ok=True)
-        # Settings of whoever runs this are not for the children: they have theirs.
+        # The children have settings of their own.
         inherited = {
             key: value
             for key, value in os.environ.items()
@@ -141,8 +140,8 @@ class Process(Program):
     def wait(
         self, ready: Callable[[], bool], seconds: float, others: Sequence[Process] = ()
     ) -> None:
-        """Return once it is ready, and say now and then how far it is. Raises Failed: it or another
-        one ended, or it takes longer."""
+        """Wait until it is ready, and report its progress. Raises Failed if it or another process
+        ends, or after `seconds`."""
         told = TELL_SECONDS
         while not ready():
             if time.monotonic() - self.started > told:
@@ -163,8 +162,8 @@ class Process(Program):
         say.print(f"{self.name}: ready after {time.monotonic() - self.started:.1f} s")
 
     def failure(self, *what: str) -> Failed:
-        """What it did wrong, its exit code and its command if it has ended, and the lines of its
-        log that may say why."""
+        """Make a Failed: what went wrong, the exit code and command if it has ended, and the lines
+        of its log that may say why."""
         if not self.alive:
             what = (
                 *what,
@@ -187,7 +186,7 @@ class Process(Program):
 
 @contextmanager
 def metadata_server(socket: Path) -> Iterator[Client]:
-    """`vcache serve`, answering; a client of it."""
+    """Run `vcache serve`. Yields a client of it once it answers."""
     command = module("vcache_backend.cli", "serve", "--socket", str(socket))
     with Process("metadata server", command, socket.with_suffix(".log")) as server:
         server.wait(lambda: serves(socket), 30)
@@ -223,8 +222,8 @@ def two_servers(
     folder: Path,
     environment: dict[str, str] | None = None,
 ) -> Iterator[Site]:
-    """A metadata server on `folder`/vcache.sock, and a `vllm serve` on each of two GPUs, serving;
-    ended with the context.
+    """Run a metadata server on `folder`/vcache.sock, and a `vllm serve` on each of two GPUs. Yields
+    once all answer; they end with the context.
 
     transfers: the `--kv-transfer-config` of each."""
     machine, model = options.machine, options.model or write_model(folder / "model", options.cpu)

@@ -7,9 +7,9 @@ LMCache connects them to the pool.
 
 Starts a metadata server and the instances, with the settings of configs/lmcache-vcache.yaml. Each
 prompt goes to A, which computes it; to A again, which has it in vLLM's own prefix cache; and to B,
-which has only the pool. Then `vcache status`. Without --model the weights are generated; nothing is
-downloaded. Exit code 0 if every answer of B came from the pool and had the same tokens as A's from
-its own cache. Whatever was started is ended with this program."""
+which has only the pool. Then it shows `vcache status`. Without --model the weights are generated,
+and nothing is downloaded. Exit code 0 if B loaded every prompt from the pool and answered with the
+same tokens as A did from its own cache. All started processes end with this program."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def permit() -> None:
     try:
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             log.warning(
-                "vcache: Linux does not permit AMX to this process; vLLM may die of an illegal "
-                "instruction"
+                "vcache: Linux does not allow this process to use AMX; vLLM may end with an "
+                "illegal instruction"
             )
     except Exception:  # whatever torch does, vLLM may still work
         log.warning("vcache: could not ask for AMX", exc_info=True)

@@ -151,9 +151,10 @@ class Engine:
         self.scheduler = kind_of(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
+        self.pace = self.half._pace
         if not paced:
             # No model runs, so the time of steps says nothing.
-            self.half._pace.computes = lambda chunks: False
+            self.pace.computes = lambda chunks: False
         self.metas: list[StepMetadata] = []
         self.publisher: Publisher | None = None
         self.slow = False
@@ -288,9 +289,13 @@ class Engine:
     def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         return [one.number for one in self.published(request, meta)]
 
+    def tracked(self, request: Request) -> tracked.Tracked:
+        """What the scheduler half knows of a request that has not ended."""
+        return self.half._requests[request.request_id]
+
     def hit(self, request: Request) -> int:
         """Tokens that vLLM's own cache had of a request that runs."""
-        return self.half._requests[request.request_id].local
+        return self.tracked(request).local
 
     def right(self, published: list[Published]) -> bool:
         """Whether all of it is as the table has it now."""

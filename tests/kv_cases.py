@@ -106,15 +106,15 @@ class Cache:
         length = {"part": 2, "block": sizes.blocks, "token": sizes.block_size, "head": sizes.heads}
         length["dim"] = sizes.dim * item * (2 if arrangement.packed else 1)
         where = torch.device(device if device.startswith("cuda") else "cpu")
-        self._memory = [
+        self.memory = [
             self._allocated([length[a] for a in memory], where) for _ in range(sizes.layers)
         ]
         order = [memory.index(axis) for axis in axes]
-        self.tensors = [raw.view(arrangement.dtype).permute(order) for raw in self._memory]
+        self.tensors = [raw.view(arrangement.dtype).permute(order) for raw in self.memory]
         first = [memory.index("block"), memory.index("token")]
-        self._rows = [
+        self.rows = [
             raw.permute(first + [a for a in range(len(memory)) if a not in first])
-            for raw in self._memory
+            for raw in self.memory
         ]
         self.poison()
 
@@ -123,28 +123,28 @@ class Cache:
 
     def copy(self) -> Cache:
         """The bytes as they are now, that is as the current stream's next kernel sees them."""
-        other = Cache(self.arrangement, self.sizes, str(self._memory[0].device))
-        for mine, theirs in zip(self._memory, other._memory, strict=True):
+        other = Cache(self.arrangement, self.sizes, str(self.memory[0].device))
+        for mine, theirs in zip(self.memory, other.memory, strict=True):
             theirs.copy_(mine)
         return other
 
     @property
     def token_bytes(self) -> int:
         """Of all layers."""
-        return self.sizes.layers * math.prod(self._rows[0].shape[2:])
+        return self.sizes.layers * math.prod(self.rows[0].shape[2:])
 
     @property
     def chunk_bytes(self) -> int:
         return CHUNK * self.token_bytes
 
     def poison(self) -> None:
-        for raw in self._memory:
+        for raw in self.memory:
             raw.fill_(POISON)
 
     def fill(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         """What prefill does: the KV of `tokens` is in their slots afterwards."""
         tokens, slots = self.here(tokens), self.here(slots)
-        for layer, rows in enumerate(self._rows):
+        for layer, rows in enumerate(self.rows):
             rest = rows.shape[2:]
             kv = content(tokens, layer, math.prod(rest))
             rows[slots // self.sizes.block_size, slots % self.sizes.block_size] = kv.view(
@@ -155,7 +155,7 @@ class Cache:
         """How many bytes in `slots` are not the KV of `tokens`."""
         tokens = self.here(tokens)
         count = torch.zeros((), dtype=torch.int64, device=tokens.device)
-        for layer, rows in enumerate(self._at(slots)):
+        for layer, rows in enumerate(self.at(slots)):
             count += (rows != content(tokens, layer, rows.shape[1])).sum()
         return int(count)
 
@@ -164,27 +164,27 @@ class Cache:
         same KV.
         """
         digest = blake2b(digest_size=16)
-        for rows in self._at(slots):
+        for rows in self.at(slots):
             digest.update(rows.cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def holds_only(self, tokens: torch.Tensor, slots: torch.Tensor) -> bool:
         """Every byte of the whole cache: the KV of `tokens` in `slots`, poison everywhere else."""
-        expected = Cache(self.arrangement, self.sizes, str(self._memory[0].device))
+        expected = Cache(self.arrangement, self.sizes, str(self.memory[0].device))
         expected.fill(tokens, slots)
         return all(
             torch.equal(mine, theirs)
-            for mine, theirs in zip(self._memory, expected._memory, strict=True)
+            for mine, theirs in zip(self.memory, expected.memory, strict=True)
         )
 
-    def _at(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
+    def at(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         slots = self.here(slots)
-        for rows in self._rows:
+        for rows in self.rows:
             yield rows[slots // self.sizes.block_size, slots % self.sizes.block_size].flatten(1)
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the cache's device."""
-        return tensor.to(self._memory[0].device)
+        return tensor.to(self.memory[0].device)
 
 
 def layout_of(cache: Cache, chunk_size: int = CHUNK, **changes: Any) -> Layout:

@@ -135,7 +135,7 @@ class Inside:
         expected.fill(self.shard(tokens)[new], slots[new])
         right = all(
             torch.equal(mine, its)
-            for mine, its in zip(self.cache._memory, expected._memory, strict=True)
+            for mine, its in zip(self.cache.memory, expected.memory, strict=True)
         )
         count, first = int(found.sum()), int(found.int().argmax())
         return Retrieved(first, count, right and bool(found[first : first + count].all()))

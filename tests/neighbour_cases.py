@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from instance_cases import instance_id as instance
 from kv_cases import CHUNK, SMALL, Cache, Sizes
@@ -26,6 +27,7 @@ from vcache_backend.metadata_server.messages import InstanceId, ResidentRun
 from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.tables import open_instance
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
@@ -44,6 +46,16 @@ def mapped(neighbours: Neighbours, name: bytes) -> Neighbour | None:
     neighbours.get(name)
     eventually(lambda: name not in neighbours._coming)
     return neighbours._here.get(name)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """KV caches are mapped from now on once the event is set."""
+    opens = threading.Event()
+    monkeypatch.setattr(
+        "vcache_backend.resident.neighbours.open_instance",
+        lambda *given: opens.wait(SECONDS) and open_instance(*given),
+    )
+    return opens
 
 
 def allocate(device: Device, nbytes: int, undo: ExitStack) -> tuple[Region, torch.Tensor]:

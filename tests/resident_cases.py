@@ -119,7 +119,7 @@ class Reader:
         """
         self.cache.poison()
         for one in residents:
-            if known and one.instance not in self.neighbours._here:
+            if known:
                 mapped(self.neighbours, one.instance)
         return Load(
             self.session,

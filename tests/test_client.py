@@ -143,7 +143,7 @@ def test_a_worker_gets_no_slot_in_a_segment_that_it_cannot_map(stage_: Stage, me
     worker.list_segments()
     refused = worker.reserve([A], KIB)
     assert refused.slots == [m.Refusal.NO_SEGMENT]
-    assert "this worker can map no host segment that is there" in refused.reason
+    assert "this worker cannot map any host segment of the pool" in refused.reason
     assert lender.reserve([A], KIB).reservation
     worker.unmappable.clear()
     worker.list_segments()

@@ -144,7 +144,7 @@ def test_kv_that_is_no_whole_vectors_of_numbers_is_refused_in_one_line(name: str
         with pytest.raises(CodecError, match=f"KV is {dtype}, use raw"):
             codecs.make(name, dtype, 64)
     for nbytes in (0, 64, 129):
-        with pytest.raises(CodecError, match=f"{nbytes} B are no whole vectors of 64 x 2 B"):
+        with pytest.raises(CodecError, match=f"{nbytes} B are not whole vectors of 64 x 2 B"):
             codec(name).payload_bytes(nbytes)
     with pytest.raises(CodecError, match="needs a head_dim, got 0"):
         codec(name, head_dim=0)

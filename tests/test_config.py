@@ -116,7 +116,7 @@ def test_a_mistake_is_an_error_that_names_the_file_and_the_place(
     ("path", "why"),
     [
         ("nowhere", "No such file or directory"),
-        ("/dev/zero", "more than 1,048,576 B, which is no configuration"),
+        ("/dev/zero", "more than 1,048,576 B, too large for a configuration"),
         ("nul\0", "embedded null byte"),
     ],
 )

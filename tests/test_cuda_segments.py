@@ -219,7 +219,7 @@ def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(
 def test_a_claimed_size_that_the_memory_does_not_have_is_refused(
     cuda: FakeCuda, owned: OwnedSegment
 ) -> None:
-    with pytest.raises(SegmentError, match="4,194,305 B is no multiple of 2,097,152 B"):
+    with pytest.raises(SegmentError, match="4,194,305 B is not a multiple of 2,097,152 B"):
         map_segment(msgspec.structs.replace(owned.info, nbytes=4 * MIB + 1), owned.fd, GPU0)
     with pytest.raises(
         SegmentError, match="cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"

@@ -281,8 +281,8 @@ def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
         (b"", "the server closed it", "see its log"),
         (
             b"HTTP/1.1 400 Bad Request\r\n\r\n",
-            "is no metadata server of this version (Expected `array`, got `int`)",
-            "set server.socket to that of one",
+            "is not a metadata server of this version (Expected `array`, got `int`)",
+            "set server.socket to that of a metadata server",
         ),
     ],
 )
@@ -318,8 +318,8 @@ def test_a_socket_that_cannot_be_a_servers_is_not_called_a_server_that_hangs(
         listener.bind(str(path))
         listener.listen(1)
         finding = only(doctor.check_server(config))
-    assert "is no metadata server of this version (" in finding.detail
-    assert finding.advice == "set server.socket to that of one"
+    assert "is not a metadata server of this version (" in finding.detail
+    assert finding.advice == "set server.socket to that of a metadata server"
     path.unlink()
     path.symlink_to(path)
     finding = only(doctor.check_server(config))
@@ -338,5 +338,5 @@ def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> No
     config.server.path.write_text("no socket")
     finding = only(doctor.check_server(config))
     assert finding.status == "fail"
-    assert "is no socket" in finding.detail
+    assert "is not a socket" in finding.detail
     assert "start" not in finding.detail

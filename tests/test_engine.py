@@ -43,9 +43,9 @@ def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
     for cache, other in ((pair.mine, Cache()), (pair.theirs, Cache())):
         for parts, others in (
-            (cache._memory, other._memory),
+            (cache.memory, other.memory),
             (cache.tensors, other.tensors),
-            (cache._rows, other._rows),
+            (cache.rows, other.rows),
         ):
             parts[1], others[1] = others[1], parts[1]
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK

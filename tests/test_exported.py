@@ -112,7 +112,7 @@ def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_
             {"kinds": [LayerKind(4, 2, 1024, 2048)]},
             r"layers, parts and bytes a page \[\(4, 2, 1024\)\], here \[\(3, 2, 2048\)\]",
         ),
-        ({"num_blocks": 25}, "25 blocks, which is no multiple of its 24 generations"),
+        ({"num_blocks": 25}, "25 blocks, which is not a multiple of its 24 generations"),
         ({"kinds": [LayerKind(3, 2, 2048, 2047)]}, "pages of 2,048 B every 2,047 B"),
         ({"planes": [(0, 0)] * 5}, "5 planes, but its layers have 6"),
         ({"planes": [(0, 0)] * 5 + [(0, -1)]}, "plane 5 lies at bytes -1 to .* of region 0"),

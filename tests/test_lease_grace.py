@@ -10,18 +10,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from engine_cases import Copied, Node, here, put
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import SECONDS, asked, eventually, hasty, hung
+from processes import HASTY_SECONDS, SECONDS, asked, eventually, hung, hurried
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import GRACE_SECONDS
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey
+from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import HostCopier
 
 __all__ = ["here"]
+
+
+def session_of(here: Node, cache: Cache, copier: HostCopier | None = None) -> Session:
+    """A reader's, which lends nothing."""
+    session = Session(here.config("host:b"), layout_of(cache), copier=copier)
+    here.undo.callback(session.close)
+    return session
+
+
+def keys_of(session: Session, tokens: torch.Tensor) -> list[ChunkKey]:
+    return TokenHasher(session.namespace, CHUNK).keys(tokens)
 
 
 class Reading:
@@ -32,10 +45,8 @@ class Reading:
         put(
             here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), cache, prompt(2 * CHUNK)
         )
-        reader = here.engine("host:b", 0, layout_of(cache))
-        self.session, self.bystander = reader._session, here.client()
-        keys = reader.keys(prompt(2 * CHUNK))
-        lease = self.session.leases.acquire(keys)
+        self.session, self.bystander = session_of(here, cache), here.client()
+        lease = self.session.leases.acquire(keys_of(self.session, prompt(2 * CHUNK)))
         self.lease = lease
         assert len(self.lease.locations) == 2
 
@@ -101,17 +112,14 @@ def test_the_server_s_word_counts_if_it_says_no(reading: Reading) -> None:
 @contextmanager
 def another_call(session: Session) -> Iterator[None]:
     """One of another thread is under way, for longer than this client's calls wait."""
-    kept = session.client._config
-    with session.client._lock:
-        session.client._config = hasty(kept)
+    with session.client._lock, hurried(session.client):
         yield
-        session.client._config = kept
 
 
 def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(reading: Reading) -> None:
     with another_call(reading.session):
         reading.session.leases.release(reading.lease)
-        assert not reading.session.flush(2 * reading.session.client._config.request_seconds)
+        assert not reading.session.flush(2 * HASTY_SECONDS)
     eventually(lambda: reading.leases() == 0)
 
 
@@ -143,14 +151,14 @@ def test_a_load_that_failed_is_not_over_while_another_part_of_it_may_still_write
     here.serve(lease_seconds=60.0)
     cache, tokens, copier = Cache(), prompt(4 * CHUNK), HalfFailing()
     put(here.engine("host:a", 4 * cache.chunk_bytes, layout_of(cache)), cache, tokens)
-    reader, bystander = here.engine("host:b", 0, layout_of(cache), copier=copier), here.client()
-    session, keys = reader._session, reader.keys(tokens)
+    session, bystander = session_of(here, cache, copier), here.client()
     where = SlotPlaces(
         session.bind(cache.tensors),
         CHUNK,
         places(cache.sizes, 4 * CHUNK).numpy(),
         range(0, 4 * CHUNK, CHUNK),
     )
+    keys = keys_of(session, tokens)
     load = Load(session, where, keys, lease=session.leases.acquire(keys[:2]))
     assert not load.advance()
     assert copier.launched == 2

@@ -292,7 +292,7 @@ def test_another_user_can_neither_open_a_ledger_for_writing_nor_make_one(ledger:
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     os.fchown(ledger._file, NOBODY, NOBODY)
-    with pytest.raises(OSError, match="no ledger of uid"):
+    with pytest.raises(OSError, match="not a ledger of uid"):
         EarlierLedger(ledger.fd)
 
 
@@ -322,7 +322,7 @@ def header(valid: int, body: bytes) -> bytes:
 )
 def test_other_memory_is_no_ledger(make: object, tmp_path: Path) -> None:
     fd = make(tmp_path)  # type: ignore[operator]
-    with pytest.raises(OSError, match="no ledger|can shrink|Invalid"):
+    with pytest.raises(OSError, match="not a ledger|can shrink|Invalid"):
         EarlierLedger(fd)
     os.close(fd)
 

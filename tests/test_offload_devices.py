@@ -13,6 +13,7 @@ from offload_cases import LENGTH, engine, nodes, through
 from processes import SECONDS
 
 from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.offload import uploads
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
@@ -30,16 +31,21 @@ def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("arrangement", [FLASH, MLA], ids=lambda value: value.name)
 def test_what_one_node_stored_another_reads_and_keeps(
-    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
+    nodes: list[Node],
+    depot: Depot,
+    model: str,
+    device: str,
+    arrangement: Arrangement,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # More than one call of the uploader's: its bounce buffer is written again.
+    monkeypatch.setattr(uploads, "BOUNCE_MOST", 2)
     cache, tokens = cache_on(device, arrangement), prompt(LENGTH + 7)
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)
     (key, *_) = two.keys(tokens)
     assert (one.contains(key), two.contains(key), two.contains(ChunkKey(bytes(26)))) == (0, 1, -1)
     assert two.lookup(tokens) == LENGTH
-    # More than one call of the uploader's: its bounce buffer is written again.
-    two._session.uploader.most = 2
     assert get(two, cache, tokens) == LENGTH
     stats = two.get_stats()
     assert (stats["hits"]["offload"], stats["bytes"]["offload"]) == (5, 5 * cache.chunk_bytes)
@@ -91,12 +97,12 @@ def test_one_byte_a_number_comes_back_nearly_and_what_is_no_number_is_not_writte
     slots = places(cache.sizes, LENGTH)
     for tensor in cache.tensors:
         tensor.normal_()
-    there = [rows.view(cache.arrangement.dtype).float() for rows in cache._at(slots)]
+    there = [rows.view(cache.arrangement.dtype).float() for rows in cache.at(slots)]
     one.store(tokens, None, cache.tensors, slots)
     assert one.flush(SECONDS, through=True)
     cache.poison()
     assert bool(two.retrieve(tokens, None, cache.tensors, slots).all())
-    for rows, before in zip(cache._at(slots), there, strict=True):
+    for rows, before in zip(cache.at(slots), there, strict=True):
         back = rows.view(cache.arrangement.dtype).float()
         assert 0 < (back - before).abs().max() < 0.05 * before.abs().max()
     for tensor in cache.tensors:

@@ -15,6 +15,7 @@ from engine_cases import Node, get, put
 from kv_cases import CHUNK, Cache, layout_of, prompt
 from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_depot, raw
 from mooncake_store import Depot
+from neighbour_cases import held_up
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through
 from processes import SECONDS, eventually, leaving_nothing
 from resident_cases import owner
@@ -80,8 +81,7 @@ def test_a_load_whose_fetch_is_over_sleeps_while_the_next_chunks_kv_cache_is_map
     nodes[1].undo.callback(neighbours.close)
     blocks = list(range(2 * CHUNK // kv.block_size))
     there = owner(nodes[1]).compute(tokens, blocks).cut(1, 2)
-    opened, opens = neighbours._open, threading.Event()
-    monkeypatch.setattr(neighbours, "_open", lambda name: opens.wait(SECONDS) and opened(name))
+    opens = held_up(monkeypatch)
     places = BlockPlaces(kv, CHUNK, blocks, kv.block_size)
     load = Load(session, places, two.keys(tokens), residents=[there], neighbours=neighbours)
     eventually(lambda: load.advance() or load.loaded == 1)
@@ -209,7 +209,7 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(
         with leaving_nothing(nodes[0].path) if forgetful else nullcontext():
             nodes[0].server.kill()
         nodes[0].serve()
-        eventually(lambda: one._session.client.connected and two._session.client.connected)
+        eventually(lambda: all(made.get_stats()["connected"] for made in (one, two)))
         assert nothing()
     # It goes on, once the server gives out room again.
     eventually(lambda: through(one, cache, tokens) or one.lookup(tokens) == LENGTH)  # type: ignore[func-returns-value]

@@ -49,6 +49,8 @@ def test_the_format_is_what_the_documentation_of_the_module_says() -> None:
         PAYLOAD_BYTES,
     ]
     assert (head[32:58], head[64:96]) == (KEY, FINGERPRINT)
+    payload = bytes(range(256)) * 3 + bytes(9)
+    assert sealed(payload)[HEADER_BYTES:].tobytes() == payload + b"\xa5" * 64
     text = KEY.hex()
     assert objects.name(KEY) == f"vcache1/{text[:16]}.0/{text[16:]}"
     assert objects.name(KEY, 31) == f"vcache1/{text[:16]}.1f/{text[16:]}"

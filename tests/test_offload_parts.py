@@ -71,7 +71,7 @@ def test_a_call_that_hangs_or_fails_holds_up_no_other_and_ends_no_close() -> Non
     workers.close(0.05)
     go_on.set()
     workers.close(SECONDS)
-    assert not any(thread.is_alive() for thread in workers._threads)
+    assert not {"test-0", "test-1"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_whoever_takes_buffers_waits_for_all_of_them_or_gets_none() -> None:

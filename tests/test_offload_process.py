@@ -129,7 +129,7 @@ def test_an_absent_master_is_told_and_found_when_it_comes(
     with Depot(tmp_path, ()) as depot:
         depot.master.kill()
         store = Store(depot.offload(**QUICK), EngineStats())
-        eventually(lambda: "Connection refused" in store._said)
+        eventually(lambda: "Connection refused" in store.snapshot()["last_error"])
         assert not store.usable
         assert (store.lookup(["x"]), store.get(["x"], [(0, 1)]), store.put(["x"], [(0, 1)])) == (
             None,

@@ -232,5 +232,5 @@ def test_a_chunk_is_whole_blocks() -> None:
     found = PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM)], BLOCK)
     assert found.chunk_bytes(64) == 4 * PAGE
     for size in (40, 0, -64):
-        with pytest.raises(LayoutError, match=f"{size} is no multiple of the KV block size 16"):
+        with pytest.raises(LayoutError, match=f"{size} is not a multiple of the KV block size 16"):
             found.chunk_bytes(size)

@@ -102,7 +102,7 @@ def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
     assert cuda.registered == {}
     cuda.most_registered = MIB // 2
     with create(HOST, MIB) as owned:
-        assert "locks no 262,144 B" in why_not_mapped(owned, HOST)
+        assert "cannot lock 262,144 B" in why_not_mapped(owned, HOST)
 
 
 def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) -> None:
@@ -233,7 +233,7 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     eventually(lambda: any("host:a" in one.text for one in shared.client().stats().reports))
     (line,) = said(caplog, "lends 2 MiB of 8 MiB")
     assert (
-        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: "
+        "the driver cannot lock 1,048,576 B of host memory: cuMemHostRegister: "
         "CUDA_ERROR_OUT_OF_MEMORY"
     ) in line
     tokens = prompt(2 * CHUNK)

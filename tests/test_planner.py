@@ -88,7 +88,7 @@ def test_a_chunk_must_be_whole_blocks(chunk_size: int) -> None:
         lambda: whole_blocks(KV, chunk_size, places(1), []),
         lambda: plan_blocks(KV, chunk_size, places()),
     ):
-        with pytest.raises(LayoutError, match="no multiple of the KV block size 4"):
+        with pytest.raises(LayoutError, match="not a multiple of the KV block size 4"):
             plan()
 
 

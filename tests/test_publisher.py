@@ -171,7 +171,7 @@ def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(
     assert asked.wait(SECONDS)
     owner.publisher.close(timeout=0.05)
     answers.set()
-    owner.publisher._thread.join(SECONDS)
+    owner.publisher.close(timeout=SECONDS)
     assert told == [[key(0)]]
 
 

@@ -15,12 +15,12 @@ import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
-from neighbour_cases import Owner, instance, kv_mapped, mapped
+from neighbour_cases import Owner, enters, held_up, instance, kv_mapped, mapped
 from processes import QUICK, SECONDS, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_apart
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ResidentRun
+from vcache_backend.metadata_server.messages import InstanceId, ResidentRun
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.transfer import load as loads
 
@@ -92,16 +92,15 @@ def test_a_kv_cache_whose_mapping_ends_between_two_looks_at_it_is_read(
     """last: the look behind which it is mapped."""
     one, reader, tokens = owner(here), Reader(here), prompt(CHUNK)
     there, neighbours, looks = one.compute(tokens, [0, 1]), reader.neighbours, count(1)
-    expects, opened, opens = neighbours.expects, neighbours._open, threading.Event()
+    expects, opens = neighbours.expects, held_up(monkeypatch)
 
     def look(name: bytes) -> bool:
         coming = expects(name)
         if next(looks) == last:
             opens.set()
-            eventually(lambda: name not in neighbours._coming)
+            eventually(lambda: not expects(name))
         return coming
 
-    monkeypatch.setattr(neighbours, "_open", lambda name: opens.wait(SECONDS) and opened(name))
     monkeypatch.setattr(neighbours, "expects", look)
     load = reader.load(tokens, [there], known=False)
     assert (load.run(SECONDS), load.cause) == (1, "")
@@ -111,9 +110,8 @@ def test_a_chunk_whose_first_owner_is_gone_is_waited_for_while_the_second_is_map
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, reader, tokens, second = beside(here, 1)
-    neighbours, opened, opens = reader.neighbours, reader.neighbours._open, threading.Event()
-    assert mapped(neighbours, instance(9)) is None
-    monkeypatch.setattr(neighbours, "_open", lambda name: opens.wait(SECONDS) and opened(name))
+    assert mapped(reader.neighbours, instance(9)) is None
+    opens = held_up(monkeypatch)
     first = second._replace(instance=instance(9))
     load = reader.load(tokens, [first, second], known=False)
     load.advance()
@@ -228,7 +226,7 @@ def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> N
         "nobody": second._replace(instance=bytes(16)),
     }[wrong]
     assert reader.loaded(tokens, [first, second, third]) == (1, loads.ABSENT)
-    assert launches(reader) == 0
+    assert not copies(reader, there.instance)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -241,7 +239,7 @@ def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: in
     ]
     one.client.join(one.name, b"resident", one.table.blocks, 1, 1, one.table.fd)
     assert reader.loaded(tokens, short) == (0, loads.ABSENT)
-    assert launches(reader) == 0
+    assert not copies(reader, there.instance)
 
 
 # ---- the end of an owner, and of a load
@@ -270,7 +268,7 @@ def test_an_owner_that_ends_between_the_look_at_it_and_the_launch_is_not_read(
     def and_it_ends(instance: bytes) -> Neighbour | None:
         found = get(instance)
         one.kill()
-        eventually(lambda: found is None or not found._mapped)
+        eventually(lambda: not kv_mapped())
         return found
 
     monkeypatch.setattr(reader.neighbours, "get", and_it_ends)
@@ -278,8 +276,10 @@ def test_an_owner_that_ends_between_the_look_at_it_and_the_launch_is_not_read(
     assert reader.copier.pulls == []
 
 
-def launches(reader: Reader) -> int:
-    return sum(neighbour._launches for neighbour in reader.neighbours._here.values())
+def copies(reader: Reader, owner: InstanceId) -> bool:
+    """Whether a copy out of the owner's KV cache runs. If none does, it is unmapped."""
+    neighbour = reader.neighbours.get(owner)
+    return neighbour is not None and not neighbour.unmap()
 
 
 def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and_no_longer(
@@ -293,19 +293,38 @@ def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and
     assert load.run(0.01) == 0
     assert load.advance()
     one.kill()
-    eventually(lambda: neighbour._forbidden)
-    assert neighbour._launches == 1
+    eventually(lambda: not enters(neighbour))
+    assert not neighbour.unmap()
     assert kv_mapped()
     del load
     reader.copier.finished.set()
     eventually(lambda: not kv_mapped())
 
 
+def test_a_load_that_nobody_wants_any_more_begins_no_copy_and_lets_go_once_its_copy_is_over(
+    here: Node,
+) -> None:
+    _, reader, tokens, there = beside(here, 3)
+    early = reader.load(tokens, [there])
+    early.cancel()
+    assert early.advance()
+    assert reader.copier.pulls == []
+    reader.copier.finished.clear()
+    load = reader.load(tokens, [there])
+    assert not load.advance()
+    load.cancel()
+    assert not load.advance()
+    assert copies(reader, there.instance)
+    reader.copier.finished.set()
+    assert load.advance()
+    assert not copies(reader, there.instance)
+
+
 @pytest.mark.parametrize(
-    ("error", "left"), [(VCacheError("planted"), 0), (RuntimeError("planted"), 1)]
+    ("error", "runs"), [(VCacheError("planted"), False), (RuntimeError("planted"), True)]
 )
 def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(
-    here: Node, error: Exception, left: int
+    here: Node, error: Exception, runs: bool
 ) -> None:
     _, reader, tokens, there = beside(here, 2)
 
@@ -314,10 +333,13 @@ def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(
 
     reader.copier.half_way = fail
     assert reader.loaded(tokens, [there]) == (0, "copy")
-    assert launches(reader) == left
-    for neighbour in list(reader.neighbours._here.values())[:left]:
+    assert copies(reader, there.instance) == runs
+    if runs:
         # Or its mapping, and the thread that waits for the copy, stay as long as the process.
+        neighbour = reader.neighbours.get(there.instance)
+        assert neighbour is not None
         neighbour.leave()
+        assert neighbour.unmap(), "one copy, and no more"
 
 
 class Broken(threading.Event):
@@ -331,7 +353,7 @@ def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
     _, reader, tokens, there = beside(here, 2)
     reader.copier.finished = Broken()
     assert reader.loaded(tokens, [there]) == (0, "copy")
-    assert launches(reader) == 0
+    assert not copies(reader, there.instance)
 
 
 # ---- on GPUs

@@ -104,7 +104,7 @@ def forged(kind: str) -> Iterator[int]:
     ("kind", "message"),
     [
         ("plain", r"plain file of 1,048,576 B|it has 0x1, needs 0x7"),
-        ("device", r"no memfd but crw"),
+        ("device", r"not a memfd but crw"),
         ("small", r"holds 4,096 B but the segment is said to have 1,048,576 B"),
         ("unsealed", r"other seals .it has 0x0, needs 0x7"),
         ("frozen", r"Operation not permitted"),

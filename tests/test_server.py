@@ -155,18 +155,18 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     """The one that joins says it in its own log; the statistics say it as long as both are
     there.
     """
-    layout = {"model": "llama", "extra.hash_probe": "17", "namespace": "aa", "pp_rank": "0"}
+    layout = {"model": "llama", "extra.hash_root": "17", "namespace": "aa", "pp_rank": "0"}
     assert hello(stage_, layout)[2] == []
     other = Client(
         stage_.path,
         PATIENT,
-        layout=layout | {"extra.hash_probe": "-4", "namespace": "bb"},
+        layout=layout | {"extra.hash_root": "-4", "namespace": "bb"},
         reconnect=False,
     )
     here = f"pid {os.getpid()} on host"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"vcache: another instance of 'llama' ({here}) does not share")
-    assert "extra.hash_probe: '-4' here, '17' there" in line
+    assert "extra.hash_root: '-4' here, '17' there" in line
     assert "same PYTHONHASHSEED" in line
     assert hello(stage_, {"model": "qwen", "namespace": "cc"})[2] == []
     next_stage = hello(stage_, layout | {"pp_rank": "1", "namespace": "dd"})
@@ -174,7 +174,7 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
         "the stages of one instance are no mismatch"
     )
     (mismatch,) = other.stats().mismatches
-    assert (mismatch.model, mismatch.field) == ("llama", "extra.hash_probe")
+    assert (mismatch.model, mismatch.field) == ("llama", "extra.hash_root")
     assert dict(mismatch.values)["-4"] == [here]
     assert "PYTHONHASHSEED" in mismatch.advice
     with stage_.client() as looking:

@@ -129,7 +129,8 @@ def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memf
     away = stage_.client(QUICK)
     offer(away, info("s0", 4 * KIB), memfd)
     put(away, A, B)
-    kept = os.dup(away._ledger)
+    with Raw(stage_.path) as raw:
+        kept = os.dup(raw.fds[0])
     server.kill()
     away.close()
     server = stage_.server()

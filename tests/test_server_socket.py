@@ -89,7 +89,7 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
     for made in (link, beside(tmp_path / "other", ".lock")):
         made.symlink_to(file)
     for taken in (file, link):
-        assert "is no socket; it stays" in refused(taken)
+        assert "is not a socket, so it stays" in refused(taken)
     assert "server.socket: cannot use" in refused(tmp_path / "other")
     assert (file.read_text(), link.is_symlink()) == ("mine", True)
 
@@ -118,10 +118,10 @@ def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path
     folder.chmod(0o777)
     both_say(f"`chmod go-w {folder}`")
     folder.chmod(0o1777)
-    both_say("(mode 1777) others can write; set server.socket to a folder of your own")
+    both_say(f"others can write to {folder} (mode 1777); set server.socket to a folder of your own")
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    both_say(f"{folder} is no folder")
+    both_say(f"{folder} is not a folder but a link")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 

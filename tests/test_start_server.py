@@ -180,7 +180,9 @@ def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:
 def test_a_server_that_cannot_start_is_told_with_its_own_words(path: Path) -> None:
     """The socket's place is taken by a folder."""
     (path / "in the way").mkdir(parents=True)
-    with pytest.raises(ServerUnavailable, match=r"log, .*, ends with: .*is there and is no socket"):
+    with pytest.raises(
+        ServerUnavailable, match=r"log, .*, ends with: .*exists and is not a socket"
+    ):
         ensure(config(path))
 
 

@@ -255,8 +255,8 @@ UNCACHED = other("FullAttentionSpec", prefix_cacheable=False)
         ([state(mamba_cache_mode="none"), spec()], "without --no-enable-prefix-caching"),
         ([state(num_speculative_blocks=2), spec()], "without --speculative-config"),
         ([state()], "none keeps tokens"),
-        ([UNCACHED], "no part of vLLM's own prefix cache"),
-        ([spec(33), spec(0, 48)], "64 is no multiple of 48 tokens: set chunk_size: 96"),
+        ([UNCACHED], "not part of vLLM's own prefix cache"),
+        ([spec(33), spec(0, 48)], "64 is not a multiple of 48 tokens: set chunk_size: 96"),
     ],
 )
 def test_tables_that_cannot_be_shared_are_refused_in_one_line(specs: list[Any], said: str) -> None:
@@ -456,7 +456,7 @@ def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
     for flag, value in (("host_resident", True), ("enable_kv_transfer", False)):
         config = caches(spec(33), spec())
         setattr(config.kv_cache_groups[0], flag, value)
-        with pytest.raises(LayoutError, match="no part of vLLM's own prefix cache"):
+        with pytest.raises(LayoutError, match="not part of vLLM's own prefix cache"):
             groups.read(config, 64)
     kept = other("SlidingWindowSpec", sliding_window=33, extra_retained_tokens=16)
     assert groups.read(caches(kept), 64).text == "window49/16"

@@ -383,7 +383,7 @@ def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> N
     owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
     published = owner.published(computed(owner, tokens), owner.metas[0])
     request = reader.add(tokens)
-    assert reader.half._requests[request.request_id].lookup.question is not None
+    assert reader.tracked(request).lookup.question is not None
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
     eventually(lambda: reader.half.publications.heard == other.half.publications.heard)
     assert len(published) == 3

@@ -68,7 +68,7 @@ def test_as_many_heads_as_tokens_are_told_apart() -> None:
         ({"layer": [torch.zeros(2)]}, BLOCKS, CHUNK, "layer is a list and no tensor"),
         ({"layer": torch.zeros(BLOCKS, 3, 2, 16)}, BLOCKS, CHUNK, "no known layout"),
         (caches(BLOCKS + 1), BLOCKS, CHUNK, "13 blocks of 4 tokens where vLLM hands out 12 of 4"),
-        (caches(), BLOCKS, CHUNK + 2, "chunk_size 18 is no multiple"),
+        (caches(), BLOCKS, CHUNK + 2, "chunk_size 18 is not a multiple"),
     ],
 )
 def test_kv_caches_that_are_not_understood_are_an_error(

@@ -302,7 +302,7 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
 ) -> None:
     """faster: it is waited for also where this instance would compute the chunks in a moment.
     alike: equal instances measure this, since a prompt takes one step or two."""
-    engine.half._pace.chunk_seconds = own
+    engine.pace.chunk_seconds = own
     with engine.here.client() as owner:
         tokens = begun(owner, engine, 2, theirs, 60)
         request = engine.add(tokens)
@@ -314,7 +314,7 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: Engine) -> None:
     """By a request that vLLM could schedule now, and stores what it computes. The owner's request
     waits for it in turn."""
-    engine.half._pace.chunk_seconds = 60
+    engine.pace.chunk_seconds = 60
     with engine.here.client() as owner, engine.here.client() as asking:
         tokens, keys = asked(engine)
         owner.find(Find(keys, promise=1))
@@ -328,7 +328,7 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
         owner.find(Find(keys, promise=2))
         time.sleep(2 * QUEUED_SECONDS)
         request = engine.add(tokens)
-        assert engine.half._requests[request.request_id].lookup.question.sent.arrives(SECONDS)
+        assert engine.tracked(request).lookup.question.sent.arrives(SECONDS)
         for stores_nothing in (Find(keys), Find(keys, begins=True)):
             coming = asking.find(stores_nothing).coming
             assert coming is not None
@@ -343,7 +343,7 @@ def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_p
     """Another one may have begun it meanwhile."""
     short, other = make(share="pool", blocks=14), make(share="pool")
     for each in (short, other):
-        each.half._pace.chunk_seconds = 60
+        each.pace.chunk_seconds = 60
     running = short.add(new_tokens(7 * BLOCK - 4), max_tokens=200)
     short.step()
     tokens, keys = asked(short)
@@ -389,7 +389,7 @@ def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
     """But no more than twice as long as computing, which decides whether to wait at all. The slowest
     recent prompt says how long that takes, unless it took far longer than the mean."""
     engine = make(asynchronous=ahead)
-    engine.half._pace.chunk_seconds, engine.half._pace.look = 60, lambda: None
+    engine.pace.chunk_seconds, engine.pace.look = 60, lambda: None
     with engine.here.client() as owner:
         cases = (
             (0, 1.5 * 60, True),
@@ -399,13 +399,13 @@ def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
             (600, 1.6 * 60, True),
         )
         for number, (slowest, theirs, waits) in enumerate(cases):
-            engine.half._pace.recent = [slowest]
+            engine.pace.recent = [slowest]
             seconds = 1.1 * max(60, min(slowest, 90)) * CHUNKS
             prompt = engine.add(new_tokens(chunks * CHUNK))
             engine.step()
             request = engine.add(begun(owner, engine, number, theirs, 600))
             engine.step()
-            wait = engine.half._requests[request.request_id].wait
+            wait = engine.tracked(request).wait
             assert bool(wait.since) == waits
             under_way = min(seconds, 60 * chunks) if ahead else 0
             assert not waits or wait.until - wait.since == pytest.approx(seconds + under_way)
@@ -461,10 +461,10 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         seconds: float = bound + 0.01,
         **wishes: Any,
     ) -> bool:
-        engine.half._pace.chunk_seconds = 1
+        engine.pace.chunk_seconds = 1
         request = engine.add(tokens, **wishes)
         engine.step()
-        waits = engine.half._requests[request.request_id].wait.since > 0
+        waits = engine.tracked(request).wait.since > 0
         ends()
         clock.advance(seconds)
         loads = eventually(lambda: engine.step().loads or request.num_computed_tokens > 0)
@@ -541,7 +541,7 @@ def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
     with engine.here.server.stopped():
         request = engine.add(tokens)
         assert loaded(engine) == 0
-    question = engine.half._requests[request.request_id].lookup.question
+    question = engine.tracked(request).lookup.question
     assert question.sent.arrives(SECONDS)
     put(engine, tokens)
     monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
@@ -732,7 +732,7 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
 
 def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(engine: Engine) -> None:
     """Its chunks come at the end of a step that other requests may fill."""
-    engine.half._pace.chunk_seconds = 0.5
+    engine.pace.chunk_seconds = 0.5
     asking = engine.here.client()
     request = engine.add(new_tokens(2 * CHUNK))
     engine.step()
@@ -759,7 +759,7 @@ def test_beside_running_requests_a_short_hit_is_computed(
 
     def loads(chunk_seconds: float, tokens: list[int] = tokens, **wishes: bool) -> bool:
         """Whether it is loaded, by an instance that takes so long for a chunk."""
-        engine.half._pace.chunk_seconds = chunk_seconds
+        engine.pace.chunk_seconds = chunk_seconds
         request = engine.add(tokens, **wishes)
         meta = engine.step()
         clock.advance(0.02)
@@ -776,3 +776,46 @@ def test_beside_running_requests_a_short_hit_is_computed(
     for request in (running, prompt):
         engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     assert loads(0.001, more), "steps without a model run"
+
+
+def test_nobody_follows_a_request_whose_wait_is_over_before_vllm_asks_for_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By priority vLLM may not come to it for long: one before it lacks blocks."""
+    clock = FakeClock()
+    monkeypatch.setattr(waits, "monotonic", clock)
+    engine = make(share="pool", arguments={"scheduling_policy": "priority"})
+    engine.add(new_tokens(10 * BLOCK), max_tokens=CHUNK)
+    engine.step()
+    engine.pace.chunk_seconds = 1
+    with engine.here.client() as owner:
+        tokens = begun(owner, engine, 0, 1, 600)
+        waiting = engine.add(tokens, priority=2)
+        engine.step()
+        assert engine.tracked(waiting).wait.since
+        engine.add(new_tokens(18 * BLOCK), priority=1)
+        follower = engine.add(tokens, priority=0)
+        engine.step()
+        for _ in range(2):  # The second one's own wait is not over yet.
+            assert follower.num_computed_tokens == 0
+            clock.advance(2 * waits.LONGER * CHUNKS)
+            engine.step()
+        engine.step()
+        assert follower.num_computed_tokens > 0
+
+
+def test_nobody_follows_a_request_that_waited_while_the_weights_changed(make: Make) -> None:
+    """Also not if they are what they were before."""
+    engine = make(share="pool", weights="old", arguments={"scheduling_policy": "priority"})
+    engine.pace.chunk_seconds = 60
+    with engine.here.client() as owner:
+        tokens = begun(owner, engine, 0, 60, 600)
+        waiting = engine.add(tokens, priority=2)
+        engine.step()
+        assert engine.tracked(waiting).wait.since
+        engine.scheduler.connector.weights_change()
+        engine.scheduler.connector.weights_are("old")
+        later = engine.add(tokens, priority=0)
+        engine.step()
+        assert engine.tracked(later).wait.since
+        assert not engine.scheduler.connector.failures

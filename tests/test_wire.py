@@ -186,7 +186,7 @@ def test_a_message_that_is_too_long_is_answered_and_the_door_closed(
         ),
         (
             ["hello", m.PROTOCOL_VERSION + 1, {"everything": "changed"}],
-            f"no hello of protocol {m.PROTOCOL_VERSION}",
+            f"not a hello of protocol {m.PROTOCOL_VERSION}",
         ),
         (["stats"], "not hello"),
     ],

@@ -113,7 +113,7 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
         elif re.fullmatch(r"[0-9.]+", host):
             inet_aton(host)
     except OSError as error:
-        said = f"{name} must be HOST:PORT, and {host} is no host, got {address!r}"
+        said = f"{name} must be HOST:PORT, and {host} is not a host, got {address!r}"
         raise ValueError(said) from error
     return host or absent, int(parts[3])
 
@@ -421,7 +421,7 @@ def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     except ValueError as error:  # a path with NUL in it
         raise ConfigError(f"{path}: {error}") from error
     if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: more than {MAX_FILE_BYTES:,} B, which is no configuration")
+        raise ConfigError(f"{path}: more than {MAX_FILE_BYTES:,} B, too large for a configuration")
     config_file.check(text, str(path))
     try:
         values, lines = msgspec.yaml.decode(text), config_file.lines(text, str(path))

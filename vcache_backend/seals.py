@@ -34,11 +34,11 @@ def lacking(fd: int, needed: int = RESIZING) -> str:
     not open."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        return f"fd {fd} is no memfd but {stat.filemode(status.st_mode)}"
+        return f"fd {fd} is not a memfd but {stat.filemode(status.st_mode)}"
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        return f"fd {fd} is no memfd but a plain file of {status.st_size:,} B ({error.strerror})"
+        return f"fd {fd} is not a memfd but a plain file of {status.st_size:,} B ({error.strerror})"
     if seals & needed != needed:
         against = "shrinking, growing, other seals" + (
             " and others' writing" if needed & FUTURE_WRITE else ""

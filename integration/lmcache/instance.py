@@ -75,7 +75,7 @@ def discover(metadata: Any, name: str) -> Instance:
     group = _transfer_group()
     adapter = _adapter(group)
     if adapter is None or not adapter.kv_caches:
-        raise ConfigError("there is no vLLM here with LMCacheConnectorV1 and its KV caches")
+        raise ConfigError("found no vLLM here with LMCacheConnectorV1 and KV caches")
     vllm = adapter._vllm_config
     model = model_spec.read_model(vllm, name)
     ranks = 1 if metadata.use_mla else model.tp_size

@@ -36,6 +36,6 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
         where = SOURCE if "chunk_size" in given.get("engine", {}) else file
         raise ConfigError(
             f"{where}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
-            f"is {chunk_size}, which counts: leave ours out"
+            f"is {chunk_size}, which is used: remove ours"
         )
     return config

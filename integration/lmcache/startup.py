@@ -92,7 +92,7 @@ def _join(settings: Config, instance: Instance, kv: PagedKV, layout: Layout) -> 
     chunk = f"{kv.chunk_bytes(size):,} B a chunk of {size} tokens"
     server = f"not connected: {trouble}" if trouble else f"at {settings.server.path}"
     where = session.namespace, session.device, server
-    log.warning("vcache: %s, namespace %s, %s, server %s", chunk, *where)
+    log.info("vcache: %s, namespace %s, %s, server %s", chunk, *where)
     return PoolWorker(session, kv, instance.ranks)
 
 

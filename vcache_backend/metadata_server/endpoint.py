@@ -31,10 +31,8 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     status = folder.lstat()
     other = "set server.socket to a folder of your own"
     if not stat.S_ISDIR(status.st_mode):
-        return (
-            f"{folder} is no folder but {stat.filemode(status.st_mode)[0]!r}, a link maybe; "
-            f"{other}, or remove {folder}"
-        )
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "a file"
+        return f"{folder} is not a folder but {kind}; {other}, or remove {folder}"
     if status.st_uid not in trusted:
         return (
             f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, "
@@ -43,7 +41,7 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
         mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
-        return f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) others can write; {mend}"
+        return f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}); {mend}"
     return ""
 
 
@@ -138,7 +136,7 @@ class Endpoint:
             return
         if not stat.S_ISSOCK(mode):
             raise ConfigError(
-                f"server.socket: {self._path} is there and is no socket; it stays: remove it, "
+                f"server.socket: {self._path} exists and is not a socket, so it stays; remove it, "
                 "or name another path"
             )
         self._path.unlink()

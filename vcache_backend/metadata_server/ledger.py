@@ -193,7 +193,7 @@ class EarlierLedger:
         status = os.fstat(fd)
         own = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
         if not own or status.st_uid != os.geteuid():
-            raise OSError(f"it is no ledger of uid {os.geteuid()}")
+            raise OSError(f"it is not a ledger of uid {os.geteuid()}")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("it can shrink")
         here = processes.namespaces()
@@ -201,7 +201,7 @@ class EarlierLedger:
         head = os.pread(self._file, _WORDS.size, 0)
         if len(head) < _WORDS.size or _WORDS.unpack(head)[_MAGIC] != MAGIC:
             os.close(self._file)
-            raise OSError("it is no ledger, or one of another version")
+            raise OSError("it is not a ledger, or one of another version")
         self.epoch = _WORDS.unpack(head)[_EPOCH]
         """The epoch of the server that wrote the ledger."""
         self.same_pids = os.pread(self._file, len(here), _NAMESPACES) == here

@@ -64,7 +64,7 @@ def try_ensure(config: Config) -> None:
     """Call `ensure` for an integration, which serves without a server, too: every look-up is then a
     miss. Logs the outcome."""
     try:
-        log.warning("vcache: %s", ensure(config))
+        log.info("vcache: %s", ensure(config))
     except Exception as error:  # noqa: BLE001 - nothing of ours raises into who serves
         log.error("vcache: no metadata server was started: %s", error)
 
@@ -80,7 +80,7 @@ def _start(config: Config, path: Path, deadline: float) -> str:
             raise ServerUnavailable(f"{reason}; the new one's log, {log}, ends with: {end}")
         time.sleep(_PAUSE_SECONDS)
     if not processes.lives(server):
-        return f"the metadata server at {path} was started by somebody else"
+        return f"the metadata server at {path} was started by another process"
     return (
         f"metadata server started at {path}, pid {server.pid}, log {log}; it outlives this process"
     )

@@ -39,7 +39,7 @@ class Predecessors:
         except OSError as error:
             if processes.is_exhausted(error):
                 raise
-            log.warning("a client sent an fd that is no ledger of a server: %s", error)
+            log.warning("a client sent an fd that is not a server's ledger: %s", error)
             return
         try:
             if ledger.epoch in self._heard:

@@ -112,7 +112,7 @@ class Web:
             loop.default_exception_handler(context)
         elif time.monotonic() > self._complains_from:
             self._complains_from = time.monotonic() + COMPLAINT_SECONDS
-            log.warning("nobody can connect for now (ulimit -n): %s", error)
+            log.warning("no client can connect for now (ulimit -n): %s", error)
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -165,7 +165,7 @@ class Web:
             return _said(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered")
         if host and not self.is_named(host):
             add = "add it to server.metrics_hosts, or ask by its address"
-            unknown = f"{host[:256]!r} is no name of this server's; {add}"
+            unknown = f"{host[:256]!r} is not a name of this server; {add}"
             return _said(HTTPStatus.MISDIRECTED_REQUEST, unknown)
         path = request.target.partition(b"?")[0].decode("latin-1")
         if path == "/":

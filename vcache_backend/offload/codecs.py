@@ -53,7 +53,7 @@ class Codec:
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
             size = f"{self._head_dim} x {self._dtype.itemsize} B"
-            raise CodecError(f"{chunk_bytes:,} B are no whole vectors of {size} for {self.name}")
+            raise CodecError(f"{chunk_bytes:,} B are not whole vectors of {size} for {self.name}")
         return chunk_bytes // vector * (SCALE_BYTES + self._head_dim)
 
     def encode(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:

@@ -95,7 +95,7 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         raise LayoutError("its KV cache has " + "; ".join(wrong))
     if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:
         raise LayoutError(
-            f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its "
+            f"its KV cache has {shape.num_blocks:,} blocks, which is not a multiple of its "
             f"{blocks:,} generations"
         )
     if reason := shape.misfit():

@@ -96,7 +96,7 @@ class Outbox:
             try:
                 self._work()
             except Exception:  # the thread's last line of defence
-                log.exception("the server could not be told something")
+                log.exception("a message could not be sent to the metadata server")
 
     def _has_work(self) -> bool:
         return bool(self._messages) and self._client.connected

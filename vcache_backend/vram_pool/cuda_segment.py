@@ -80,7 +80,7 @@ def check(fd: int, nbytes: int, granule: int) -> None:
     if kind is not None:
         raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
     if nbytes % granule:
-        raise SegmentError(f"a GPU segment of {nbytes:,} B is no multiple of {granule:,} B")
+        raise SegmentError(f"a GPU segment of {nbytes:,} B is not a multiple of {granule:,} B")
 
 
 class _Whole:
@@ -122,7 +122,7 @@ def view(whole: _Whole, ordinal: int) -> torch.Tensor:
 
 def _ordinal(device: Device) -> int:
     if device.ordinal is None:
-        raise SegmentError(f"{device.name} is no GPU of this process")
+        raise SegmentError(f"{device.name} is not a GPU of this process")
     return device.ordinal
 
 

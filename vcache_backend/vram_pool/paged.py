@@ -275,8 +275,8 @@ class PagedKV:
         return alignment(self.page_bytes, *self.planes.reshape(-1).tolist())
 
     def chunk_bytes(self, chunk_size: int) -> int:
-        """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is no multiple of the
-        block size."""
+        """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is not a multiple of
+        the block size."""
         return self.block_bytes * self.blocks_in(chunk_size)
 
     def blocks_in(self, chunk_size: int) -> int:
@@ -285,7 +285,7 @@ class PagedKV:
         for size, _ in shares:
             if chunk_size <= 0 or chunk_size % size:
                 raise LayoutError(
-                    f"chunk_size {chunk_size} is no multiple of the KV block size {size}; set "
+                    f"chunk_size {chunk_size} is not a multiple of the KV block size {size}; set "
                     "engine.chunk_size"
                 )
         return sum(share.of(chunk_size) for share in shares)

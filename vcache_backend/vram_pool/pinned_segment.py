@@ -96,7 +96,7 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         driver.register(address, nbytes)
     except DriverError as error:
         raise SegmentError(
-            f"the driver locks no {nbytes:,} B of host memory: {error}; {_advice()}"
+            f"the driver cannot lock {nbytes:,} B of host memory: {error}; {_advice()}"
         ) from error
     with ExitStack() as undo:
         undo.callback(driver.unregister, address)

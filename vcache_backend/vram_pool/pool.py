@@ -186,7 +186,7 @@ class Pool:
         try:
             self._client.add_segment(mapped.info, mapped.fd)
         except VCacheError as error:
-            log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
+            log.warning("segment %s on %s was not lent: %s", mapped.id, self.device, error)
             mapped.close()
             return False
         size = f"{mapped.nbytes:,} B"
@@ -194,8 +194,8 @@ class Pool:
         return self._admit(mapped)
 
     def _no_more(self, error: SegmentError) -> None:
-        others = "chunks go to other devices of it, if there are any"
-        log.error("nothing of %s is lent to the pool: %s; %s", self.device, error, others)
+        others = "chunks go to its other devices, if there are any"
+        log.error("%s lends nothing to the pool: %s; %s", self.device, error, others)
 
     def _admit(self, mapped: MappedSegment) -> bool:
         """Use a mapped segment from now on. False, and it is closed, if the pool is closed."""

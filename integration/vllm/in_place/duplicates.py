@@ -134,7 +134,7 @@ class Duplicates:
         except Exception:  # vLLM goes on with the present order
             self._copies.clear()
             self._in_use.clear()
-            log.exception("vcache: blocks that other instances have, too, are not evicted first")
+            log.exception("vcache: blocks that others hold, too, are no longer evicted first")
 
     # ---- inside
 

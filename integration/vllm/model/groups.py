@@ -77,7 +77,7 @@ class Groups:
         self.block, self.size = math.lcm(*self.sizes), chunk_size
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
-            misfit = f"chunk_size {chunk_size} is no multiple of {self.block} tokens"
+            misfit = f"chunk_size {chunk_size} is not a multiple of {self.block} tokens"
             raise LayoutError(f"{misfit}: set chunk_size: {fitting}")
         self.shares = tuple(
             Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
@@ -134,7 +134,7 @@ class Groups:
         end: a multiple of `whole`. -1 stands for blocks before `local`, which vLLM has, and for
         blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not hold."""
         if end % self.whole:
-            raise ValueError(f"vLLM wants {end} tokens, which is no multiple of {self.whole}")
+            raise ValueError(f"vLLM wants {end} tokens, which is not a multiple of {self.whole}")
         columns, begin = list[list[int]](), local // self.size * self.size
         for group, share in zip(self.groups, self.shares, strict=True):
             block = group.block_size
@@ -264,7 +264,7 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
         reason = next((reason for reason in reasons if reason), None)
         cacheable = getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
         if reason is None and not cacheable:
-            reason = "its blocks are no part of vLLM's own prefix cache: no setting changes that"
+            reason = "its blocks are not part of vLLM's own prefix cache: no setting changes that"
         if reason is not None:
             name = group.layer_names[0] if group.layer_names else "a group"
             raise LayoutError(f"{name} and its group: {reason}")

@@ -64,8 +64,8 @@ class Adapters:
         if any(remembered):
             log.warning(
                 "adapter %s (%d): its files at %s have changed since vLLM first served it, or "
-                "it has another one's number or name; it is "
-                "not cached any more. Load it from a new path, or start vLLM again",
+                "another adapter has had its number or name; it is not cached any more. Load it "
+                "from a new path, or restart vLLM",
                 *(lora_request.lora_name, number, path),
             )
         self._first |= {number: None, known_as: None}

@@ -87,6 +87,9 @@ class Waits:
             return False
         if leader.wait.loads:
             return True
+        if _is_past(leader.wait, monotonic()):
+            # By priority vLLM may not come to the leader for long, and so it ends its wait late.
+            return False
         # A leader that waits may wait for more chunks than this request needs.
         last = leader.wait.target - 1
         return first <= last < len(keys) and leader.lookup.keys[last] == keys[last]
@@ -134,8 +137,7 @@ class Waits:
         """End the request's wait if its bound has passed and the server's last answer is late, too.
         Returns whether it did: then the request computes."""
         wait = tracked.wait
-        late = AGAIN_SECONDS + LAST_SECONDS
-        if not wait.since or wait.over or monotonic() <= wait.until + late:
+        if not wait.since or wait.over or not _is_past(wait, monotonic()):
             return False
         self.over(tracked, "late")
         return True
@@ -262,6 +264,11 @@ class Waits:
             del self._leaders[wait.leads]
         wait.leads = NOTHING_LED
         wait.loads = False
+
+
+def _is_past(wait: WaitState, now: float) -> bool:
+    """Whether the bound of a wait has passed, and the time for the server's last answer, too."""
+    return now > wait.until + AGAIN_SECONDS + LAST_SECONDS
 
 
 def _step(coming: Coming) -> float:

@@ -72,7 +72,7 @@ COUNTERS = {
     "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
     "recomputed_tokens": _Counter("Tokens that a look-up found and that were computed after all."),
     "not_stored_chunks": _Counter(
-        "Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED
+        "Chunks that were not stored; `exists` and `busy` are not failures.", "cause", NOT_STORED
     ),
     "offload_written_chunks": _Counter("Chunks written to the offload tier, counted by worker."),
     "offload_written_bytes": _Counter("Bytes written to the offload tier, encoded."),

@@ -307,16 +307,16 @@ class Channel:
             return f"{at} has {most}; set a shorter server.socket"
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
-                return f"{at} is no socket; set server.socket to that of a metadata server"
+                return f"{at} is not a socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
                 why = f"{error.strerror}; start one with `vcache serve`"
                 return f"no metadata server at {at}: {why}"
             case TimeoutError() | BlockingIOError():
                 why = f"did not answer in {self._config.connect_seconds:g} s"
-                return f"the metadata server at {at} {why}: it is stopped, or has too much to do"
+                return f"the metadata server at {at} {why}: it is stopped or overloaded"
             case msgspec.DecodeError() | UnicodeDecodeError() | OSError(errno=errno.EPROTOTYPE):
-                why = f"is no metadata server of this version ({error})"
-                return f"what listens at {at} {why}; set server.socket to that of one"
+                why = f"is not a metadata server of this version ({error})"
+                return f"what listens at {at} {why}; set server.socket to that of a metadata server"
             case PermissionError():
                 why = f"{error.strerror}; its user lets others in by server.allow_uids"
                 return f"no connection to the metadata server at {at}: {why}"

@@ -161,7 +161,7 @@ class InstanceRegistry:
         if not any(
             part.peer.id == client.id and rank < ranks for rank, part in instance.parts.items()
         ):
-            raise Refuse("this connection is no part of it")
+            raise Refuse("this connection does not belong to it")
         return m.Count(self._residents.retract(request.instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:

@@ -305,14 +305,14 @@ class Directory(SegmentDirectory):
         unusable = any(segment.medium == medium for segment in placement.in_state("live"))
         absent = sum(segment.medium == medium for segment in placement.in_state("absent"))
         what = (
-            f"this worker can map no {medium} segment that is there"
+            f"this worker cannot map any {medium} segment of the pool"
             if unusable
             else f"no {medium} segment is registered"
         )
         if absent:
             what += (
-                f", and {absent} of before the server's restart, unless somebody has them "
-                "mapped, are gone"
+                f", and {absent} from before the server's restart are gone, unless a worker has "
+                "them mapped"
             )
         return f"{what}; start a worker with pool.segment_bytes > 0 or `vcache segment add`"
 

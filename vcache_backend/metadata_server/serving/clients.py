@@ -174,13 +174,13 @@ class Clients:
             self._directory.counters["protocol_errors"] += 1
             if connection.client is None:
                 raise ProtocolError(
-                    f"the first message is no hello of protocol {m.PROTOCOL_VERSION}: {error}"
+                    f"the first message is not a hello of protocol {m.PROTOCOL_VERSION}: {error}"
                 ) from error
             connection.close_fds()
             connection.queue(m.Error(str(error)))
             return
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
+            raise ProtocolError(f"a packet is not a MessagePack message: {error}") from error
         if connection.client is None:
             self._greet(connection, request)
             return

@@ -31,8 +31,8 @@ _APART = ("namespace", "pp_rank")
 _SEED = (
     "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
 )
-ADVICE = {"extra.hash_probe": _SEED, "extra.hash_root": _SEED}
-"""Advice for fields whose names do not say what to set."""
+ADVICE = {"extra.hash_root": _SEED}
+"""Advice for fields whose names do not say what to set. Both integrations have `hash_root`."""
 
 
 class _Connected(msgspec.Struct):

@@ -43,7 +43,7 @@ class MonitorProcess:
             # The monitor ends when this pipe closes, which any end of this process causes.
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
         except OSError as error:
-            log.error("server.metrics: their process cannot be started: %s", error)
+            log.error("server.metrics: the process cannot be started: %s", error)
 
     def close(self) -> None:
         if self._process is not None:

@@ -180,7 +180,7 @@ class CudaCopier:
         if isinstance(copy, CudaCompletion):
             torch.cuda.current_stream(self.device).wait_event(copy.end)
         elif not isinstance(copy, Finished):
-            raise TypeError(f"a {type(copy).__name__} is no copy of this copier: nothing waits")
+            raise TypeError(f"a {type(copy).__name__} is not a copy of this copier: nothing waits")
 
     def close(self) -> None:
         for stream in (self._gathers, self._scatters):

@@ -58,7 +58,7 @@ def whole_blocks(
     block has a place if all its tokens lie in one block of the KV cache, in order: how a backend
     arranges a block is unknown, so blocks are not split. Blocks with a token before
     `slot_mapping[skip]` get -1. Raises LayoutError: a place outside of the KV cache, a chunk
-    outside of the mapping, a chunk size that is no multiple of the block size."""
+    outside of the mapping, a chunk size that is not a multiple of the block size."""
     each, size = kv.blocks_in(chunk_size), kv.block_size
     if len(starts) and not 0 <= min(starts) <= max(starts) <= len(slot_mapping) - chunk_size:
         raise LayoutError(

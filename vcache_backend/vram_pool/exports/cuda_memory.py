@@ -48,7 +48,7 @@ class CudaExportable:
         """Raises SegmentError if GPU `ordinal` cannot export memory."""
         driver = cuda_driver.load()
         if not driver.shares_memory(ordinal):
-            lacks = "no virtual memory management with POSIX fds, so nobody else can read it"
+            lacks = "no virtual memory management with POSIX fds, so no other process can read it"
             raise SegmentError(f"cuda:{ordinal} has {lacks}")
         self._driver, self._live, self.problem = driver, dict[int, _MappedRegion](), ""
         self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
