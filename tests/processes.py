@@ -642,18 +642,28 @@ PATIENT = ClientConfig(
 def hung(server: Process, *clients: Client) -> Iterator[None]:
     """The server hangs, which costs each call of these clients its deadline. It is short for so
     long only: a machine that stalls misses such a one at any time."""
+    with hurried(*clients), server.stopped():
+        yield
+
+
+@contextmanager
+def hurried(*clients: Client) -> Iterator[None]:
+    """These clients have short deadlines for a while."""
     kept = [client._config for client in clients]
     for client in clients:
         client._config = hasty(client._config)
     try:
-        with server.stopped():
-            yield
+        yield
     finally:
         for client, config in zip(clients, kept, strict=True):
             client._config = config
 
 
-def hasty(config: ClientConfig, request_seconds: float = 0.25) -> ClientConfig:
+HASTY_SECONDS = 0.25
+"""A short deadline for an answer: see `hasty`."""
+
+
+def hasty(config: ClientConfig, request_seconds: float = HASTY_SECONDS) -> ClientConfig:
     """The same with short deadlines. For nothing that must be answered."""
     return msgspec.structs.replace(
         config, connect_seconds=0.5, request_seconds=request_seconds, control_seconds=0.5

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_cases import Copied, Node, here, put
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import SECONDS, asked, eventually, hasty, hung
+from processes import HASTY_SECONDS, SECONDS, asked, eventually, hung, hurried
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey
@@ -112,17 +112,14 @@ def test_the_server_s_word_counts_if_it_says_no(reading: Reading) -> None:
 @contextmanager
 def another_call(session: Session) -> Iterator[None]:
     """One of another thread is under way, for longer than this client's calls wait."""
-    kept = session.client._config
-    with session.client._lock:
-        session.client._config = hasty(kept)
+    with session.client._lock, hurried(session.client):
         yield
-        session.client._config = kept
 
 
 def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(reading: Reading) -> None:
     with another_call(reading.session):
         reading.session.leases.release(reading.lease)
-        assert not reading.session.flush(2 * reading.session.client._config.request_seconds)
+        assert not reading.session.flush(2 * HASTY_SECONDS)
     eventually(lambda: reading.leases() == 0)
 
 

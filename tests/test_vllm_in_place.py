@@ -232,28 +232,41 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
 
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
 def test_blocks_whose_step_never_ran_are_not_published(make: Make, hit: int) -> None:
-    """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its
-    owner takes the step away from it, and then its owner finds them in vLLM's own cache, never
-    written."""
+    engine, gone = without_its_step(make, hit)
+    assert engine.hit(gone) == hit * BLOCK
+    again = [engine.numbers(gone, meta) for meta in engine.metas[2:]]
+    engine.finish(gone)
+    assert again == [[]] * len(again)
+
+
+@pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
+def test_what_builds_on_blocks_whose_step_never_ran_is_not_stored(make: Make, hit: int) -> None:
+    """They are computed again. What ran before is not."""
+    engine, gone = without_its_step(make, hit, share="pool")
+    assert engine.hit(gone) == 9 * BLOCK
+
+
+def without_its_step(make: Make, hit: int, **more: Any) -> tuple[Engine, Request]:
+    """A request from which one that goes before it has taken a step, and that begins anew. vLLM
+    knows blocks by their tokens as soon as it plans the step that writes them: so the request may
+    find some in vLLM's own cache, up to number `hit`, that were never written. more: see `Engine`.
+    """
     steps = {
         "scheduling_policy": "priority",
         "long_prefill_token_threshold": 2 * CHUNK,
         "max_num_batched_tokens": 5 * BLOCK + 8,
     }
-    engine = make(blocks=hit + 3, arguments=steps)
+    engine = make(blocks=hit + 3, arguments=steps, **more)
     gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1)
     engine.step()
     first = engine.add(new_tokens(BLOCK), max_tokens=8)
     engine.step()
-    assert engine.numbers(gone) == [2, 3]
+    assert gone.num_computed_tokens // BLOCK == 9
     engine.step()
     assert gone.num_preemptions == 1
     engine.finish(first)
     engine.step()
-    assert engine.hit(gone) == hit * BLOCK
-    again = [engine.numbers(gone, meta) for meta in engine.metas[2:]]
-    engine.finish(gone)
-    assert again == [[]] * len(again)
+    return engine, gone
 
 
 # ---- resets

@@ -226,7 +226,7 @@ class Serving:
 
     def told(self) -> bool:
         """Wait until what the steps so far have written, stored or saved is known to the server."""
-        worker = get_kv_transfer_group()._worker
+        worker = _worker()
         told = worker.in_place is None or worker.in_place.publisher.flush(PATIENCE_SECONDS)
         return bool(told and worker._worker.session.flush(PATIENCE_SECONDS))
 
@@ -410,14 +410,19 @@ class Slow:
         return self.done()
 
 
+def _worker() -> Any:
+    """The connector's half in vLLM's worker."""
+    return get_kv_transfer_group()._worker
+
+
 def _pages() -> list[Any]:
-    kv = get_kv_transfer_group()._worker._worker.kv
+    kv = _worker()._worker.kv
     return [page for kind in kv.kinds for page in kind.pages]
 
 
 def _negate(views: Any, chunk: int, group: int) -> None:
     """In the pool, what a group of layers has of a chunk: every number gets the other sign."""
-    kv = get_kv_transfer_group()._worker._worker.kv
+    kv = _worker()._worker.kv
     ends = np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])
     there = (
         views[chunk].tensor[: kv.chunk_bytes(CHUNK)].view(kv.layers, -1, kv.parts, kv.page_bytes)

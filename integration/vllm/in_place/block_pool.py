@@ -5,8 +5,9 @@ its bytes change meaning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -51,6 +52,15 @@ class KVBlocks:
     def evict(self, numbers: set[int]) -> None:
         """Take blocks out of vLLM's own prefix cache."""
         self.pool.evict_blocks(numbers)
+
+    def evict_hashed(self, hashes: Iterable[Any], tables: int) -> None:
+        """Take all blocks with these hashes out of vLLM's own prefix cache. tables: the number of
+        block tables."""
+        for block_hash, table in product(hashes, range(tables)):
+            evicted = None
+            while (found := self.pool.get_cached_block(block_hash, [table])) and found != evicted:
+                self.evict({block.block_id for block in found})
+                evicted = found
 
     def head(self, most: int) -> list[int]:
         """The next blocks, `most` of them, that vLLM will hand out, in order."""

@@ -194,6 +194,8 @@ class Completions:
         if reached < tracked.due:
             return
         store, block = tracked.store, self._block
+        # Speculative tokens may be taken back.
+        store.written = min(reached, tracked.request.num_tokens)
         if self._publications is not None and reached >= (tracked.resident.filled + 1) * block:
             # As vLLM counts them: speculative tokens do not count.
             full = min(reached, tracked.request.num_tokens) // block

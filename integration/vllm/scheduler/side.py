@@ -113,6 +113,9 @@ class SchedulerSide:
         loads_wait = not compat.loads_at_once(vllm_config, config)
         ahead = bool(scheduling.async_scheduling)
         self._pace = Pace(self._requests, self._size, ahead, loads_wait)
+        self._steps_are_taken = scheduling.policy == "priority" and self.publications is None
+        """vLLM may take the step being planned from a request. Where KV caches are shared in place,
+        `Publications` knows which blocks were never written."""
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -253,6 +256,8 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if request_id in requests:
                 self._promises.ended(requests[request_id])
+                if self._steps_are_taken:
+                    self._evict_unwritten(requests[request_id])
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
             meta.echo = self._foreign.begin(begun, requests)
@@ -486,6 +491,15 @@ class SchedulerSide:
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
         self._resets.note(report)
+
+    def _evict_unwritten(self, tracked: Tracked) -> None:
+        """Evict what a preempted request may not have computed from vLLM's prefix cache.
+
+        vLLM caches blocks when it plans the step that writes them. If it then takes the step from
+        the request, others would compute from blocks that nobody has written, and store that."""
+        if self.blocks is not None:
+            hashes = tracked.request.block_hashes[tracked.store.written // self._hash_block :]
+            self.blocks.evict_hashed(hashes, len(self._groups.sizes))
 
     def _evict(self, blocks: KVBlocks, lost: set[int]) -> None:
         """Evict blocks that another connector's load did not fill, and the blocks computed after

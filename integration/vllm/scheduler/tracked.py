@@ -110,10 +110,12 @@ class StoreState(msgspec.Struct):
 
     rows: the blocks, by block table. stored: how many leading chunks are stored, published or on
     their way. complete_at: the number of computed tokens that completes the next chunk; infinite if
-    the request stores no more chunks."""
+    the request stores no more chunks. written: at least so many tokens are written in these blocks,
+    once the planned steps have run."""
 
     rows: list[array[int]] = []
     stored: int = 0
+    written: int = 0
     complete_at: float = inf
 
 
