@@ -2,7 +2,6 @@
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "VCacheConnector", "kv_role": "kv_both",
     "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-    "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"config": "/etc/vcache.yaml"}}'"""
 
 from __future__ import annotations
