@@ -81,6 +81,9 @@ def test_whole_blocks_are_filled_behind_a_mark(
     )
     assert load.run(SECONDS) == len(keys)
     assert cache.holds_only(tokens, here)
+    assert load.to_promote() == list(range(len(keys)))
+    load.cancel()
+    assert load.to_promote() == [], "the blocks may have another owner by now"
 
 
 @pytest.mark.parametrize("device", DEVICES)

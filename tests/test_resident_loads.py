@@ -21,7 +21,8 @@ from resident_cases import Reader, owner, owner_apart
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import InstanceId, ResidentRun
-from vcache_backend.resident.neighbours import Neighbour
+from vcache_backend.resident.generations import GenerationView
+from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as loads
 
 __all__ = ["here"]
@@ -259,19 +260,20 @@ def apart(
     return one, reader, tokens, there
 
 
-def test_an_owner_that_ends_between_the_look_at_it_and_the_launch_is_not_read(
-    here: Node, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "look"), [(Neighbours, "get"), (GenerationView, "leading")])
+def test_an_owner_that_ends_between_a_look_at_it_and_the_launch_is_not_read(
+    here: Node, monkeypatch: pytest.MonkeyPatch, kind: type, look: str
 ) -> None:
     one, reader, tokens, there = apart(here)
-    get = reader.neighbours.get
+    theirs = getattr(kind, look)
 
-    def and_it_ends(instance: bytes) -> Neighbour | None:
-        found = get(instance)
+    def and_it_ends(*given: Any) -> Any:
+        found = theirs(*given)
         one.kill()
         eventually(lambda: not kv_mapped())
         return found
 
-    monkeypatch.setattr(reader.neighbours, "get", and_it_ends)
+    monkeypatch.setattr(kind, look, and_it_ends)
     assert reader.loaded(tokens, [there]) == (0, loads.ABSENT)
     assert reader.copier.pulls == []
 

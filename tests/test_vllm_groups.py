@@ -256,7 +256,10 @@ UNCACHED = other("FullAttentionSpec", prefix_cacheable=False)
         ([state(num_speculative_blocks=2), spec()], "without --speculative-config"),
         ([state()], "none keeps tokens"),
         ([UNCACHED], "not part of vLLM's own prefix cache"),
-        ([spec(33), spec(0, 48)], "64 is not a multiple of 48 tokens: set chunk_size: 96"),
+        (
+            [spec(33), spec(0, 48)],
+            "64 is not a multiple of 48 tokens: set engine.chunk_size, .* chunk_size: 96",
+        ),
     ],
 )
 def test_tables_that_cannot_be_shared_are_refused_in_one_line(specs: list[Any], said: str) -> None:

@@ -239,25 +239,31 @@ def test_blocks_whose_step_never_ran_are_not_published(make: Make, hit: int) -> 
     assert again == [[]] * len(again)
 
 
+@pytest.mark.parametrize("stores", [True, False])
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
-def test_what_builds_on_blocks_whose_step_never_ran_is_not_stored(make: Make, hit: int) -> None:
-    """They are computed again. What ran before is not."""
-    engine, gone = without_its_step(make, hit, share="pool")
+def test_what_builds_on_blocks_whose_step_never_ran_is_not_stored(
+    make: Make, hit: int, stores: bool
+) -> None:
+    """They are computed again. What ran before is not. stores: so does the request whose step it
+    was; others find its blocks in any case."""
+    engine, gone = without_its_step(make, hit, stores, share="pool")
     assert engine.hit(gone) == 9 * BLOCK
 
 
-def without_its_step(make: Make, hit: int, **more: Any) -> tuple[Engine, Request]:
+def without_its_step(
+    make: Make, hit: int, stores: bool = True, **more: Any
+) -> tuple[Engine, Request]:
     """A request from which one that goes before it has taken a step, and that begins anew. vLLM
     knows blocks by their tokens as soon as it plans the step that writes them: so the request may
-    find some in vLLM's own cache, up to number `hit`, that were never written. more: see `Engine`.
-    """
+    find some in vLLM's own cache, up to number `hit`, that were never written. stores: the request
+    may. more: see `Engine`."""
     steps = {
         "scheduling_policy": "priority",
         "long_prefill_token_threshold": 2 * CHUNK,
         "max_num_batched_tokens": 5 * BLOCK + 8,
     }
     engine = make(blocks=hit + 3, arguments=steps, **more)
-    gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1)
+    gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1, store=stores)
     engine.step()
     first = engine.add(new_tokens(BLOCK), max_tokens=8)
     engine.step()

@@ -5,10 +5,10 @@ Of the section `connector` the plugin uses `model` and `start_server`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
+from vcache_backend import config as configuration
 from vcache_backend.config import Config
 from vcache_backend.errors import ConfigError
 
@@ -32,7 +32,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
     if config.connector.share == "in_place":
         raise ConfigError(f"{SOURCE}: connector.share is in_place: LMCache has a pool only")
     if config.engine.chunk_size != chunk_size:
-        file = given.get("config") or os.environ.get("VCACHE_CONFIG")
+        _, file, _ = configuration.read(given.get("config"))
         where = SOURCE if "chunk_size" in given.get("engine", {}) else file
         raise ConfigError(
             f"{where}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "

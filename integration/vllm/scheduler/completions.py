@@ -191,11 +191,11 @@ class Completions:
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """Handle one request's part of the step: it computes the tokens [computed, reached)."""
-        if reached < tracked.due:
-            return
         store, block = tracked.store, self._block
         # Speculative tokens may be taken back.
         store.written = min(reached, tracked.request.num_tokens)
+        if reached < tracked.due:
+            return
         if self._publications is not None and reached >= (tracked.resident.filled + 1) * block:
             # As vLLM counts them: speculative tokens do not count.
             full = min(reached, tracked.request.num_tokens) // block
