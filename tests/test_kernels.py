@@ -189,8 +189,8 @@ def some(kv: PagedKV, count: int, first: int = 0) -> CopyPlan:
     return plan_blocks(kv, 2 * kv.block_size, blocks, first)
 
 
-# A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is not a multiple of 16 nor
-# of the kernel's piece.
+# A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is a multiple neither of 16
+# nor of the kernel's piece.
 @pytest.mark.parametrize("words", [1, 64, 100, 129])
 @TUNINGS
 @DIRECTIONS

@@ -30,7 +30,8 @@ def test_sections_are_read_as_those_of_our_connector(tmp_path: Path) -> None:
     [
         (
             {"vcache": {"pool": {"segment_byte": 1}}},
-            r"extra_config: .*unknown field `segment_byte` - at `\$.pool`; did you mean `segment_bytes`\?",
+            r"extra_config: .*unknown field `segment_byte` - at `\$.pool`; "
+            r"did you mean `segment_bytes`\?",
         ),
         (
             {"vcache": {"connector": {"share": "in_place"}}},

@@ -778,6 +778,16 @@ def test_beside_running_requests_a_short_hit_is_computed(
     assert loads(0.001, more), "steps without a model run"
 
 
+def waited_for(owner: Client, engine: Engine, chunk_seconds: float) -> list[int]:
+    """A prompt that the owner has begun, at this pace, and that a request of the least priority
+    waits for."""
+    tokens = begun(owner, engine, 0, chunk_seconds, 600)
+    waiting = engine.add(tokens, priority=2)
+    engine.step()
+    assert engine.tracked(waiting).wait.since
+    return tokens
+
+
 def test_nobody_follows_a_request_whose_wait_is_over_before_vllm_asks_for_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -789,10 +799,7 @@ def test_nobody_follows_a_request_whose_wait_is_over_before_vllm_asks_for_it(
     engine.step()
     engine.pace.chunk_seconds = 1
     with engine.here.client() as owner:
-        tokens = begun(owner, engine, 0, 1, 600)
-        waiting = engine.add(tokens, priority=2)
-        engine.step()
-        assert engine.tracked(waiting).wait.since
+        tokens = waited_for(owner, engine, 1)
         engine.add(new_tokens(18 * BLOCK), priority=1)
         follower = engine.add(tokens, priority=0)
         engine.step()
@@ -809,10 +816,7 @@ def test_nobody_follows_a_request_that_waited_while_the_weights_changed(make: Ma
     engine = make(share="pool", weights="old", arguments={"scheduling_policy": "priority"})
     engine.pace.chunk_seconds = 60
     with engine.here.client() as owner:
-        tokens = begun(owner, engine, 0, 60, 600)
-        waiting = engine.add(tokens, priority=2)
-        engine.step()
-        assert engine.tracked(waiting).wait.since
+        tokens = waited_for(owner, engine, 60)
         engine.scheduler.connector.weights_change()
         engine.scheduler.connector.weights_are("old")
         later = engine.add(tokens, priority=0)
