@@ -77,7 +77,7 @@ class WorkerSide:
         self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
-        self._stores = Stores(meter, groups.clears(kv_cache_config))
+        self._stores = Stores(meter, compat.clears(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         events, traced = compat.publishes_events(vllm_config), traces.wanted(vllm_config)
         place = pp_rank, tp_rank
