@@ -24,7 +24,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from ... import amx, round_trip, vllm_memory
 from ..in_place import exporter as exportable
 from ..in_place.worker import InPlace
-from ..metadata import Shard, StepMetadata
+from ..metadata import StepMetadata
 from ..model import compat, groups
 from ..model import spec as model_spec
 from ..telemetry import traces
@@ -112,7 +112,7 @@ class WorkerSide:
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
         self._stores.open(self._worker)
-        self.report.open(session, Shard(shard, session.tier is not None))
+        self.report.open(session, shard)
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
         log.info("vcache: worker %d %s %s, %s", self._rank, does, session.device, chunk)
