@@ -17,6 +17,7 @@ from model import FakeClock
 from processes import Raw, Stage
 
 from vcache_backend.config import ServerConfig
+from vcache_backend.errors import MAX_LINE_CHARS
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client_lines import (
     LINES,
@@ -255,7 +256,7 @@ def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
     say, said, _ = lines
     say(1000, 7, "one\n2026 INFO forged\x1b[2J\u202e" + "x" * 5000)
     assert said[0].startswith(r"one\n2026 INFO forged\x1b[2J\u202exxx")
-    assert len(said[0]) < 1600
+    assert len(said[0]) < MAX_LINE_CHARS + 100
 
 
 def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:

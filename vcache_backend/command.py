@@ -10,7 +10,13 @@ import typer
 from typer.core import TyperGroup
 
 from vcache_backend import config
-from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError, printable
+from vcache_backend.errors import (
+    MAX_LINE_CHARS,
+    ConfigError,
+    ServerUnavailable,
+    VCacheError,
+    printable,
+)
 
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.client import Client
@@ -42,8 +48,6 @@ EXIT_CODES = (
 )
 ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
-MAX_LINE_CHARS = 2000
-"""The most characters of an error: it may contain what a server says."""
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 """Those that typer completes commands in."""
 

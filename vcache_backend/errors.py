@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 MAX_SHOWN_CHARS = 64
 """The most characters shown of a name or value."""
+MAX_LINE_CHARS = 1200
+"""The most characters of a line that may contain what others say, or have written."""
 
 
 class VCacheError(Exception):
