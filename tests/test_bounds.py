@@ -17,7 +17,7 @@ from model import FakeClock
 from processes import Raw, Stage
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import MAX_LINE_CHARS
+from vcache_backend.errors import MAX_LINE_CHARS, Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client_lines import (
     LINES,
@@ -31,7 +31,6 @@ from vcache_backend.metadata_server.instances import resident_chunks as resident
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
 
 MIB = 1 << 20
@@ -102,7 +101,7 @@ def test_what_all_publish_is_bounded_in_bytes(
             publish(directory, instance_id(number), each, 2048, of=2048) for number in range(3)
         ]
         assert taken[0] == 2048 > taken[1] > taken[2] == 0
-        with pytest.raises(Refuse):
+        with pytest.raises(Refused):
             join(directory, instance_id(3), each, ranks, 2048)
 
 
@@ -126,7 +125,7 @@ def clear_nothing(directory: Directory) -> None:
 
 def join_anew(directory: Directory) -> None:
     for ranks in range(20):
-        with suppress(Refuse):  # what it had before is in memory still
+        with suppress(Refused):  # what it had before is in memory still
             join(directory, A, 128, 1 + ranks % 2)
         publish(directory, A, 128, 64)
 

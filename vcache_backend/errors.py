@@ -34,7 +34,8 @@ class ProtocolError(VCacheError):
 
 
 class Refused(VCacheError):
-    """The metadata server refused a request. The message is the server's."""
+    """The metadata server cannot grant a request. It raises this, and so does the client, with the
+    server's text. The connection stays."""
 
 
 class ServerUnavailable(VCacheError):
