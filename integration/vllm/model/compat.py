@@ -94,6 +94,11 @@ def refusal(
         groups.read(kv_cache_config, settings.engine.chunk_size)
     except LayoutError as error:
         return reason or str(error)
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        reason = reason or (
+            "the model's pooling needs every token of a prompt computed: set a pooling type of the "
+            "last token in --pooler-config, if the model allows that"
+        )
     return reason
 
 
