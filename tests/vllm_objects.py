@@ -90,4 +90,4 @@ def vllm_config(**changes: Any) -> Any:
 
 
 def caches(blocks: int = BLOCKS, block_size: int = BLOCK) -> dict[str, Tensor]:
-    return {name: torch.zeros((blocks, block_size, 2, 16), dtype=torch.bfloat16) for name in LAYERS}
+    return {name: torch.zeros((blocks, 2, block_size, 16), dtype=torch.bfloat16) for name in LAYERS}
