@@ -353,7 +353,7 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
         "window128/8",
         "window8/4",
     ]
-    assert groups.clears(there)
+    assert compat.clears(there)
     assert groups.several(there)
     tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
     kv = model_spec.describe(found, tensors, 10)
@@ -377,33 +377,6 @@ def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
     there = planned(windows, KVCacheLayout.LBNHC)
     assert groups.several(there)
     assert groups.read(there, 64).text == "window33/16"
-
-
-@pytest.mark.parametrize(
-    ("tables", "clears"),
-    [
-        ([{"0": "full"}], False),
-        ([{"0": "full", "1": "half"}], False),
-        ([{"0": "full"}, {"1": "half"}], True),
-        ([{"0": "full", "1": "half"}, {"2": "half"}], True),
-        ([{"0": "state"}, {"1": "full"}], True),
-    ],
-)
-def test_stores_are_waited_for_where_vllm_clears_blocks_that_it_hands_out(
-    tables: list[dict[str, str]], clears: bool
-) -> None:
-    """It does so before it tells its connector of the step."""
-    made = {"full": spec(), "half": wide(kinds.FullAttentionSpec, torch.float16), "state": state()}
-    config = caches()
-    for table in tables:
-        layers = {name: made[kind] for name, kind in table.items()}
-        own = next(iter(layers.values()))
-        mixed = kinds.UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
-        config.kv_cache_groups.append(
-            kinds.KVCacheGroupSpec(list(layers), mixed if len(layers) > 1 else own)
-        )
-    assert groups.clears(config) == clears
-    assert generate_scheduler_kv_cache_config([config]).needs_kv_cache_zeroing == clears
 
 
 def wide(kind: Any, dtype: Any = torch.float32, **more: int) -> Any:
