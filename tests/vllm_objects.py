@@ -72,6 +72,7 @@ def vllm_config(**changes: Any) -> Any:
             gpu_memory_utilization=0.9,
             kv_cache_memory_bytes=None,
             calculate_kv_scales=False,
+            prefix_caching_hash_algo="sha256",
             kv_cache_dtype_skip_layers=[],
         ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),

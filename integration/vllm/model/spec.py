@@ -233,6 +233,11 @@ def refusal(model: ModelSpec, hash_seed: str | None) -> str | None:
             "set connector.weights to the version with which the instance starts "
             "(see New weights in docs/vllm/operation.md)"
         )
+    if not model.hash_algorithm.startswith("sha256"):
+        return (
+            f"prefixes whose hashes are {model.hash_algorithm} can be made to collide: "
+            "set --prefix-caching-hash-algo sha256"
+        )
     return seed(hash_seed)
 
 
@@ -263,6 +268,11 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
         yield (
             "each instance counts images instead of naming them by content: start vLLM "
             "without --mm-processor-cache-gb 0"
+        )
+    if not (instance.revision or instance.named):
+        yield (
+            f"the weights at {instance.model} have no revision, so others may lie there tomorrow: "
+            "set connector.model to a name of these weights, or vLLM's --revision"
         )
 
 
