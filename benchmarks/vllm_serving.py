@@ -57,6 +57,7 @@ WORKLOADS = {
     "fork": workloads.fork,
     "contention": workloads.contention,
     "cold": workloads.cold,
+    "warm": workloads.warm,
     "chat": workloads.chat,
 }
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0

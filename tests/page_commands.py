@@ -132,7 +132,7 @@ def _vcache(words: list[str], place: Place) -> None:
     place.monkeypatch.chdir(place.folder if "init" in arguments else ROOT)
     done = CliRunner().invoke(app, arguments)
     # The tests may run where no shell has started them.
-    fails = {"doctor": "fail", "clear": "no offload tier", "--install-completion": "bash"}
+    fails = {"doctor": "fail", "clear": "no offload tier", "--install-completion": "Shell"}
     failed = done.exit_code == 1 and fails.get(arguments[0], "?") in done.output
     assert done.exit_code == 0 or failed, (done.output, done.exception)
 

@@ -17,6 +17,7 @@ from model import FakeClock
 from processes import Raw, Stage
 
 from vcache_backend.config import ServerConfig
+from vcache_backend.errors import MAX_LINE_CHARS, Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client_lines import (
     LINES,
@@ -30,7 +31,6 @@ from vcache_backend.metadata_server.instances import resident_chunks as resident
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
 
 MIB = 1 << 20
@@ -101,7 +101,7 @@ def test_what_all_publish_is_bounded_in_bytes(
             publish(directory, instance_id(number), each, 2048, of=2048) for number in range(3)
         ]
         assert taken[0] == 2048 > taken[1] > taken[2] == 0
-        with pytest.raises(Refuse):
+        with pytest.raises(Refused):
             join(directory, instance_id(3), each, ranks, 2048)
 
 
@@ -125,7 +125,7 @@ def clear_nothing(directory: Directory) -> None:
 
 def join_anew(directory: Directory) -> None:
     for ranks in range(20):
-        with suppress(Refuse):  # what it had before is in memory still
+        with suppress(Refused):  # what it had before is in memory still
             join(directory, A, 128, 1 + ranks % 2)
         publish(directory, A, 128, 64)
 
@@ -255,7 +255,7 @@ def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
     say, said, _ = lines
     say(1000, 7, "one\n2026 INFO forged\x1b[2J\u202e" + "x" * 5000)
     assert said[0].startswith(r"one\n2026 INFO forged\x1b[2J\u202exxx")
-    assert len(said[0]) < 1600
+    assert len(said[0]) < MAX_LINE_CHARS + 100
 
 
 def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:

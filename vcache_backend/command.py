@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from typer.core import TyperGroup
 
 from vcache_backend import config
-from vcache_backend.errors import ConfigError, ServerUnavailable, VCacheError, printable
+from vcache_backend.errors import (
+    MAX_LINE_CHARS,
+    ConfigError,
+    ServerUnavailable,
+    VCacheError,
+    printable,
+)
 
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.client import Client
@@ -42,27 +48,17 @@ EXIT_CODES = (
 )
 ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
-MAX_LINE_CHARS = 2000
-"""The most characters of an error: it may contain what a server says."""
-SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
-"""Those that typer completes commands in."""
 
 
 class _Group(TyperGroup):
-    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised, a
-    module of `ENGINE` is missing, or completion is asked for outside a shell of `SHELLS`."""
+    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a
+    module of `ENGINE` is missing."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         for subcommand in self.commands.values():
             first = " ".join((subcommand.help or "").split()).partition(". ")[0]
             subcommand.short_help = first.removesuffix(".")  # else the list of commands cuts it off
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Where typer finds no shell it says "Shell None is not supported."
-        if args[:1] in (["--install-completion"], ["--show-completion"]) and not _in_a_shell():
-            _end("completion needs bash, zsh, fish or PowerShell: type this command in one of them")
-        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -75,23 +71,8 @@ class _Group(TyperGroup):
                 raise
             trouble = error
             line = f"{error.name} is not installed: pip install '/path/to/vcache[engine]'"
-        _end(line, trouble)
-
-
-def _in_a_shell() -> bool:
-    """Whether a shell of `SHELLS` has started this command, as typer finds it out."""
-    import shellingham
-
-    try:
-        return shellingham.detect_shell()[0] in SHELLS
-    except shellingham.ShellDetectionFailure:
-        return False
-
-
-def _end(line: str, trouble: Exception | None = None) -> NoReturn:
-    """End the command with one line on stderr, and exit code 1."""
-    typer.secho(f"vcache: {printable(line, MAX_LINE_CHARS)}", fg="red", err=True)
-    raise typer.Exit(1) from trouble
+        typer.secho(f"vcache: {printable(line, MAX_LINE_CHARS)}", fg="red", err=True)
+        raise typer.Exit(1) from trouble
 
 
 def group(text: str, root: bool = False) -> typer.Typer:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from vcache_backend import config_file
-from vcache_backend.errors import ConfigError, printable
+from vcache_backend.errors import MAX_LINE_CHARS, ConfigError, printable
 
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
 MAX_BYTES = 1 << 48
@@ -25,8 +25,6 @@ MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in a socket's address."""
 MAX_FILE_BYTES = 1 << 20
 """The largest configuration file. Real ones have some kilobytes."""
-MAX_ERROR_CHARS = 600
-"""The most characters of an error, which may show a key or a value."""
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 DEVICE_FORMS = (
@@ -362,7 +360,7 @@ def from_dict(
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
         said = config_file.explained(str(error), Config, lines or {}, values)
-        raise ConfigError(f"{source}: {printable(said, MAX_ERROR_CHARS)}") from error
+        raise ConfigError(f"{source}: {printable(said, MAX_LINE_CHARS)}") from error
     share, pool = config.connector.share, config.pool
     lends = pool.segment_bytes or pool.device != "auto"
     if share == "auto" and (lends or config.offload.policy != "off"):

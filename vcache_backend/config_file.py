@@ -10,14 +10,12 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import yaml
 
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import MAX_SHOWN_CHARS, ConfigError
 
 _DEEPEST = 8
 """The deepest nesting of a YAML text that is read. Its parser recurses in C, and ends the process
 some ten thousand levels down."""
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_LONGEST = 80
-"""The most characters of a value that an error shows."""
 
 
 def check(text: bytes, source: str) -> None:
@@ -32,7 +30,7 @@ def check(text: bytes, source: str) -> None:
             at = f"{source}: line {event.start_mark.line + 1}"
             if isinstance(event, yaml.AliasEvent):
                 said = "is an alias: write the value itself, or put it in quotes if it is text"
-                raise ConfigError(f"{at}: *{str(event.anchor)[:_LONGEST]} {said}")
+                raise ConfigError(f"{at}: *{str(event.anchor)[:MAX_SHOWN_CHARS]} {said}")
             if depth > _DEEPEST:
                 raise ConfigError(f"{at}: the sections are nested too deeply")
 
@@ -137,7 +135,7 @@ def _given(error: str, value: Any, steps: list[str]) -> str:
         # msgspec does not say which value of a mapping is wrong.
         simple = isinstance(value, str | int | float) or "[...]`" in error
         shown = repr(value) if steps and simple else ""
-        if shown and shown not in error and len(shown) <= _LONGEST:
+        if shown and shown not in error and len(shown) <= MAX_SHOWN_CHARS:
             return f", which is {shown}"
     return ""
 

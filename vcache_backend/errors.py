@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 MAX_SHOWN_CHARS = 64
 """The most characters shown of a name or value."""
+MAX_LINE_CHARS = 1200
+"""The most characters of a line that may contain what others say, or have written."""
 
 
 class VCacheError(Exception):
@@ -32,7 +34,8 @@ class ProtocolError(VCacheError):
 
 
 class Refused(VCacheError):
-    """The metadata server refused a request. The message is the server's."""
+    """The metadata server cannot grant a request. It raises this, and so does the client, with the
+    server's text. The connection stays."""
 
 
 class ServerUnavailable(VCacheError):

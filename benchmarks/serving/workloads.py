@@ -122,18 +122,24 @@ def prefix_repetition(plan: Plan) -> Workload:
 
 def cold(plan: Plan) -> Workload:
     """Prefix repetition, of which one server restarts halfway."""
-    requests = prefix_repetition(plan).phases[0].requests
-    half, many = len(requests) // 2, plan.concurrency
+    [phase], what = prefix_repetition(plan)
+    half, many = len(phase.requests) // 2, plan.concurrency
+    first, rest = phase.requests[:half], phase.requests[half:]
     phases = [
-        Phase(requests=requests[:half], concurrency=many, counted=False),
-        Phase(requests=requests[half:], concurrency=many, seconds=AFTER_RESTART, restart=True),
+        Phase(requests=first, concurrency=many, counted=False),
+        Phase(requests=rest, concurrency=many, seconds=AFTER_RESTART, restart=True),
     ]
-    what = (
-        f"cold: {AFTER_RESTART:g} s after one server has restarted, halfway through "
-        f"{plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} suffixes of "
-        f"{plan.suffix}, {usual(plan)}"
-    )
+    what = f"cold: {AFTER_RESTART:g} s after one server has restarted, halfway through {what}"
     return Workload(phases, what)
+
+
+def warm(plan: Plan) -> Workload:
+    """Prefix repetition once up to four servers in turn have every prefix: nothing is to share."""
+    [phase], what = prefix_repetition(plan)
+    firsts = {request.tokens[: plan.prefix].tobytes(): request for request in phase.requests}
+    before = [request for request in firsts.values() for _ in range(4)]
+    early = Phase(requests=before, concurrency=plan.concurrency, counted=False)
+    return Workload([early, phase], f"warm: each prefix four times in a row before {what}")
 
 
 def hot(plan: Plan) -> Workload:

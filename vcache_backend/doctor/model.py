@@ -17,11 +17,10 @@ import msgspec
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding, fail, ok
-from vcache_backend.errors import printable
+from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 GIB = 1 << 30
 ASK_SECONDS = 300.0
-MAX_TROUBLE_CHARS = 500
 _ASKING = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model.report"]
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -103,7 +102,7 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         return
     model = ask(name, config)
     if model.trouble:
-        why = printable(" ".join(model.trouble.split()), MAX_TROUBLE_CHARS)
+        why = printable(" ".join(model.trouble.split()), MAX_LINE_CHARS)
         yield fail("model", f"{shown}: {why}", "start vLLM with it and see its log")
         return
     what = f"{shown}, vLLM {model.vllm}, {model}"

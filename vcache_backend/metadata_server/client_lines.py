@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from vcache_backend.errors import printable
+from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 MAX_CALLERS = 1024
 """The most clients whose lines are counted separately."""
-MAX_LINE_CHARS = 1500
 
 
 class Caller(NamedTuple):

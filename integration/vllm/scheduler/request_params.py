@@ -7,11 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from vcache_backend.errors import printable
+from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 NAME = "vcache"
-MOST_CHARS = 200
-"""The most characters of an error: it may contain a client's text."""
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,5 +48,5 @@ def read(params: object) -> RequestParams:
     try:
         return msgspec.convert(given, RequestParams)
     except ValueError as error:  # also of text that is not Unicode
-        said = printable(str(error), MOST_CHARS)
+        said = printable(str(error), MAX_LINE_CHARS)
         raise ValueError(f"kv_transfer_params: {NAME}: {said}") from error

@@ -7,9 +7,9 @@ from itertools import islice, repeat
 
 import msgspec
 
+from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Steps
-from vcache_backend.metadata_server.refuse import Refuse
 
 RETRACT_LOOKS = 4096
 """How many of the newest publications a retraction examines. It drops all older publications
@@ -143,20 +143,22 @@ class InstancePublications:
         due, namespace = len(request.keys) * self.each, self.namespace
         sizes = len(request.blocks), len(request.generations)
         if sizes != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
-            raise Refuse(
+            raise Refused(
                 f"publish: {sizes[0]:,} B of numbers and {sizes[1]:,} B of generations, but "
                 f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B for each of {due:,} blocks are due"
             )
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):
-            raise Refuse(
+            raise Refused(
                 f"publish: keys of other namespaces or ranks than {namespace.hex()}, {rank}"
             )
         if rank >= self.ranks:
-            raise Refuse(f"publish: rank {rank} of an instance that joined with {self.ranks}")
+            raise Refused(f"publish: rank {rank} of an instance that joined with {self.ranks}")
         numbers = struct.unpack(f"<{due}I", request.blocks)
         if numbers and max(numbers) >= self.blocks:
-            raise Refuse(f"publish: block {max(numbers):,} of an instance that has {self.blocks:,}")
+            raise Refused(
+                f"publish: block {max(numbers):,} of an instance that has {self.blocks:,}"
+            )
         return numbers
 
     def _take(self, new: PublishedChunk, numbers: tuple[int, ...], full: bool) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
@@ -23,7 +24,6 @@ from vcache_backend.metadata_server.instances.published_chunks import shape
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.serving.connection import Answer
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def liveness(peers: Iterable[Peer]) -> dict[str, Any]:
 
 
 class InstanceRegistry:
-    """All instances. Called from the server's loop. Raises Refuse for what cannot be granted."""
+    """All instances. Called from the server's loop. Raises Refused for what cannot be granted."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class InstanceRegistry:
 
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
         if len(fds) != 1:
-            raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
+            raise Refused(f"{len(fds)} fds came along; exactly 1 is needed")
         self._check(client, request.instance, m.SCHEDULER, 1)
         status = os.fstat(fds[0])
         table = shape(request), status.st_dev, status.st_ino
@@ -128,7 +128,7 @@ class InstanceRegistry:
         instance, rank, cache = request.instance, request.rank, request.shape
         count = len(cache.regions)
         if len(fds) != count:
-            raise Refuse(f"{len(fds)} fds came along; its {count} regions need one each")
+            raise Refused(f"{len(fds)} fds came along; its {count} regions need one each")
         self._check(client, instance, rank, count)
         if self._is_new(client, instance, rank, cache):
             self._residents.empty(instance)
@@ -149,7 +149,7 @@ class InstanceRegistry:
             return m.Count(0)
         rank = int.from_bytes(request.keys[0][-m.RANK_BYTES :], "big")
         if not self.owns(client, request.instance, rank):
-            raise Refuse(f"this connection has shown no cache of its rank {rank}")
+            raise Refused(f"this connection has shown no cache of its rank {rank}")
         return m.Count(self._residents.publish(rank, request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
@@ -161,14 +161,14 @@ class InstanceRegistry:
         if not any(
             part.peer.id == client.id and rank < ranks for rank, part in instance.parts.items()
         ):
-            raise Refuse("this connection does not belong to it")
+            raise Refused("this connection does not belong to it")
         return m.Count(self._residents.retract(request.instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
         """Return the instance's namespace. Refuse who is not the instance's scheduler."""
         join = self._of[instance].join if self.owns(client, instance, m.SCHEDULER) else None
         if join is None:
-            raise Refuse("this connection has shown no generations of it")
+            raise Refused("this connection has shown no generations of it")
         return join.namespace
 
     # ---- opened
@@ -188,7 +188,7 @@ class InstanceRegistry:
         """Return a KV cache and the fds of its regions. Refuse while a part is missing."""
         instance = self._whole(id_)
         if rank not in instance.parts:
-            raise Refuse(f"it has no rank {rank}")
+            raise Refused(f"it has no rank {rank}")
         return m.Cache(instance.shapes[rank]), instance.parts[rank].fds
 
     # ---- gone
@@ -244,11 +244,13 @@ class InstanceRegistry:
         part = self._part(instance, rank)
         if part is not None and part.peer.process != client.process:
             pid = part.peer.process.pid
-            raise Refuse(f"pid {pid} is this part already; an id names one start of one instance")
+            raise Refused(f"pid {pid} is this part already; an id names one start of one instance")
         if instance not in self._of and len(self._of) >= MAX_INSTANCES:
-            raise Refuse(f"{MAX_INSTANCES} instances share in place already, the most there can be")
+            raise Refused(
+                f"{MAX_INSTANCES} instances share in place already, the most there can be"
+            )
         if self._spare() < fds:
-            raise Refuse(
+            raise Refused(
                 f"{self.descriptors} fds of instances are kept, more would leave none for "
                 "clients; raise ulimit -n"
             )
@@ -286,17 +288,17 @@ class InstanceRegistry:
         try:
             pidfd = self._pidfd(process)
         except OSError as error:
-            raise Refuse(f"no pidfd of pid {process.pid}: {error}") from error
+            raise Refused(f"no pidfd of pid {process.pid}: {error}") from error
         if pidfd is None:
-            raise Refuse(f"pid {process.pid} is gone, or sent no pidfd with its hello")
+            raise Refused(f"pid {process.pid} is gone, or sent no pidfd with its hello")
         return pidfd
 
     def _whole(self, id_: m.InstanceId) -> SharedInstance:
         instance = self._of.get(id_)
         if instance is None:
-            raise Refuse("it is not here, or not any more")
+            raise Refused("it is not here, or not any more")
         if missing := instance.missing():
-            raise Refuse(f"{missing} is not here yet, or not any more")
+            raise Refused(f"{missing} is not here yet, or not any more")
         return instance
 
     def _changed(self, id_: m.InstanceId) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.instances.published_chunks import (
     BLOCK_BYTES,
@@ -24,7 +25,6 @@ from vcache_backend.metadata_server.instances.published_chunks import (
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks
-from vcache_backend.metadata_server.refuse import Refuse
 
 MAX_BYTES = 1 << 30
 """About the most server memory for all instances together."""
@@ -73,7 +73,7 @@ class ResidentDirectory:
         if earlier is None or earlier.shape != shape(join):
             self.close(join.instance)
             if self.nbytes + join.blocks * BLOCK_BYTES > MAX_BYTES:
-                raise Refuse(f"the server has no memory for {join.blocks:,} more blocks")
+                raise Refused(f"the server has no memory for {join.blocks:,} more blocks")
             self._of[join.instance] = InstancePublications(join)
             self._settle(self._of[join.instance])
 

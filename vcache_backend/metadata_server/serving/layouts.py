@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Hashable
 
 import msgspec
 
-from vcache_backend.errors import MAX_SHOWN_CHARS, printable
+from vcache_backend.errors import MAX_LINE_CHARS, MAX_SHOWN_CHARS, printable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
@@ -25,7 +25,6 @@ MAX_COMPARED = 16
 MAX_MISMATCHES = 64
 """The most mismatches in the statistics."""
 MAX_REPORTS = 64
-MAX_LINE_CHARS = 600
 _APART = ("namespace", "pp_rank")
 """Fields that differ only because other fields do, or between the stages of one instance."""
 _SEED = (

@@ -12,6 +12,7 @@ from typing import assert_never
 
 import msgspec
 
+from vcache_backend.errors import Refused
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.descriptors import Descriptor
@@ -19,7 +20,6 @@ from vcache_backend.metadata_server.instances.registry import InstanceRegistry
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.serving.connection import Answer
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
@@ -69,7 +69,7 @@ class Service:
                 answer = self._of_chunks(client, request), ()
             else:
                 answer = self._of_others(client, request, fds)
-        except Refuse as refusal:
+        except Refused as refusal:
             instance = getattr(request, "instance", b"")
             which = f" {instance.hex()}" if instance else ""
             answer = m.Error(f"{request.__struct_config__.tag}{which}: {refusal}"), ()
@@ -154,7 +154,7 @@ class Service:
             case m.Report(level, text):
                 return self._report(client, level, text), ()
             case m.Hello():
-                raise Refuse("it was said already on this connection")
+                raise Refused("it was said already on this connection")
             case _:
                 assert_never(request)
 
@@ -183,27 +183,27 @@ class Service:
 
     def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Count:
         if len(fds) != 1:
-            raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
+            raise Refused(f"{len(fds)} fds came along; exactly 1 is needed")
         id_, device, medium, nbytes = request.id, request.device, request.medium, request.nbytes
         segment = self.directory.segments.get(id_)
         if segment and (segment.device, segment.medium, segment.nbytes) != (device, medium, nbytes):
             was = f"{segment.nbytes:,} B of {segment.medium} on {segment.device}"
-            raise Refuse(f"segment {id_} is {was}, not {nbytes:,} B of {medium} on {device}")
+            raise Refused(f"segment {id_} is {was}, not {nbytes:,} B of {medium} on {device}")
         if segment and segment.state != "absent":
             return m.Count(0)
         if request.again and not segment:
-            raise Refuse(
+            raise Refused(
                 f"segment {id_} is in no ledger. A worker lends fresh memory; what `vcache "
                 "segment add` lent, add again"
             )
         if segment and not request.again:
-            raise Refuse(
+            raise Refused(
                 f"segment {id_} is known from before a restart: offer it again, or make a new one"
             )
         if segment is None and len(self.directory.segments) >= MAX_SEGMENTS:
-            raise Refuse(f"{MAX_SEGMENTS} segments are there, the most there can be")
+            raise Refused(f"{MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 0:
-            raise Refuse(
+            raise Refused(
                 f"{len(self.fds)} segments are there and {self.instances.descriptors} fds of "
                 "instances, more would leave no descriptors for clients"
             )
@@ -214,7 +214,7 @@ class Service:
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         segment = self.directory.segments.get(id_)
         if segment is None or id_ not in self.fds:
-            raise Refuse(
+            raise Refused(
                 f"segment {id_} is not here: it was dropped, or not offered since a restart"
             )
         return m.Opened(segment.info()), [self.fds[id_]]
@@ -242,7 +242,7 @@ class Service:
 
     def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if id_ not in self.directory.segments:
-            raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
+            raise Refused(f"segment {id_} is not here; `vcache segment list` shows those that are")
         chunks = self.directory.drop_segment(id_)
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
@@ -267,7 +267,7 @@ class Service:
 def _check_ranks(keys: list[m.ChunkKey], ranks: int) -> None:
     """Refuse a look-up that would take too long."""
     if len(keys) * ranks > m.MAX_LOOKED_UP:
-        raise Refuse(
+        raise Refused(
             f"{len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks"
         )
 
