@@ -128,7 +128,7 @@ class Service:
     def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
         """Answer rare requests, and requests that bring or fetch fds."""
         if any(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in fds):
-            raise Refuse("a socket came along, which is no memory")
+            raise Refused("a socket came along, which is no memory")
         match request:
             case m.AddSegment():
                 return self._add_segment(client, request, fds), ()
