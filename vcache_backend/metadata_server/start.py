@@ -91,11 +91,7 @@ def _silence(path: Path, trusted: int | None) -> str:
     user does."""
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
-        try:
-            client.require()
-        except ServerUnavailable as error:
-            return str(error)
-    return ""
+        return client.trouble
 
 
 @contextmanager
