@@ -36,7 +36,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vcache_backend.integration.vllm.metadata import (
     PublicationSpec,
-    Shard,
     StepMetadata,
     WorkerReport,
 )
@@ -159,10 +158,8 @@ class Engine:
         self.publisher: Publisher | None = None
         self.slow = False
         """Whether its worker publishes what a test tells it to."""
-        shard = Shard(
-            ShardSpec(
-                pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK
-            )
+        shard = ShardSpec(
+            pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK
         )
         self.half.update(
             KVConnectorOutput(kv_connector_worker_meta=WorkerReport(shards={(0, 0): shard}))

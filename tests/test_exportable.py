@@ -25,7 +25,7 @@ from test_cuda_segments import cuda as cuda
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend.errors import LayoutError, SegmentError
-from vcache_backend.integration.vllm.in_place.exporter import begin
+from vcache_backend.integration.vllm.in_place.exporter import Exporter
 from vcache_backend.vram_pool.exports import cuda_memory as cuda_exportable
 from vcache_backend.vram_pool.exports import host_memory as host_exportable
 from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
@@ -156,7 +156,7 @@ def test_a_context_may_be_left_before_those_within_it() -> None:
 
 
 def test_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None:
-    exporter = begin("cpu")
+    exporter = Exporter("cpu")
     before = kv()
     context = exporter.context()
     with context:
@@ -169,7 +169,7 @@ def test_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None
 
 
 def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
-    exporter = begin("cpu")
+    exporter = Exporter("cpu")
     message = (
         "layers.0, 1,048,676 B on cpu, lies in none of the 0 exportable allocations (another "
         "connector or allocator has made it); "
@@ -190,7 +190,7 @@ def test_a_context_that_fails_does_not_raise_into_vllm(
         monkeypatch.setattr(host_exportable.overrides, "_push_mode", fail)
     else:
         monkeypatch.setattr(host_exportable, "_leave", fail)
-    exporter = begin("cpu")
+    exporter = Exporter("cpu")
     with exporter.context() or nullcontext():
         layer = kv()
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_a_context_that_fails_does_not_raise_into_vllm(
 
 
 def test_what_vllm_raises_within_its_context_is_vllms() -> None:
-    exporter = begin("cpu")
+    exporter = Exporter("cpu")
     context = exporter.context()
     with pytest.raises(MemoryError), context:
         raise MemoryError

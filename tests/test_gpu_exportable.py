@@ -15,7 +15,7 @@ import pytest
 import torch
 from processes import IMPORT_SECONDS, SECONDS, ran
 
-from vcache_backend.integration.vllm.in_place.exporter import Exporter, begin
+from vcache_backend.integration.vllm.in_place.exporter import Exporter
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
 from vcache_backend.vram_pool.exports.memory import Region
@@ -68,7 +68,7 @@ def memory() -> CudaExportable:
 
 def made() -> tuple[Exporter, torch.Tensor]:
     torch.cuda.set_device(0)
-    exporter = begin("cuda")
+    exporter = Exporter("cuda")
     with exporter.context() or nullcontext():
         return exporter, kv()
 

@@ -236,6 +236,31 @@ def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(
         assert right.differs(wrong)
 
 
+def test_an_adapter_is_what_it_was_when_vllm_read_it(
+    here: Node, fleet: Fleet, tmp_path: Path
+) -> None:
+    """One is trained again between its loading and its first request. Another is replaced under a
+    request, which goes on with the new one.
+    """
+    adapters, reader = fleet("adapters"), fleet("adapters-too")
+    old, new, other = (str(write_lora(tmp_path / f"{i}/sql", i)) for i in (1, 2, 3))
+    prompt, goes_on = Prompt(new_tokens(HITS), lora=old, lora_id=11), new_tokens(CHUNK)
+    assert adapters.ask("adapt", prompt, False)
+    write_lora(Path(old), 4)
+    [wrong] = adapters.run(prompt)
+    adapters.add("goes on", goes_on, lora=new, lora_id=12, max_tokens=2 * CHUNK + 1)
+    adapters.step(2)
+    assert adapters.ask("adapt", Prompt([], lora=other, lora_id=12), True)
+    goes_on += adapters.finish("goes on")["goes on"].tokens
+    here.keep(adapters, new_tokens(CHUNK))
+    [right] = reader.run(prompt)
+    assert right.cached == 0
+    assert right.differs(wrong)
+    found = reader.one(goes_on, lora=new, lora_id=12)
+    assert found.cached == CHUNK
+    assert found.agrees(reader.one(goes_on, lora=new, lora_id=12, fresh=True))
+
+
 # ---- requests that end early, or are interrupted
 
 

@@ -353,7 +353,7 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
         "window128/8",
         "window8/4",
     ]
-    assert groups.clears(there)
+    assert compat.clears(there)
     assert groups.several(there)
     tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
     kv = model_spec.describe(found, tensors, 10)
@@ -379,33 +379,6 @@ def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
     assert groups.read(there, 64).text == "window33/16"
 
 
-@pytest.mark.parametrize(
-    ("tables", "clears"),
-    [
-        ([{"0": "full"}], False),
-        ([{"0": "full", "1": "half"}], False),
-        ([{"0": "full"}, {"1": "half"}], True),
-        ([{"0": "full", "1": "half"}, {"2": "half"}], True),
-        ([{"0": "state"}, {"1": "full"}], True),
-    ],
-)
-def test_stores_are_waited_for_where_vllm_clears_blocks_that_it_hands_out(
-    tables: list[dict[str, str]], clears: bool
-) -> None:
-    """It does so before it tells its connector of the step."""
-    made = {"full": spec(), "half": wide(kinds.FullAttentionSpec, torch.float16), "state": state()}
-    config = caches()
-    for table in tables:
-        layers = {name: made[kind] for name, kind in table.items()}
-        own = next(iter(layers.values()))
-        mixed = kinds.UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
-        config.kv_cache_groups.append(
-            kinds.KVCacheGroupSpec(list(layers), mixed if len(layers) > 1 else own)
-        )
-    assert groups.clears(config) == clears
-    assert generate_scheduler_kv_cache_config([config]).needs_kv_cache_zeroing == clears
-
-
 def wide(kind: Any, dtype: Any = torch.float32, **more: int) -> Any:
     return kind(block_size=16, num_kv_heads=2, head_size=8, dtype=dtype, **more)
 
@@ -428,16 +401,16 @@ def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) ->
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
 def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(layer: str) -> None:
     """Its kernel wants blocks of 8 tokens. Otherwise chunks would be read from other blocks."""
-    found, there = groups.read(caches(spec(33), spec()), 64), torch.zeros(2 * 10, 2, 8, 1, 8)
+    found, there = groups.read(caches(spec(33), spec()), 64), torch.zeros(2 * 10, 1, 8, 16)
     kv = model_spec.describe(found, {layer: there}, 10)
     assert (kv.block_size, [share.block_size for share in kv.shares]) == (8, [8, 8])
     assert kv.blocks_in(64) == 2 * found.blocks
     with pytest.raises(LayoutError, match="20 blocks of 16 tokens where vLLM hands out 7 of 16"):
-        model_spec.describe(found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7)
+        model_spec.describe(found, {layer: torch.zeros(20, 1, 16, 16)}, 7)
 
 
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
-    found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 2, 16, 1, 8)
+    found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 1, 16, 16)
     flat = room.view(10, -1)
     for there, fits in (
         (flat[:, :40], True),
@@ -445,7 +418,7 @@ def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
         (flat[:9], False),
         (torch.zeros(10, 256), False),
     ):
-        held = {"layer 0": (there[:, :8], there[:, 8:]), "layer 1": room}
+        held = {"layer 0": there, "layer 1": room}
         if fits:
             assert model_spec.describe(found, held, 10).layers == 1
         else:

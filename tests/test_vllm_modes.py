@@ -192,6 +192,35 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     ]
 
 
+def classified(serving: Any, tokens: list[int]) -> tuple[list[float], int]:
+    """What the model makes of a prompt, and how much of that was cached."""
+    from vllm import PoolingParams
+
+    engine = serving.llm.llm_engine
+    params = PoolingParams(task="classify", use_activation=False)
+    params.verify(engine.model_config)
+    engine.add_request("", {"prompt_token_ids": tokens}, params)
+    while not (ended := [output for output in engine.step() if output.finished]):
+        pass
+    return ended[0].outputs.data.tolist(), ended[0].num_cached_tokens
+
+
+@pytest.mark.parametrize(("pooling", "cached"), [("LAST", LENGTH), ("MEAN", 0)])
+def test_a_model_that_pools_is_cached_if_it_looks_at_the_last_token_alone(
+    here: Node, start: Start, pooling: str, cached: int
+) -> None:
+    """vLLM ends if another model's prompt is not computed as a whole."""
+    tokens, before = new_tokens(LENGTH + 1), here.chunks()
+    b = start(runner="pooling", convert="classify", pooler_config={"seq_pooling_type": pooling})
+    computed, _ = b.ask(classified, tokens)
+    here.stored(before + cached // CHUNK)
+    b.forget()
+    again, found = b.ask(classified, tokens)
+    assert (found, here.chunks()) == (cached, before + cached // CHUNK)
+    assert again == pytest.approx(computed, rel=0.05)
+    assert ("the model's pooling needs every token" in b.log) == (not cached)
+
+
 # ---- refused
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 import torch
 from vllm.v1.request import Request
 
-from vcache_backend.integration.vllm.in_place import exporter as exportable
+from vcache_backend.integration.vllm.in_place.exporter import Exporter
 from vcache_backend.integration.vllm.in_place.worker import InPlace
 from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata
 from vcache_backend.integration.vllm.telemetry.stats import Meter
@@ -130,7 +130,7 @@ class Sharing:
     the pool. Its stores are read when a test says so."""
 
     def __init__(self, here: Node, undo: ExitStack) -> None:
-        cache, exporter, each = Cache(), exportable.begin("cpu"), 2
+        cache, exporter, each = Cache(), Exporter("cpu"), 2
         around = exporter.context()
         assert around is not None
         with around:
@@ -150,9 +150,8 @@ class Sharing:
         undo.callback(self.copier.finished.set)
         self.in_place, self.stores = InPlace(exporter, each, shows=True), Stores(Meter())
         undo.callback(self.in_place.close)
-        self.in_place.export(tensors)
         kv = self.session.bind(tensors)
-        self.in_place.open(self.session, kv)
+        self.in_place.open(self.session, kv, exporter.regions(tensors))
         self.stores.open(Attached(self.session, kv, cache.sizes.block_size))
         name, self.client = InstanceId(b"w" * 16), undo.enter_context(here.client())
         self.table = Generations(name, cache.sizes.blocks)

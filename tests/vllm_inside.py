@@ -236,7 +236,8 @@ class Serving:
 
     def add(self, name: str, request: Prompt) -> None:
         """Give the engine a request, and return."""
-        self.llm.llm_engine.add_request(name, self._prompt(request), self._sampling(request))
+        given = self._prompt(request), self._sampling(request)
+        self.llm.llm_engine.add_request(name, *given, lora_request=self._lora(request))
 
     def step(self, count: int) -> dict[str, Answer]:
         """So many steps of the engine; the requests that finished."""
@@ -255,6 +256,12 @@ class Serving:
         while not done.keys() >= set(names):
             done |= self.step(1)
         return done
+
+    def adapt(self, request: Prompt, inplace: bool) -> bool:
+        """Have the workers read the request's adapter now, in place of one of its number."""
+        adapter = self._lora(request)
+        adapter.load_inplace = inplace
+        return bool(self.llm.llm_engine.add_lora(adapter))
 
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([name])

@@ -269,7 +269,3 @@ def mooncake(
     programs = str(Path(sys.executable).parent)
     given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]
     os.execvp("bash", ["bash", script, *given])
-
-
-if __name__ == "__main__":
-    main()

@@ -166,9 +166,7 @@ def _supply_connector() -> None:
 def _patch_scheduler(connector: Any) -> None:
     adapter = connector._lmcache_engine
     if connector.role.name == "SCHEDULER" and our_names(adapter.config):
-        scheduler = Scheduler(adapter)
-        adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
-        adapter.build_connector_meta = scheduler.build_connector_meta
+        adapter.get_num_new_matched_tokens = Scheduler(adapter).get_num_new_matched_tokens
 
 
 # ---- a worker

@@ -136,13 +136,12 @@ def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[st
 
 
 class Scheduler:
-    """Wraps two calls of LMCache's adapter in vLLM's scheduler, to give every request its scope.
+    """Wraps the look-up of LMCache's adapter in vLLM's scheduler, to give every request its scope.
     Runs in the scheduler's thread."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
         self._look_up = adapter.get_num_new_matched_tokens
-        self._build = adapter.build_connector_meta
         self._adapters = Adapters()
         self._warned = False
 
@@ -165,14 +164,6 @@ class Scheduler:
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
         )
         return 0
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Call the adapter, but save nothing of requests without our tag, such as pooling."""
-        meta = self._build(scheduler_output)
-        for request in meta.requests:
-            if request.save_spec is not None and TAG not in (request.request_configs or {}):
-                request.save_spec.can_save = False
-        return meta
 
     def _refuse_to_save(self, request: Any, error: Exception) -> None:
         level = logging.DEBUG if self._warned else logging.WARNING

@@ -163,9 +163,8 @@ class PoolWorker:
             self._unscoped = True
             text = (
                 "requests come without vcache's tag, so that LoRA and cache_salt cannot be told "
-                "apart; nothing of them is cached. "
-                "vLLM did not load the plugin `vcache`: add it to VLLM_PLUGINS, or unset that "
-                "variable"
+                "apart; nothing of them is cached. Unless they are for pooling, vLLM did not load "
+                "the plugin `vcache`: add it to VLLM_PLUGINS, or unset that variable"
             )
             log.error(text)
             self.session.client.report("error", text)

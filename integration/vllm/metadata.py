@@ -17,8 +17,8 @@ from .model.spec import ShardSpec
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A worker's connection to the offload tier. bandwidth: bytes a second of recent reads; None
-    before the first read."""
+    """A worker's connection to the offload tier. usable: it has the packages and settings, and the
+    tier answers. bandwidth: bytes a second of recent reads; None before the first read."""
 
     usable: bool = True
     bandwidth: float | None = None
@@ -131,14 +131,6 @@ QUIET = _Constant(name="QUIET")
 """The metadata of a step in which requests run and nothing is to be done, as in most."""
 
 
-class Shard(msgspec.Struct, frozen=True):
-    """A worker's shard of a chunk. offload: the worker has the packages and settings to read the
-    offload tier."""
-
-    spec: ShardSpec
-    offload: bool = False
-
-
 class LoadSpan(NamedTuple):
     """One worker's part of a finished load.
 
@@ -169,7 +161,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: set[str] = field(default_factory=set)
     flushed: int = 0
     links: dict[int, Link] = field(default_factory=dict)
-    shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
+    shards: dict[tuple[int, int], ShardSpec] = field(default_factory=dict)
     stored: dict[int, list[ChunkKey]] = field(default_factory=dict)
     echoes: set[int] = field(default_factory=set)
     spans: list[LoadSpan] = field(default_factory=list)

@@ -111,7 +111,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     from vcache_backend.integration.vllm import settings
     from vcache_backend.integration.vllm.connector import VCacheConnector
-    from vcache_backend.integration.vllm.metadata import Shard
     from vcache_backend.integration.vllm.model.spec import ShardSpec
 
     class Ours(VCacheConnector):  # type: ignore[misc]
@@ -121,7 +120,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             if self._scheduler is not None:
                 # There is no worker in these tests to say what it holds; without one nothing would
                 # be looked for.
-                self._scheduler.instance.note({(0, 0): Shard(ShardSpec(**WORKER))}, {})
+                self._scheduler.instance.note({(0, 0): ShardSpec(**WORKER)}, {})
 
     read = settings.read
     settings.read = lambda extra_config: read(SETTINGS)

@@ -37,22 +37,25 @@ _SEVERAL = (
 
 
 class Exporter:
-    """The memory of one worker's KV cache. `begin` makes it; all methods run in the worker's main
-    thread, where vLLM makes its KV cache.
+    """The memory of one worker's KV cache. All methods run in the worker's main thread, where vLLM
+    makes its KV cache.
 
     Regions and their descriptors belong to vLLM's tensors and live as long as the tensors: callers
     do not close them."""
 
-    def __init__(self, memory: Exportable | None, problem: str = "") -> None:
-        """problem: why no exportable memory can be made."""
-        self._memory = memory
-        self._problems = [problem] if problem else []
+    def __init__(self, device_type: str) -> None:
+        """On the worker's device. device_type: vLLM's, `cuda` or `cpu`. Never raises: without
+        exportable memory `regions` says why."""
+        self._memory: Exportable | None = None
+        self._problems: list[str] = []
+        with self._noting_failure():
+            self._memory = _memory(device_type)
 
     def context(self) -> AbstractContextManager[None] | None:
         """Return the context in which vLLM makes its KV cache, for `get_mem_pool_context`. None
         without exportable memory.
         """
-        return _exportable(self._memory, self._problems) if self._memory is not None else None
+        return self._around(self._memory) if self._memory is not None else None
 
     def regions(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Region]:
         """List the exportable allocations that hold `kv_caches`: each once, by address.
@@ -85,49 +88,31 @@ class Exporter:
             f"lies in none of the {len(regions)} exportable allocations ({why}); or set {_POOL}"
         )
 
+    @contextmanager
+    def _around(self, memory: Exportable) -> Iterator[None]:
+        """Enter `memory`'s context. Never raises, since vLLM enters and leaves it."""
+        undo = ExitStack()
+        with self._noting_failure():
+            undo.enter_context(memory.context())
+        try:
+            yield
+        finally:
+            with self._noting_failure():
+                undo.close()
 
-@contextmanager
-def _exportable(memory: Exportable, problems: list[str]) -> Iterator[None]:
-    """Enter `memory`'s context. Never raises, since vLLM enters and leaves it; failures go to
-    `problems`.
-    """
-    undo = ExitStack()
-    with _noting_failure(problems):
-        undo.enter_context(memory.context())
-    try:
-        yield
-    finally:
-        with _noting_failure(problems):
-            undo.close()
-
-
-@contextmanager
-def _noting_failure(problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # vLLM uses its own memory; `Exporter.regions` says why
-        log.exception(
-            "vcache: the KV cache lies in memory that other processes cannot map, so it is not "
-            "shared in place"
-        )
-        problems.append(f"{type(error).__name__}: {error}")
-
-
-def begin(device_type: str) -> Exporter:
-    """Make this process's exporter. The constructor of a worker's half calls it, on its device.
-    device_type: vLLM's, `cuda` or `cpu`.
-
-    Never raises: without exportable memory `Exporter.regions` says why."""
-    try:
-        return Exporter(_memory(device_type))
-    except VCacheError as error:
-        return Exporter(None, str(error))
-    except Exception as error:
-        log.exception(
-            "vcache: the KV cache lies in memory that other processes cannot map, so it is not "
-            "shared in place"
-        )
-        return Exporter(None, f"{type(error).__name__}: {error}")
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Turn an error into a problem: vLLM uses its own memory, and `regions` says why."""
+        try:
+            yield
+        except VCacheError as error:
+            self._problems.append(str(error))
+        except Exception as error:
+            log.exception(
+                "vcache: the KV cache lies in memory that other processes cannot map, so it is not "
+                "shared in place"
+            )
+            self._problems.append(f"{type(error).__name__}: {error}")
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | None:

@@ -4,11 +4,10 @@ the chunks that its steps compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
 
 from vcache_backend.metadata_server.messages import InstanceId, Publish
 from vcache_backend.resident.neighbours import Neighbours
@@ -34,7 +33,6 @@ class InPlace:
         hold the same KV, and only the first shows it.
         """
         self.exporter, self._each, self._shows = exporter, each, shows
-        self._regions: list[Region] = []
         self.neighbours: Neighbours | None = None
         self._session: Session | None = None
         self._instance = InstanceId(b"")
@@ -42,20 +40,15 @@ class InPlace:
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
 
-    def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Find the exportable memory of vLLM's new KV cache. LayoutError or SegmentError if others
-        cannot map it.
-        """
-        self._regions = self.exporter.regions(kv_caches)
-
-    def open(self, session: Session, kv: PagedKV) -> None:
+    def open(self, session: Session, kv: PagedKV, regions: Sequence[Region]) -> None:
         """Get ready to read other KV caches, once the worker has joined the pool. kv: its KV cache.
-        LayoutError.
+        regions: the `exporter`'s, of that cache. LayoutError.
         """
         device = session.device
         if device.medium == "host" and kv.device.type != "cpu":
             device = devices.resolve(str(kv.device))
-        self._shape = cache_shape(kv, self._regions, device)
+        self._regions = regions
+        self._shape = cache_shape(kv, regions, device)
         self.neighbours = Neighbours(session.client, device, kv, session.rank)
         self._session = session
 

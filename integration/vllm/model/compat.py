@@ -62,6 +62,13 @@ def publishes_events(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
 
 
+def clears(kv_cache_config: Any) -> bool:
+    """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers
+    of several types. Its scheduler decides that, which sees the first layer of each table."""
+    seen = kv_cache_utils.generate_scheduler_kv_cache_config([kv_cache_config])
+    return bool(seen.needs_kv_cache_zeroing)
+
+
 def spec_kind(kv_cache_config: Any) -> str | None:
     """Name the kind of KV cache as vLLM's KV events do: of the first group that attends to all
     tokens, or of the first group. None for a model without KV.
@@ -87,6 +94,11 @@ def refusal(
         groups.read(kv_cache_config, settings.engine.chunk_size)
     except LayoutError as error:
         return reason or str(error)
+    if not vllm_config.model_config.is_prefix_caching_supported:
+        reason = reason or (
+            "the model's pooling needs every token of a prompt computed: set a pooling type of the "
+            "last token in --pooler-config, if the model allows that"
+        )
     return reason
 
 

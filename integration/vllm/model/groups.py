@@ -239,14 +239,6 @@ def several(kv_cache_config: Any) -> bool:
     return len(kinds) > 1 or kinds == ["window"]
 
 
-def clears(kv_cache_config: Any) -> bool:
-    """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers
-    of several types. Its scheduler decides that, which sees the first layer of each table."""
-    specs = [layer_specs(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
-    numbers = {(spec.dtype, spec.kv_quant_mode) for spec in specs if hasattr(spec, "dtype")}
-    return len(numbers) > 1 or any(type(spec).__name__ == STATES for spec in specs)
-
-
 def layer_specs(spec: Any) -> list[Any]:
     """The specifications of a table's layers, the one that the scheduler sees first. Where pages
     have several sizes, one for each layer; else the one that all layers share."""

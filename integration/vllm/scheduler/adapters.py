@@ -4,11 +4,13 @@ adapter.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 from ..model.weights import located
 
@@ -19,14 +21,16 @@ MOST = 8192
 
 
 class Adapters:
-    """Remembers each adapter as it was at its first request. Runs in the scheduler's thread.
+    """Remembers each adapter as it was when vLLM first read it. Runs in the scheduler's thread.
 
-    vLLM's workers identify an adapter by number. They read its files at the first request, and
-    again after eviction from memory. vLLM's prefix cache identifies it by name and path. If the
-    files change, or a number or name goes to another adapter, nobody knows which weights computed
-    the KV. From then on the adapter is not cached."""
+    vLLM's workers identify an adapter by number. They read its files when it is added to the
+    engine, else at the first request, and again after eviction from memory. vLLM's prefix cache
+    identifies it by name and path. If the files change, or a number or name goes to another
+    adapter, nobody knows which weights computed the KV. From then on the adapter is not cached."""
 
     def __init__(self) -> None:
+        _all.add(self)
+        _watch(getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None))
         self._first: dict[object, tuple[object, str, str] | None] = {}
         """By number, and by the prefix cache's name: (that name, path, content). None once a number
         or name has stood for several adapters.
@@ -70,6 +74,32 @@ class Adapters:
             )
         self._first |= {number: None, known_as: None}
         return ""
+
+
+_all: WeakSet[Adapters] = WeakSet()
+
+
+@functools.cache
+def _watch(engine: Any) -> None:
+    """Have vLLM's engines show all `Adapters` of this process an adapter that is added or replaced,
+    whoever asks for it. engine: their class; None without vLLM. Idempotent.
+
+    An engine adds adapters in its scheduler's thread, between two steps."""
+    if engine is None:
+        return
+    add = engine.add_lora
+
+    @functools.wraps(add)
+    def add_lora(self: Any, lora_request: Any) -> Any:
+        try:
+            # Before the call: files that change meanwhile have changed at the next look.
+            for adapters in list(_all):
+                adapters.content(lora_request)
+        except Exception:  # nothing of ours raises into vLLM
+            log.exception("vcache: the files of an adapter were not looked at")
+        return add(self, lora_request)
+
+    engine.add_lora = add_lora
 
 
 def _known_as(lora_request: Any) -> object:

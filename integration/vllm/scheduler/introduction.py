@@ -23,7 +23,7 @@ from vcache_backend.transfer.layout import with_codec
 from vcache_backend.transfer.outbox import Outbox
 
 from ..in_place.publications import Publications
-from ..metadata import Link, Shard
+from ..metadata import Link
 from ..model import compat, versions
 from ..model import spec as model_spec
 from ..telemetry.events import Announcer
@@ -108,20 +108,20 @@ class Introduction:
             )
         return not self.refused
 
-    def note(self, shards: Mapping[tuple[int, int], Shard], links: Mapping[int, Link]) -> None:
+    def note(
+        self, shards: Mapping[tuple[int, int], model_spec.ShardSpec], links: Mapping[int, Link]
+    ) -> None:
         """Note the workers' reports. shards: by (pipeline rank, tensor rank), a worker's shard, or
         why it stopped caching. links: by worker number, the connection to the offload tier.
         """
         if shards and not self.refused:
-            self._shards |= {rank: shard.spec for rank, shard in shards.items()}
+            self._shards |= shards
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
             if problems:
                 self._refuse("; ".join(problems))
-            if self.offload is not None and (
-                problems or not all(shard.offload for shard in shards.values())
-            ):
-                self.offload.close()
-                self.offload = None
+                if self.offload is not None:
+                    self.offload.close()
+                    self.offload = None
         if links and self.offload is not None:
             self.offload.note(links)
 

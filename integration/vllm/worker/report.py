@@ -7,7 +7,7 @@ from collections import deque
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.session import Session
 
-from ..metadata import Link, Shard, WorkerReport
+from ..metadata import Link, WorkerReport
 from ..model.spec import ShardSpec
 
 NOTICEABLE = 0.1
@@ -42,7 +42,7 @@ class Reporter:
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
 
-    def open(self, session: Session, shard: Shard) -> None:
+    def open(self, session: Session, shard: ShardSpec) -> None:
         """The worker has joined the pool."""
         self._session = session
         self._shard = shard
@@ -52,9 +52,7 @@ class Reporter:
     def refuse(self, reason: str) -> None:
         """Report that the worker caches nothing, and why."""
         self.introduce = True
-        self._shard = Shard(
-            ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason)
-        )
+        self._shard = ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason)
 
     def take(self) -> WorkerReport | None:
         """Return the report since the last call; None if it would be empty."""
@@ -77,9 +75,11 @@ class Reporter:
     def _reached(self) -> Link:
         """This worker's connection to the offload tier. A small change of bandwidth leaves the last
         report's value."""
-        tier = self._session.tier if self._session is not None else None
-        if tier is None:
+        if self._session is None:
             return self._link
+        tier = self._session.tier
+        if tier is None:
+            return Link(usable=False)
         rate, reported = tier.bandwidth, self._link.bandwidth
         if rate is not None and reported is not None:
             rate = reported if abs(rate - reported) < NOTICEABLE * reported else rate

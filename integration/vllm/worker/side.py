@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ... import amx, round_trip, vllm_memory
 from ..in_place import exporter as exportable
 from ..in_place.worker import InPlace
-from ..metadata import Shard, StepMetadata
+from ..metadata import StepMetadata
 from ..model import compat, groups
 from ..model import spec as model_spec
 from ..telemetry import traces
@@ -70,14 +71,14 @@ class WorkerSide:
             each = config.engine.chunk_size // self._model.block_size
             shows = shards > 1 or not tp_rank
             if not self._refused:
-                exporter = exportable.begin(self._model.device_type)
+                exporter = exportable.Exporter(self._model.device_type)
                 self.in_place = InPlace(exporter, each, shows)
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
-        self._stores = Stores(meter, groups.clears(kv_cache_config))
+        self._stores = Stores(meter, compat.clears(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         events, traced = compat.publishes_events(vllm_config), traces.wanted(vllm_config)
         place = pp_rank, tp_rank
@@ -88,7 +89,7 @@ class WorkerSide:
 
     # ---- start
 
-    def register(self, kv_caches: Mapping[str, Any]) -> None:
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe vLLM's new KV cache, join the pool, and check that bytes come back from the pool
         unchanged.
 
@@ -96,29 +97,30 @@ class WorkerSide:
         if self._refused:
             self.refuse(self._refused)
             return
-        if self.in_place is not None:
-            self.in_place.export(kv_caches)
+        # First: who cannot share lends nothing, either.
+        regions = self.in_place.exporter.regions(kv_caches) if self.in_place is not None else []
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
-        kv = model_spec.describe(tables, kv_caches, blocks, self._config.engine.kv_axes)
-        # A state has several adjacent tensors: the first gives the address.
-        firsts = [at if isinstance(at, torch.Tensor) else at[0] for at in kv_caches.values()]
-        kv_caches = dict(zip(kv_caches, firsts, strict=True))
+        kv = model_spec.describe(tables, kv_caches, blocks)
         shard = model_spec.read_shard(
             self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
         )
-        session = self._session(kv_caches, kv, shard)
+        session = self._session(kv_caches, kv, shard, regions)
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
         self._stores.open(self._worker)
-        self.report.open(session, Shard(shard, session.tier is not None))
+        self.report.open(session, shard)
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
         log.info("vcache: worker %d %s %s, %s", self._rank, does, session.device, chunk)
 
     def _session(
-        self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        kv: PagedKV,
+        shard: model_spec.ShardSpec,
+        regions: Sequence[Region],
     ) -> Session:
         """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
         model = self._model
@@ -136,7 +138,7 @@ class WorkerSide:
             if wrong:
                 raise VCacheError(wrong)
             if self.in_place is not None:
-                self.in_place.open(session, kv)
+                self.in_place.open(session, kv, regions)
         except BaseException:
             session.close()
             raise

@@ -43,7 +43,7 @@ class Stores:
 
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
         """at_once: make the model's stream wait for every store. Models need it whose blocks vLLM
-        clears (`groups.clears`): it clears and copies a step's blocks before it tells us of the
+        clears (`compat.clears`): it clears and copies a step's blocks before it tells us of the
         step."""
         self._meter, self._at_once = meter, at_once
         self._worker: Attached | None = None
