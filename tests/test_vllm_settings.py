@@ -200,15 +200,6 @@ def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -
         assert len(key) == KEY_BYTES
 
 
-@pytest.mark.parametrize("size", [0, 8, HASH_BYTES - 1])
-def test_hashes_too_short_to_stand_for_a_prefix_are_refused(size: int) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"a block hash has {size} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo",
-    ):
-        BlockHashKeys(NAMESPACE, 2).keys([bytes(size)] * 4, 0, 2)
-
-
 # ---- adapters
 
 

@@ -72,6 +72,7 @@ def vllm_config(**changes: Any) -> Any:
             gpu_memory_utilization=0.9,
             kv_cache_memory_bytes=None,
             calculate_kv_scales=False,
+            prefix_caching_hash_algo="sha256",
             kv_cache_dtype_skip_layers=[],
         ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
@@ -90,4 +91,4 @@ def vllm_config(**changes: Any) -> Any:
 
 
 def caches(blocks: int = BLOCKS, block_size: int = BLOCK) -> dict[str, Tensor]:
-    return {name: torch.zeros((blocks, block_size, 2, 16), dtype=torch.bfloat16) for name in LAYERS}
+    return {name: torch.zeros((blocks, 2, block_size, 16), dtype=torch.bfloat16) for name in LAYERS}

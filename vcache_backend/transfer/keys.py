@@ -37,8 +37,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.errors import ConfigError
-from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.layout import Namespace
 
 HASH_BYTES = 16
@@ -159,17 +158,12 @@ class BlockHashKeys:
     def keys(
         self, hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes
     ) -> list[ChunkKey]:
-        """Make the keys of the chunks [first, stop). hashes: of all the request's blocks.
-        computed_with: digests of 32 bytes, for example `adapter_digest`; empty ones do not count.
-
-        ConfigError for hashes too short to identify a prefix, of a `prefix_caching_hash_algo` that
-        is not cryptographic."""
+        """Make the keys of the chunks [first, stop). hashes: of all the request's blocks, SHA-256.
+        computed_with: digests of 32 bytes, for example `adapter_digest`; empty ones do not
+        count."""
         each, prefix, suffix = self._each, self._prefix, self._suffix
         ends = hashes[(first + 1) * each - 1 : stop * each : each]
         made = [prefix + last[:HASH_BYTES] + suffix for last in ends]
-        if made and len(made[-1]) != KEY_BYTES:
-            lacks = f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed"
-            raise ConfigError(f"{lacks}: set --prefix-caching-hash-algo sha256")
         for digest in filter(None, computed_with):
             made = [
                 prefix + blake2b(key, key=digest, digest_size=HASH_BYTES).digest() + suffix

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -19,6 +18,10 @@ from vcache_backend.vram_pool.paged import PagedKV
 
 from .groups import Groups
 from .weights import digest, extra, rope, text, weights
+
+AXES = "block head token dim"
+"""The axes of vLLM's view of a layer's KV, wherever its bytes lie (vLLM 0.31 and later). A state's
+view has one head and no tokens."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,45 +124,25 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     )
 
 
-def describe(
-    groups: Groups, kv_caches: Mapping[str, Any], num_blocks: int, kv_axes: str = ""
-) -> PagedKV:
-    """Describe the geometry of a worker's `kv_caches` by layer: tensors, or the pages of a state.
+def describe(groups: Groups, kv_caches: Mapping[str, Tensor], num_blocks: int) -> PagedKV:
+    """Describe the geometry of a worker's `kv_caches`, vLLM's view of each layer (`AXES`).
 
-    num_blocks: as vLLM counts them; 0: unknown. kv_axes: settles doubtful shapes, see
-    `PagedKV.describe`. LayoutError if it does not recognise a tensor, or if the blocks are not
-    vLLM's."""
-    held = [
-        {name: kv_caches[name] for name in group.layers if name in kv_caches}
-        for group in groups.groups
-    ]
-    sizes = [group.block_size for group in groups.groups]
-    # A pipeline stage may lack a group's layers. The group's blocks are split like the others'.
-    whole = zip(sizes, held, strict=True)
-    split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in whole)
+    num_blocks: as vLLM counts them. LayoutError if blocks are not vLLM's, or not whole pages."""
+    held, states = (
+        [{name: kv_caches[name] for name in group.layers if name in kv_caches} for group in kind]
+        for kind in (groups.groups, groups.states)
+    )
+    # The attention kernel may cut vLLM's blocks. A pipeline stage may lack a group's layers; the
+    # group's blocks are cut like the others'.
+    counts = {len(cache) for layers in held for cache in layers.values()}
+    split = max((count // num_blocks for count in counts if count % num_blocks == 0), default=1)
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
-    every = dict(chain(*map(dict.items, held)))
-    for layer, cache in every.items():
-        if not isinstance(cache, Tensor):
-            raise LayoutError(
-                f"KV cache of {layer} is a {type(cache).__name__} and no tensor: vcache shares "
-                "attention layers only"
-            )
-    named = kv_axes or axes(every, shares[0].block_size)
-    kv = PagedKV.describe_groups(list(zip(held, shares, strict=True)), axes=named)
-    if num_blocks and kv.num_blocks != num_blocks * split:
-        have = f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens"
-        due = f"where vLLM hands out {num_blocks} of {sizes[0]}"
-        raise LayoutError(f"{have} {due}; set engine.kv_axes to what each axis of the tensors is")
-    # vLLM before 0.32 passes a state's tensors, later releases pass a state's pages.
-    states = [
-        {
-            name: [at] if isinstance(at := kv_caches[name], Tensor) else list(at)
-            for name in group.layers
-            if name in kv_caches
-        }
-        for group in groups.states
-    ]
+    kv = PagedKV.describe_groups(list(zip(held, shares, strict=True)), axes=AXES)
+    if kv.num_blocks != num_blocks * split:
+        raise LayoutError(
+            f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands out "
+            f"{num_blocks} of {groups.groups[0].block_size}"
+        )
     return kv.with_states(states, split)
 
 
@@ -250,6 +233,11 @@ def refusal(model: ModelSpec, hash_seed: str | None) -> str | None:
             "set connector.weights to the version with which the instance starts "
             "(see New weights in docs/vllm/operation.md)"
         )
+    if not model.hash_algorithm.startswith("sha256"):
+        return (
+            f"prefixes whose hashes are {model.hash_algorithm} can be made to collide: "
+            "set --prefix-caching-hash-algo sha256"
+        )
     return seed(hash_seed)
 
 
@@ -281,6 +269,11 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
             "each instance counts images instead of naming them by content: start vLLM "
             "without --mm-processor-cache-gb 0"
         )
+    if not (instance.revision or instance.named):
+        yield (
+            f"the weights at {instance.model} have no revision, so others may lie there tomorrow: "
+            "set connector.model to a name of these weights, or vLLM's --revision"
+        )
 
 
 def seed(hash_seed: str | None) -> str | None:
@@ -296,29 +289,6 @@ def seed(hash_seed: str | None) -> str | None:
 
 
 # ---- KV tensors
-
-
-def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_blocks: int) -> int:
-    """The tokens of the tensors' blocks. The attention kernel may use smaller blocks than vLLM;
-    slots have the same numbers in both."""
-    tensor: Any = next(iter(kv_caches.values()), None) if kv_caches else None
-    # Blocks are the first axis, or the second behind a pair of K and V.
-    sizes = list(tensor.shape[:2]) if num_blocks and hasattr(tensor, "shape") else []
-    if num_blocks in sizes:
-        return configured
-    parts = [size // num_blocks for size in sizes if size > num_blocks and size % num_blocks == 0]
-    return next((configured // part for part in parts if configured % part == 0), configured)
-
-
-def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
-    """Name the axes of vLLM's tensors (see `PagedKV.describe`) if in some layer a block has as many
-    heads as tokens, so that its shape is ambiguous; else None."""
-    for shape in (tuple(tensor.shape) for tensor in kv_caches.values()):
-        if len(shape) == 4 and shape[1] == shape[2] == block_size:
-            return "block head token dim"
-        if len(shape) == 5 and shape[2] == shape[3] == block_size:
-            return "part block token head dim" if shape[0] == 2 else "block part token head dim"
-    return None
 
 
 def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:

@@ -89,7 +89,7 @@ class WorkerSide:
 
     # ---- start
 
-    def register(self, kv_caches: Mapping[str, Any]) -> None:
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe vLLM's new KV cache, join the pool, and check that bytes come back from the pool
         unchanged.
 
@@ -101,10 +101,7 @@ class WorkerSide:
         regions = self.in_place.exporter.regions(kv_caches) if self.in_place is not None else []
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
-        kv = model_spec.describe(tables, kv_caches, blocks, self._config.engine.kv_axes)
-        # A state has several adjacent tensors: the first gives the address.
-        firsts = [at if isinstance(at, torch.Tensor) else at[0] for at in kv_caches.values()]
-        kv_caches = dict(zip(kv_caches, firsts, strict=True))
+        kv = model_spec.describe(tables, kv_caches, blocks)
         shard = model_spec.read_shard(
             self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
         )
