@@ -153,6 +153,8 @@ class Clients:
         if not data:
             self._disconnect(connection)
             return
+        if self._receiver.too_long:
+            raise ProtocolError(f"a message is longer than the limit of {m.MAX_MESSAGE_BYTES:,} B")
         if self._receiver.lacks_fds:
             if connection.client is None:
                 # The client's ledger may be among those that did not come.

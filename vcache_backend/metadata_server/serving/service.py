@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -125,6 +127,8 @@ class Service:
 
     def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
         """Answer rare requests, and requests that bring or fetch fds."""
+        if any(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in fds):
+            raise Refused("a socket came along, which is no memory")
         match request:
             case m.AddSegment():
                 return self._add_segment(client, request, fds), ()
