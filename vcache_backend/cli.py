@@ -68,13 +68,19 @@ def main() -> None:
 
 
 @app.command()
-def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
+def serve(
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+    log: Annotated[
+        Path | None, typer.Option(hidden=True, help="A log of bounded size in place of stderr.")
+    ] = None,
+) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
 
     settings = command.load(config_file, socket).server
-    log_format.begin()
+    log_format.begin(log)
     run(settings)
 
 

@@ -91,11 +91,7 @@ def _silence(path: Path, trusted: int | None) -> str:
     user does."""
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
-        try:
-            client.require()
-        except ServerUnavailable as error:
-            return str(error)
-    return ""
+        return client.trouble
 
 
 @contextmanager
@@ -114,7 +110,7 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
 
 def _spawn(config: Config, path: Path, log: Path) -> int:
     """Start a detached server, which reads its configuration from stdin. Returns its pid."""
-    command = [sys.executable, "-P", "-m", "vcache_backend.metadata_server"]
+    command = [sys.executable, "-P", "-m", "vcache_backend.cli", "serve"]
     command += ["--config", "/dev/stdin", "--socket", str(path), "--log", str(log)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(log, flags, 0o600), "ab") as out:

@@ -111,9 +111,7 @@ class _Whole:
 def view(whole: _Whole, ordinal: int) -> torch.Tensor:
     """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
     Raises SegmentError."""
-    with raising_as(
-        {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
-    ):
+    with raising_as(SegmentError, f"torch {torch.__version__}", RuntimeError, AssertionError):
         tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
     if tensor.data_ptr() != whole.address:
         raise SegmentError(f"torch {torch.__version__} copied a segment instead of viewing it")
