@@ -37,9 +37,7 @@ def encode(message: Request | Reply) -> bytes:
     except UnicodeEncodeError as error:
         raise ProtocolError(f"{kind}: {error}") from error
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(
-            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B"
-        )
+        raise ProtocolError(f"{kind}: {len(data):,} B exceed the limit of {MAX_MESSAGE_BYTES:,} B")
     return data
 
 

@@ -35,9 +35,7 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
     memory it says what to set."""
     driver, ordinal = cuda_driver.load(), _ordinal(device)
     if not driver.shares_memory(ordinal):
-        raise SegmentError(
-            f"{device}: no virtual memory management with fds; set pool.device: host"
-        )
+        raise SegmentError(f"{device}: no memory management with fds; set pool.device: host")
     with driver.on(ordinal), ExitStack() as undo:
         rounded = driver.rounded(ordinal, nbytes)
         try:
@@ -59,9 +57,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
     check(fd, nbytes, driver.granularity(ordinal))
     seen = devices.visible_ordinal(owner)
     if seen is not None and not driver.can_access_peer(ordinal, seen):
-        raise SegmentError(
-            f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read there"
-        )
+        raise SegmentError(f"GPU {reader.name} has no peer access to GPU {owner}")
     try:
         whole = _Whole(driver, ordinal, fd, nbytes)
     except DriverError as error:

@@ -140,10 +140,7 @@ class Clients:
             else:
                 self._disconnect(connection)
         except Exception:
-            log.exception(
-                "a request of pid %d could not be answered; its connection is closed",
-                connection.caller.pid,
-            )
+            log.exception("a request of pid %d failed; it is disconnected", connection.caller.pid)
             self._disconnect(connection)
         finally:
             CALLER.reset(caused)
