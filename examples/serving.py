@@ -187,7 +187,7 @@ class Process(Program):
 @contextmanager
 def metadata_server(socket: Path) -> Iterator[Client]:
     """Run `vcache serve`. Yields a client of it once it answers."""
-    command = module("vcache_backend.cli", "serve", "--socket", str(socket))
+    command = module("vcache_backend", "serve", "--socket", str(socket))
     with Process("metadata server", command, socket.with_suffix(".log")) as server:
         server.wait(lambda: serves(socket), 30)
         with Client(

@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             status = [
                 sys.executable,
                 "-m",
-                "vcache_backend.cli",
+                "vcache_backend",
                 "status",
                 "--socket",
                 str(folder / "vcache.sock"),

@@ -208,7 +208,7 @@ class Lines(logging.Handler):
 
 
 def metadata(setup: Setup) -> LMCacheMetadata:
-    mla = setup.arrangement.axes == "block token dim"
+    mla = setup.arrangement.name == "mla"
     heads = 1 if mla else SMALL.heads
     return LMCacheMetadata(
         model_name="test",
@@ -234,7 +234,7 @@ def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
         parallel_config__pipeline_parallel_size=1,
         parallel_config__data_parallel_size=1,
         cache_config__block_size=SMALL.block_size,
-        model_config__use_mla=setup.arrangement.axes == "block token dim",
+        model_config__use_mla=setup.arrangement.name == "mla",
         device_config__device_type="cpu",
     )
     made = SimpleNamespace(

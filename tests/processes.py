@@ -299,8 +299,8 @@ class Child(Process):
 
 
 class ForkedServer(Child):
-    """`python -m vcache_backend.metadata_server`, forked from a process that has imported it, which
-    is most of what its start costs.
+    """`vcache serve`, forked from a process that has imported it, which is most of what its start
+    costs.
     """
 
     def __init__(self, *arguments: str) -> None:
@@ -313,7 +313,7 @@ class ForkedServer(Child):
             "environment": os.environ | {"PYTHONPATH": _python_path()},
             "apart": None,
         }
-        home = nursery("vcache_backend.metadata_server.__main__")
+        home = nursery("vcache_backend.cli", "vcache_backend.metadata_server.server")
         pid = home.fork(setting, [theirs.fileno(), output])
         theirs.close()
         os.close(output)
@@ -339,10 +339,12 @@ def _serve(*arguments: str) -> None:
     """In the fork."""
     from nursery import say
 
-    from vcache_backend.metadata_server.__main__ import main
+    from vcache_backend.cli import app
 
-    sys.argv = ["vcache server", *arguments]
-    say(main())
+    try:
+        app(["serve", *arguments], prog_name="vcache")
+    except SystemExit as ended:
+        say(ended.code)
     sys.stderr.flush()
     os._exit(0)
 
@@ -603,7 +605,7 @@ def start_server(
     """A real metadata server, serving. `config` is its `server` section; `within`: see
     `IN_A_CONTAINER`.
     """
-    program = [sys.executable, "-m", "vcache_backend.metadata_server"]
+    program = [sys.executable, "-m", "vcache_backend", "serve"]
     arguments = ["--socket", str(path)]
     if config:
         file = path.with_suffix(".yaml")

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from vcache_backend import command, config
 from vcache_backend.cli import app
 
-VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
+VCACHE = [sys.executable, "-m", "vcache_backend"]
 EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
 BASE = (
     f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); from vcache_backend.cli "
@@ -133,6 +133,29 @@ def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
     for given in ("/", ""):
         said = vcache("serve", "--socket", given, expect=1).stderr
         assert said == f"vcache: --socket: socket must be the path of a file, got {given!r}\n"
+
+
+LOSES_SIGINT = """
+import os, runpy, signal, sys
+loses = sys.argv.pop()
+class Finder:
+    def find_spec(self, name, *more):
+        if name == loses:
+            Loses()
+class Loses:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("vcache_backend", run_name="__main__")
+"""
+"""Ctrl-C while `typer`, say, is imported, where an exception is lost: in a destructor."""
+
+
+@pytest.mark.parametrize("module", ["typer", "vcache_backend.metadata_server.server"])
+def test_no_ctrl_c_is_lost_while_the_server_is_imported(tmp_path: Path, module: str) -> None:
+    arguments = "serve", f"--socket={tmp_path / 'run' / 'vcache.sock'}", module
+    with Child([sys.executable, "-c", LOSES_SIGINT, *arguments]) as child:
+        assert child.wait() == (-signal.SIGINT, "")
 
 
 def test_a_runtime_folder_that_is_no_path_of_text_is_not_used(

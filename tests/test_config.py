@@ -69,7 +69,7 @@ def _keys(values: dict[str, Any]) -> list[Any]:
             "expected off or write_through",
         ),
         (
-            "offload:\n  mooncake:\n    tenant: two\n    master: node-1",
+            "offload:\n  mooncake:\n    devices: two\n    master: node-1",
             "line 4: master must be HOST:PORT",
         ),
         ("# of mine\npool: {device: gpu0}", "line 2: device must be auto, host, "),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def start_demo(folder: Path) -> Child:
-    command = [sys.executable, "-m", "vcache_backend.cli", "demo", "--json"]
+    command = [sys.executable, "-m", "vcache_backend", "demo", "--json"]
     return Child(command, TMPDIR=str(folder))
 
 

@@ -90,7 +90,7 @@ for name in bin lib lib64; do if [ -e "/$name" ]; then ln -s "usr/$name" "$name"
 mkdir -p proc dev run/vcache && touch dev/null && mount --bind /dev/null dev/null && mount -t proc proc proc || exit 9
 bind "$3" /packages && mount --bind "$4" run/vcache && mount -o remount,ro . || exit 9
 exec chroot --userspec=65534:65534 . /usr/bin/env -i VCACHE_SOCKET=/run/vcache/node/vcache.sock PYTHONPATH=/packages \
-    "$5" -S -m vcache_backend.cli serve
+    "$5" -S -m vcache_backend serve
 """
 """In a container: ROOT PREFIX PACKAGES SHARED PYTHON."""
 

@@ -14,7 +14,7 @@ from model import FakeClock, chunk_key
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.pool import backlog, leases, reservations
+from vcache_backend.metadata_server.pool import backlog, leases, reservations, segments
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.quotas import tenant_id
@@ -98,6 +98,20 @@ def test_reservations_of_one_client_are_bounded(
     assert isinstance(directory.reserve(READER, [C], KIB).slots[0], m.Location)
     directory.abort(WRITER, first.reservation)
     assert isinstance(directory.reserve(WRITER, [D], KIB).slots[0], m.Location)
+
+
+def test_what_all_are_writing_is_bounded_also_in_quarantine(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clear goes through all of it in one turn."""
+    monkeypatch.setattr(segments, "MAX_WRITTEN", 2, raising=False)
+    directory.reserve(WRITER, [A, B], KIB)
+    directory.disconnect(WRITER)
+    refused = directory.reserve(READER, [C], KIB)
+    assert refused.slots == [m.Refusal.FULL]
+    assert "in quarantine" in refused.reason
+    directory.process_gone(WRITER.process)
+    assert isinstance(directory.reserve(READER, [C], KIB).slots[0], m.Location)
 
 
 @pytest.mark.parametrize(

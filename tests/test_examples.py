@@ -32,7 +32,7 @@ DOCS = ROOT / "docs" / "lmcache.md"
 EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
 NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
 EXAMPLE_SECONDS = 400.0
-STORE = [sys.executable, "-m", "vcache_backend.cli", "mooncake", "--segment", "64MiB"]
+STORE = [sys.executable, "-m", "vcache_backend", "mooncake", "--segment", "64MiB"]
 STORE_DOCS = ROOT / "docs" / "mooncake.md"
 
 

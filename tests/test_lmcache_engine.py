@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_cases import WrongCopier
-from kv_cases import CHUNK, MLA, PACKED, Arrangement
+from kv_cases import CHUNK, PACKED, Arrangement
 from lmcache_cases import TAGGED, Engine, Pool, all_of, chunks, needs_lmcache, pool, served, tokens
 from processes import QUICK, eventually
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["pool", "served"]
 pytestmark = needs_lmcache
-FP8 = Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn)
-"""Other layouts are in test_paged, and the plugin's usual one is in every test here."""
+FP8 = PACKED._replace(dtype=torch.float8_e4m3fn)
+"""The plugin's usual layout is in every other test here."""
+MLA = Arrangement("mla", "block head token dim")
 
 
 # ---- store, look up, retrieve

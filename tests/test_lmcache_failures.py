@@ -273,7 +273,7 @@ def spoil_the_slot() -> None:
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a wrong setting": ({"extra": {"pool": {"segment_byte": 5}}}, "`segment_bytes`"),
     "a setting that cannot work": ({"use_layerwise": True}, "use_layerwise: false"),
-    "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
+    "an unknown layout": ({"arrangement": UNKNOWN}, "axes"),
     "one wrong byte in the round trip": (
         {"process": {"before": spoil_the_slot}},
         "gathered wrongly",

@@ -25,7 +25,6 @@ from torch import Tensor
 from vllm_cases import home
 from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 
-from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.lmcache import checks, patches
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
@@ -77,7 +76,7 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
 def namespace(
     instance: Instance, chunk_size: int = CHUNK, probe: str = "7", how: str = "sha256_cbor"
 ) -> str:
-    kv = instance.describe(EngineConfig(chunk_size=chunk_size))
+    kv = instance.describe(chunk_size)
     return str(instance.layout(kv, chunk_size, probe, how).namespace())
 
 

@@ -15,7 +15,6 @@ from processes import SECONDS, eventually
 from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload.breaker import Breaker
-from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.read import READERS, Bound, Fetch, Reader
 from vcache_backend.offload.staging import Buffer, Ring, Staging
@@ -98,13 +97,8 @@ def store() -> Iterator[Store]:
 
 
 def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
-    index = Index(OffloadConfig(), store, on_gpu=False)
-    assert (store.lookup(["vcache1/x"]), index.lookup([key(1)], 0), index.usable) == (
-        None,
-        0,
-        False,
-    )
-    assert store.breaker.opened == 0
+    assert (store.lookup(["vcache1/x"]), store.there(["vcache1/x"])) == (None, [False])
+    assert (store.usable, store.breaker.opened) == (False, 0)
 
 
 def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(store: Store) -> None:
@@ -115,9 +109,9 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(store: 
     begun = threading.Event()
     ring = Ring(Staging(store.memory, 256, 4, pinned=False).buffers)
     form = Format(bytes(32), 1, 128, 128)
-    index = Index(config, store, on_gpu=False)
     stats = EngineStats()
-    reader = Reader(Bound(store, index, stats, form, None), ring, config, now=clock)
+    bound = Bound(store, lambda nbytes, seconds: None, stats, form, None)
+    reader = Reader(bound, ring, config, now=clock)
 
     def hang(*_: object) -> list[int]:
         begun.set()

@@ -401,16 +401,16 @@ def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) ->
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
 def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(layer: str) -> None:
     """Its kernel wants blocks of 8 tokens. Otherwise chunks would be read from other blocks."""
-    found, there = groups.read(caches(spec(33), spec()), 64), torch.zeros(2 * 10, 2, 8, 1, 8)
+    found, there = groups.read(caches(spec(33), spec()), 64), torch.zeros(2 * 10, 1, 8, 16)
     kv = model_spec.describe(found, {layer: there}, 10)
     assert (kv.block_size, [share.block_size for share in kv.shares]) == (8, [8, 8])
     assert kv.blocks_in(64) == 2 * found.blocks
     with pytest.raises(LayoutError, match="20 blocks of 16 tokens where vLLM hands out 7 of 16"):
-        model_spec.describe(found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7)
+        model_spec.describe(found, {layer: torch.zeros(20, 1, 16, 16)}, 7)
 
 
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
-    found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 2, 16, 1, 8)
+    found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 1, 16, 16)
     flat = room.view(10, -1)
     for there, fits in (
         (flat[:, :40], True),
@@ -418,7 +418,7 @@ def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
         (flat[:9], False),
         (torch.zeros(10, 256), False),
     ):
-        held = {"layer 0": (there[:, :8], there[:, 8:]), "layer 1": room}
+        held = {"layer 0": there, "layer 1": room}
         if fits:
             assert model_spec.describe(found, held, 10).layers == 1
         else:

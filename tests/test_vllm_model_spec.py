@@ -56,17 +56,15 @@ def test_blocks_that_the_kernel_cuts_are_described_as_the_tensors_have_them() ->
 
 def test_as_many_heads_as_tokens_are_told_apart() -> None:
     square = {name: torch.zeros((BLOCKS, BLOCK, BLOCK, 16)) for name in LAYERS}
-    found = model_spec.describe(table(square), square, BLOCKS)
-    tokens_first = model_spec.describe(table(square), square, BLOCKS, "block token head dim")
-    assert found.name == "head4.token4.dim16 float32"
-    assert tokens_first.name == "token4.head4.dim16 float32"
+    turned = {name: cache.transpose(1, 2) for name, cache in square.items()}
+    names = [model_spec.describe(table(each), each, BLOCKS).name for each in (square, turned)]
+    assert names == ["head4.token4.dim16 float32", "token4.head4.dim16 float32"]
 
 
 @pytest.mark.parametrize(
     ("kv_caches", "num_blocks", "chunk_size", "said"),
     [
-        ({"layer": [torch.zeros(2)]}, BLOCKS, CHUNK, "layer is a list and no tensor"),
-        ({"layer": torch.zeros(BLOCKS, 3, 2, 16)}, BLOCKS, CHUNK, "no known layout"),
+        ({"layer": torch.zeros(BLOCKS, 2, 3, 16)}, BLOCKS, CHUNK, "a token axis of 4"),
         (caches(BLOCKS + 1), BLOCKS, CHUNK, "13 blocks of 4 tokens where vLLM hands out 12 of 4"),
         (caches(), BLOCKS, CHUNK + 2, "chunk_size 18 is not a multiple"),
     ],
@@ -80,7 +78,7 @@ def test_kv_caches_that_are_not_understood_are_an_error(
 
 # ---- who shares
 
-UNCHANGED = {"prompt_embeds", "dynamic_kv_scales", "sleep_mode", "unnamed_inputs"}
+UNCHANGED = {"prompt_embeds", "sleep_mode", "unnamed_inputs"}
 UNCHANGED |= {"new_weights", "named", "gpu_memory_utilization"}
 """Fields that say nothing of the bytes: any other one does."""
 
@@ -116,7 +114,7 @@ def test_another_partition_of_layers_is_another_namespace_and_the_order_of_shard
     def stages(cut: int) -> list[ShardSpec]:
         parts = [names[:cut], names[cut:]]
         return [
-            shard(i, 0, {name: torch.zeros((BLOCKS, BLOCK, 2, 16)) for name in part})
+            shard(i, 0, {name: torch.zeros((BLOCKS, 2, BLOCK, 16)) for name in part})
             for i, part in enumerate(parts)
         ]
 
@@ -224,7 +222,6 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
         ({"new_weights": True}, "set connector.weights to the version"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
         ({"hash_algorithm": "xxhash"}, "set --prefix-caching-hash-algo sha256"),

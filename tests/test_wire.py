@@ -5,7 +5,9 @@ them.
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -218,6 +220,30 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
             assert guest.receive() == ["count", 0]
         guest.send_bytes(b"no message", (memfd,))
     eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
+
+
+@pytest.mark.parametrize("nbytes", [1, m.MAX_MESSAGE_BYTES + 1], ids=["bytes", "too many bytes"])
+def test_a_socket_whose_close_waits_for_a_reader_holds_up_nothing(
+    alone: Stage, memfd: int, nbytes: int
+) -> None:
+    server, bystander = alone.server(), alone.raw()
+    with alone.raw() as guest, socket.create_server(("127.0.0.1", 0)) as never_reads:
+        with server.stopped(), socket.create_connection(never_reads.getsockname()) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 1000))
+            sock.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    sock.send(bytes(1 << 16))
+            guest.send_bytes(bytes(nbytes), (sock.fileno(),))
+        assert bystander.ask("touch", [A], fds=(memfd,)) == ["count", 0]
+        eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
+
+
+def test_a_socket_is_no_memory_that_others_get(raw: Raw) -> None:
+    with socket.socket() as sock:
+        for device, medium in (("host", "host"), ("GPU-1", "cuda")):
+            reply = raw.ask("add_segment", "s", device, medium, 4096, fds=(sock.fileno(),))
+            assert "a socket" in reply[1]
 
 
 def test_requests_sent_in_one_breath_are_answered_in_order_also_when_some_are_refused(

@@ -68,13 +68,19 @@ def main() -> None:
 
 
 @app.command()
-def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
+def serve(
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+    log: Annotated[
+        Path | None, typer.Option(hidden=True, help="A log of bounded size in place of stderr.")
+    ] = None,
+) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
 
     settings = command.load(config_file, socket).server
-    log_format.begin()
+    log_format.begin(log)
     run(settings)
 
 
@@ -110,9 +116,7 @@ def clear(
     """Forget every chunk. Segments stay."""
     offload = config.load(config_file).offload
     if offloaded and offload.policy == "off":
-        raise ConfigError(
-            "no offload tier: offload.policy is off; name the file that sets it with --config"
-        )
+        raise ConfigError("no offload tier: offload.policy is off; --config names another file")
     with command.client(config_file, socket) as client:
         typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
     if offloaded:
@@ -263,7 +267,3 @@ def mooncake(
     programs = str(Path(sys.executable).parent)
     given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]
     os.execvp("bash", ["bash", script, *given])
-
-
-if __name__ == "__main__":
-    main()

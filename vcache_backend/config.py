@@ -228,7 +228,6 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""
     hostname: str = ""
-    tenant: str = ""
     rpc_seconds: Positive = 1.0
 
     def __post_init__(self) -> None:

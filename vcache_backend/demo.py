@@ -42,7 +42,8 @@ def run(as_json: bool = False) -> int:
 
     Leaves no process and no file behind, even if it is killed. Raises VCacheError if it cannot
     run."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     if find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")  # before the server starts
     devices = choose_devices()

@@ -4,7 +4,7 @@ In a call of the engine or of an integration they are counted, logged and answer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 MAX_SHOWN_CHARS = 64
@@ -55,15 +55,9 @@ def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
 
 
 @contextmanager
-def raising_as(
-    mapping: Mapping[type[BaseException], type[VCacheError]], what: str
-) -> Iterator[None]:
-    """Turn exceptions of the block into ours. The first type of `mapping` that fits counts; the
-    message is `what: cause`."""
+def raising_as(target: type[VCacheError], what: str, *sources: type[Exception]) -> Iterator[None]:
+    """Turn these exceptions of the block into a `target` with the message `what: cause`."""
     try:
         yield
-    except tuple(mapping) as cause:
-        for source, target in mapping.items():
-            if isinstance(cause, source):
-                raise target(f"{what}: {str(cause) or type(cause).__name__}") from cause
-        raise
+    except sources as cause:
+        raise target(f"{what}: {str(cause) or type(cause).__name__}") from cause

@@ -18,8 +18,9 @@ import sys, time
 clock, offset = time.time_ns, int(sys.argv.pop(1))
 time.time_ns = lambda: clock() + offset
 time.time = lambda: time.time_ns() / 1e9
-from vcache_backend.metadata_server.__main__ import main
-sys.exit(main())
+from vcache_backend.cli import main
+sys.argv.insert(1, "serve")
+main()
 """
 """A program that runs the server's `main` with a wall clock that is so many ns ahead."""
 TIMES: dict[str, Any] = {

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from vcache_backend.config import EngineConfig
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
@@ -42,11 +41,11 @@ class Instance:
     adapter: Any = field(compare=False, repr=False)
     vllm_config: Any = field(compare=False, repr=False)
 
-    def describe(self, engine: EngineConfig) -> PagedKV:
+    def describe(self, chunk_size: int) -> PagedKV:
         """Describe this worker's KV caches. LayoutError."""
         table = groups.LayerGroup(0, self.model.block_size, 0, tuple(self.kvcaches))
-        tables = groups.Groups([table], engine.chunk_size)
-        kv = model_spec.describe(tables, self.kvcaches, self.num_blocks, engine.kv_axes)
+        tables = groups.Groups([table], chunk_size)
+        kv = model_spec.describe(tables, self.kvcaches, self.num_blocks)
         if kv.others:
             raise LayoutError(
                 f"the layers' pages have several sizes ({kv.name}), which is not supported "

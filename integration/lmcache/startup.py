@@ -62,7 +62,7 @@ def begin(config: Any, metadata: Any, backend: VCacheBackend) -> PoolWorker:
         start.try_ensure(settings)
     if settings.offload.policy != "off":
         log.warning("vcache: " + _NO_TIER, settings.offload.policy)
-    kv = instance.describe(settings.engine)
+    kv = instance.describe(config.chunk_size)
     probe, algorithm = hash_probe(engine.token_database), config.pre_caching_hash_algorithm
     return _join(settings, instance, kv, instance.layout(kv, config.chunk_size, probe, algorithm))
 

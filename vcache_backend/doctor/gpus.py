@@ -61,9 +61,7 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
                 advice = "hits on this peer will be several times slower"
                 yield warn(check, "PCIe, no NVLink", advice)
             else:
-                advice = (
-                    "they cannot share hits; see `nvidia-smi topo -p2p r`, IOMMU and ACS settings"
-                )
+                advice = "they cannot share; see `nvidia-smi topo -p2p r`, IOMMU and ACS settings"
                 yield fail(check, f"no peer access from {gpu.uuid} to {peer}", advice)
 
 
@@ -87,10 +85,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
     """Compare `pool.segment_bytes` with the free memory of the pool's device."""
     wanted = config.pool.lent
     if config.connector.share == "auto" and config.pool.segment_bytes is None:
-        detail = (
-            "pool.segment_bytes is not set: a worker lends nothing if it shares in "
-            f"place, {wanted} if it uses a pool"
-        )
+        detail = f"a worker lends nothing if it shares in place, {wanted} if it uses a pool"
         yield ok("memory", detail)
         return
     if wanted == 0:
@@ -101,20 +96,16 @@ def check_memory(config: Config) -> Iterator[Finding]:
         yield _gpu_budget(gpu, wanted)
         return
     if config.pool.device not in ("auto", "host") and not config.pool.device.startswith("host:"):
-        yield fail(
-            "memory",
-            f"pool.device: {config.pool.device} is not here",
-            "set pool.device: auto or host",
-        )
+        detail = f"pool.device: {config.pool.device} is not here"
+        yield fail("memory", detail, "set pool.device: auto or host")
         return
     available = devices.host_available()
     detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"
     if wanted <= available:
         yield ok("memory", detail)
     else:
-        yield fail(
-            "memory", detail, f"set pool.segment_bytes to {ByteSize(available // 2).about} or less"
-        )
+        less = ByteSize(available // 2).about
+        yield fail("memory", detail, f"set pool.segment_bytes to {less} or less")
 
 
 def _pool_gpu(spec: str) -> Gpu | None:

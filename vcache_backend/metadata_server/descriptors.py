@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import threading
+from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 
@@ -18,10 +21,22 @@ def closing() -> SimpleQueue[int]:
 
     def close_all() -> None:
         while True:
-            os.close(fds.get())
+            fd = fds.get()
+            with suppress(OSError):
+                _let_go(socket.socket(fileno=fd))  # OSError: it is none, as most
+            os.close(fd)
 
     threading.Thread(target=close_all, name="vcache-closer", daemon=True).start()
     return fds
+
+
+def _let_go(sock: socket.socket) -> None:
+    """Have the close of a client's socket wait for nobody, whatever the client has set. Detaches
+    the object from its fd."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+    finally:
+        sock.detach()
 
 
 class Descriptor:

@@ -37,19 +37,18 @@ def encode(message: Request | Reply) -> bytes:
     except UnicodeEncodeError as error:
         raise ProtocolError(f"{kind}: {error}") from error
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(
-            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B"
-        )
+        raise ProtocolError(f"{kind}: {len(data):,} B exceed the limit of {MAX_MESSAGE_BYTES:,} B")
     return data
 
 
 class Receiver:
     """Receives from many sockets into one buffer, without allocating. One thread at a time.
 
-    lacks_fds: the last message had more fds than this process had descriptors for."""
+    lacks_fds: the last message had more fds than this process had descriptors for. too_long: it was
+    longer than MAX_MESSAGE_BYTES, and is cut."""
 
     def __init__(self) -> None:
-        self.lacks_fds = False
+        self.lacks_fds = self.too_long = False
         self._buffer = bytearray(MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
@@ -58,8 +57,8 @@ class Receiver:
         caller closes.
 
         Empty at the end of the connection; no message is empty. Fewer fds arrive than were sent if
-        this process reaches its limit of descriptors: the caller counts them. OSError from recvmsg;
-        ProtocolError if the message is too long."""
+        this process reaches its limit of descriptors: the caller counts them. OSError from
+        recvmsg."""
         try:
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
@@ -68,16 +67,13 @@ class Receiver:
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
-        self.lacks_fds = flags & _LACKS_FDS != 0
-        if not ancillary and not flags & _TRUNCATED:
+        self.lacks_fds, self.too_long = flags & _LACKS_FDS != 0, flags & _TRUNCATED != 0
+        if not ancillary:
             return self._view[:size], []
         fds = array("i")
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        if flags & _TRUNCATED:
-            close_fds(list(fds))
-            raise ProtocolError(f"a message is longer than the limit of {MAX_MESSAGE_BYTES:,} B")
         return self._view[:size], list(fds)
 
 

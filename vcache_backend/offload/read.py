@@ -17,7 +17,6 @@ from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload import objects
 from vcache_backend.offload.codecs import Codec
-from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Format
 from vcache_backend.offload.staging import Buffer, Ring
 from vcache_backend.offload.store import Store
@@ -46,10 +45,11 @@ the transfer fills, a second thread made reading slower (0.72 of the library's s
 
 @dataclass(frozen=True)
 class Bound:
-    """The parts that reads and writes of one worker share. codec: None for raw."""
+    """The parts that reads and writes of one worker share. measured: called with the bytes and the
+    seconds of a load. codec: None for raw."""
 
     store: Store
-    index: Index
+    measured: Callable[[int, float], None]
     stats: EngineStats
     format: Format
     codec: Codec | None
@@ -227,7 +227,7 @@ class Fetch:
             self._reader.ring.give([buffer])
         elif came == len(self.keys):
             seconds = self._moved - self._started - self._waited
-            self._bound.index.measured(came * self._bound.format.chunk_bytes, seconds)
+            self._bound.measured(came * self._bound.format.chunk_bytes, seconds)
 
     def _is_right(self, index: int, buffer: Buffer, nbytes: int) -> bool:
         bound, key = self._bound, self.keys[index]

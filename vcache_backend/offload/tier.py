@@ -1,17 +1,18 @@
-"""The offload tier of one process: looks up, reads, and writes chunks in the background."""
+"""The offload tier of one process: looks up, reads, and writes chunks in the background, unless
+loading is slower than computing."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location
-from vcache_backend.offload import codecs
-from vcache_backend.offload.index import Index
+from vcache_backend.metadata_server.messages import ChunkKey, Location, of_ranks
+from vcache_backend.offload import codecs, objects
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.read import Bound, Fetch, Reader, batch_chunks
 from vcache_backend.offload.staging import Ring, Staging
@@ -30,18 +31,24 @@ START_SECONDS = 3.0
 """How long vLLM's start may wait for the offload process, which takes half a second to start:
 vLLM's first request may need it."""
 CLOSE_SECONDS = 3.0
+MEASURED_BYTES = 1 << 20
+"""A load of fewer bytes does not count as a measurement of the bandwidth."""
 Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
-class OffloadTier(Index):
+class OffloadTier:
     """The offload tier in one process. `bind` and `fetch` run in the worker's thread, the rest in
-    any. Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises."""
+    any. Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises.
+
+    bandwidth: bytes of KV a second over recent loads; None before the first load. A scheduler,
+    which loads nothing itself, sets it."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
         """Open the tier for look-ups. Waits at most START_SECONDS for the store; the background
         thread keeps trying. on_gpu: the KV caches are on a GPU."""
-        super().__init__(config, Store(config, stats), on_gpu)
-        self._settings, self._stats = config, stats
+        self._settings, self._stats, self._store = config, stats, Store(config, stats)
+        self._least, self._next_try = config.least_bandwidth(on_gpu), 0.0
+        self.bandwidth: float | None = None
         self._bound: Bound | None = None
         self._reader: Reader | None = None
         self._writer: Writer | None = None
@@ -74,7 +81,7 @@ class OffloadTier(Index):
         except (RuntimeError, OSError) as error:
             lacks = f"no {count * size:,} B of host memory for offload.staging_bytes"
             raise ConfigError(f"{lacks}: {error}") from error
-        self._bound = Bound(self._store, self, self._stats, form, codec)
+        self._bound = Bound(self._store, self._measured, self._stats, form, codec)
         # Buffers that writing does not need are for reading.
         buffers = self._staging.buffers
         batch = min(batch_chunks(chunk_bytes), count // 2 // WRITERS)
@@ -83,6 +90,47 @@ class OffloadTier(Index):
         client = Client(config.server.path, config.client, device.name, device.medium)
         self._writer = Writer(self._bound, shares, client, views, device.ordinal)
         log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
+
+    # ---- look-ups
+
+    @property
+    def usable(self) -> bool:
+        """Whether look-ups can reach the store. Returns at once."""
+        return self._store.usable
+
+    def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
+        """Count the store's leading chunks, within `lookup_seconds`. epoch: the namespace's."""
+        return self._store.lookup([objects.name(key, epoch) for key in keys]) or 0
+
+    def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
+        """Count the leading chunks that all `ranks` ranks can load from pool and store. found: how
+        many of them the pool has before the first it lacks. keys: rank 0's. VCacheError if the
+        server does not answer."""
+        rest = keys[found:]
+        if not rest or not self.usable or self._too_slow():
+            return found
+        shards = of_ranks(rest, ranks)
+        pooled = client.present(shards)
+        missing = [index for index, present in enumerate(pooled.present) if not present]
+        below = self.lookup([shards[index] for index in missing], pooled.epoch)
+        whole = missing[below] if below < len(missing) else len(shards)
+        return found + whole // ranks
+
+    def _measured(self, nbytes: int, seconds: float) -> None:
+        """Note that a load of `nbytes` bytes took `seconds`."""
+        if nbytes >= MEASURED_BYTES and seconds > 0:
+            rate = nbytes / seconds
+            self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
+
+    def _too_slow(self) -> bool:
+        """Whether computing is faster than loading. False now and then, to measure again."""
+        if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
+            return False
+        now = time.monotonic()
+        if now < self._next_try:
+            return True
+        self._next_try = now + self._settings.longest_pause
+        return False
 
     # ---- reads and writes
 

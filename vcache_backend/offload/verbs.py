@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from vcache_backend.config import MooncakeConfig, mooncake_environment
+from vcache_backend.config import MooncakeConfig, mooncake_environment, split_address
 from vcache_backend.errors import ConfigError, VCacheError
 
 STORED, FULL, FAILED = "stored", "full", "failed"
@@ -58,8 +58,6 @@ class Mooncake:
         self._config, self._fd = config, memory
         mooncake_environment(config)
         self._library = _load_library()
-        # Put the tenant into names, too: the master separates tenants only if started to do so.
-        self._prefix = f"{config.tenant}/" if config.tenant else ""
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._raw: Any = None
@@ -84,7 +82,6 @@ class Mooncake:
             "protocol": config.protocol,
             "rdma_devices": config.devices,
             "master_server_addr": config.master,
-            "tenant_id": config.tenant or "default",
         }
         # Never drop the object: its destructor takes 13 s.
         self._raw = self._library.MooncakeDistributedStore()
@@ -100,12 +97,12 @@ class Mooncake:
         lease keeps an object from eviction for 10 s."""
         raw = self._opened()
         probe = getattr(raw, "batch_probe_key", raw.batch_is_exist)
-        return [code == 1 for code in _checked("look-up", probe(self._full(names)))]
+        return [code == 1 for code in _checked("look-up", probe(list(names)))]
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
         """Write objects in one batched call. Returns STORED, FULL or FAILED for each."""
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
-        codes = raw.batch_put_from(self._full(names), self._addresses(places), sizes)
+        codes = raw.batch_put_from(list(names), self._addresses(places), sizes)
         codes = _checked("put", codes)
         return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
 
@@ -113,18 +110,18 @@ class Mooncake:
         """Read objects in one batched call. Returns the bytes of each: 0 if it is absent or could
         not be read. A place may be larger than its object."""
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
-        codes = raw.batch_get_into(self._full(names), self._addresses(places), sizes)
+        codes = raw.batch_get_into(list(names), self._addresses(places), sizes)
         return [max(0, code) for code in _checked("get", codes)]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, even while they are being read."""
-        _checked("remove", self._opened().batch_remove(self._full(names), True))
+        _checked("remove", self._opened().batch_remove(list(names), True))
 
     def remove_under(self, start: str) -> int:
         """Remove all objects with names that begin with `start`, of all writers, even during a
         read. Returns their number."""
-        pattern = "^" + re.escape(self._prefix + start)
-        (code,) = _checked("remove", [self._opened().remove_by_regex(pattern, True)])
+        removed = self._opened().remove_by_regex("^" + re.escape(start), True)
+        (code,) = _checked("remove", [removed])
         if code < 0:
             raise StoreDown(f"objects under {start!r} could not be removed ({code})")
         return code
@@ -133,9 +130,6 @@ class Mooncake:
         if not self._is_open:
             raise StoreDown("the store is not open")
         return self._raw
-
-    def _full(self, names: Sequence[str]) -> list[str]:
-        return [self._prefix + name for name in names]
 
     def _addresses(self, places: Sequence[Place]) -> list[int]:
         """The addresses of places in this process. Maps the memory once it has a size. StoreDown
@@ -186,9 +180,8 @@ def _load_library() -> Any:
 def _check_master(master: str, seconds: float) -> None:
     """Check that a Mooncake master listens at HOST:PORT. Send 64 zero bytes: a live master refuses
     them and hangs up. StoreDown without a master."""
-    host, _, port = master.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), seconds) as probe:
+        with socket.create_connection(split_address(master, "master"), seconds) as probe:
             probe.sendall(bytes(64))
             probe.recv(1)
     except ConnectionResetError:
@@ -199,10 +192,8 @@ def _check_master(master: str, seconds: float) -> None:
 
 def _way_out(master: str) -> str:
     """Find the address of this host from which packets to `master` leave. Raises OSError."""
-    host, _, port = master.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(
-        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-    )[0]
+    host, port = split_address(master, "master")
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])

@@ -101,7 +101,7 @@ class Generations:
                 f"not {len(instance)} and {blocks:,}"
             )
         self.instance, self.blocks = instance, blocks
-        with raising_as({OSError: SegmentError}, f"generation table of {blocks:,} blocks"):
+        with raising_as(SegmentError, f"generation table of {blocks:,} blocks", OSError):
             self.fd, self._memory = sealed("generations", _size(blocks), SEALS)
         self._undo = ExitStack()
         self._undo.callback(os.close, self.fd)
@@ -169,7 +169,7 @@ class GenerationView:
 
         Checks size and seals first: a mapping that shrinks would kill this process."""
         _check_machine()
-        with raising_as({OSError: SegmentError}, "generation table"):
+        with raising_as(SegmentError, "generation table", OSError):
             _check(fd, blocks)
             # Map all pages now: else the first steps that read them wait for each page.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE

@@ -25,18 +25,12 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
     Raises LayoutError if `kv` is on another kind of device, pages lie outside of the regions or
     across two of them, planes have different strides, or planes or regions are too many."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
-        raise LayoutError(
-            f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they "
-            "must not differ: set pool.device: auto"
-        )
+        raise LayoutError(f"KV cache on {kv.device}, pool on {device.name}: set pool.device: auto")
     kinds, planes = list[LayerKind](), list[tuple[int, int]]()
     for kind in kv.kinds:
         strides = {int(stride) for _, stride in kind.planes}
         if len(strides) != 1:
-            raise LayoutError(
-                f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all "
-                "be equally far apart"
-            )
+            raise LayoutError(f"the layers' blocks are {sorted(strides)} B apart, not equally far")
         kinds.append(LayerKind(kind.layers, kind.parts, kind.page_bytes, strides.pop()))
         planes += _found(kind, regions)
     if len(planes) > MAX_PLANES or len(regions) > MAX_REGIONS or len(kinds) > MAX_KINDS:
@@ -66,12 +60,8 @@ def _found(kind: PagedKV, regions: Sequence[Region]) -> Iterator[tuple[int, int]
                 break
         else:
             layer, part = divmod(number, kind.parts)
-            raise LayoutError(
-                f"layer {layer}, part {part} of the KV cache lies at [{address:#x}, {end:#x}), "
-                "in none of the "
-                f"{len(regions)} exported allocations: it was allocated elsewhere and cannot be "
-                "read in place"
-            )
+            where = f"at [{address:#x}, {end:#x}), in none of {len(regions)} exported allocations"
+            raise LayoutError(f"layer {layer}, part {part} of the KV cache lies {where}")
 
 
 def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
@@ -94,10 +84,7 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         ]
         raise LayoutError("its KV cache has " + "; ".join(wrong))
     if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:
-        raise LayoutError(
-            f"its KV cache has {shape.num_blocks:,} blocks, which is not a multiple of its "
-            f"{blocks:,} generations"
-        )
+        raise LayoutError(f"its cache has {shape.num_blocks:,} blocks for {blocks:,} generations")
     if reason := shape.misfit():
         raise LayoutError(f"its KV cache has {reason}")
 

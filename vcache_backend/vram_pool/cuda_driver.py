@@ -14,7 +14,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 from vcache_backend.errors import SegmentError
@@ -67,11 +67,12 @@ class Driver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Call function `name`. Returns its first result, None without one. Raises DriverError."""
-        code, *answer = getattr(self._cuda, name)(*arguments)
+        """Call function `name`. Returns its result, None without one, a list of several. Raises
+        DriverError."""
+        code, *answers = getattr(self._cuda, name)(*arguments)
         if code != self._cuda.CUresult.CUDA_SUCCESS:
             raise DriverError(name, code.name, self._reason(code))
-        return answer[0] if answer else None
+        return answers if len(answers) > 1 else next(iter(answers), None)
 
     def _reason(self, code: Any) -> str:
         status, text = self._cuda.cuGetErrorString(code)
@@ -156,10 +157,8 @@ class Driver:
 
     def release_context(self, ordinal: int) -> None:
         """Undo one `retain`. Never raises."""
-        try:
+        with suppress(DriverError):
             self.attempt("cuDevicePrimaryCtxRelease", self._device(ordinal))
-        except DriverError as error:
-            log.debug("release of a primary context: %s", error)
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
@@ -190,9 +189,7 @@ class Driver:
         """(free, total) bytes. If the process has no context there, one is made for the moment:
         some 0.3 s and 0.5 GB."""
         with self.on(ordinal):
-            code, free, total = self._cuda.cuMemGetInfo()
-        if code != self._cuda.CUresult.CUDA_SUCCESS:
-            raise DriverError("cuMemGetInfo", code.name, self._reason(code))
+            free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
 
     # ---- memory

@@ -35,9 +35,7 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
     memory it says what to set."""
     driver, ordinal = cuda_driver.load(), _ordinal(device)
     if not driver.shares_memory(ordinal):
-        raise SegmentError(
-            f"{device}: no virtual memory management with fds; set pool.device: host"
-        )
+        raise SegmentError(f"{device}: no memory management with fds; set pool.device: host")
     with driver.on(ordinal), ExitStack() as undo:
         rounded = driver.rounded(ordinal, nbytes)
         try:
@@ -59,9 +57,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
     check(fd, nbytes, driver.granularity(ordinal))
     seen = devices.visible_ordinal(owner)
     if seen is not None and not driver.can_access_peer(ordinal, seen):
-        raise SegmentError(
-            f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read there"
-        )
+        raise SegmentError(f"GPU {reader.name} has no peer access to GPU {owner}")
     try:
         whole = _Whole(driver, ordinal, fd, nbytes)
     except DriverError as error:
@@ -111,9 +107,7 @@ class _Whole:
 def view(whole: _Whole, ordinal: int) -> torch.Tensor:
     """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
     Raises SegmentError."""
-    with raising_as(
-        {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
-    ):
+    with raising_as(SegmentError, f"torch {torch.__version__}", RuntimeError, AssertionError):
         tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
     if tensor.data_ptr() != whole.address:
         raise SegmentError(f"torch {torch.__version__} copied a segment instead of viewing it")

@@ -215,33 +215,27 @@ class PagedKV:
             planes=np.array([(base, stride)], dtype=np.int64),
         )
 
-    def with_states(self, groups: Sequence[Mapping[str, Sequence[Tensor]]], split: int) -> PagedKV:
-        """This KV cache with further groups, whose layers keep a state in each block: tensors that
-        follow each other in the block's page.
+    def with_states(self, groups: Sequence[Mapping[str, Tensor]], split: int) -> PagedKV:
+        """This KV cache with further groups, whose layers keep a state in each block's page.
 
         split: how many blocks of this KV cache make one of theirs. Raises LayoutError if they do
         not lie in the same planes."""
         pages, stride, room = list(self.pages), int(self.planes[0, 1]), split * self.page_bytes
         for layers in groups:
-            for number, (layer, tensors) in enumerate(layers.items()):
-                start = min(tensor.data_ptr() for tensor in tensors)
-                ends = [tensor.data_ptr() + _span(tensor[0]) for tensor in tensors]
-                apart = {
-                    (tensor.stride(0) * tensor.element_size(), len(tensor)) for tensor in tensors
-                }
+            for number, (layer, states) in enumerate(layers.items()):
+                start, apart = states.data_ptr(), states.stride(0) * states.element_size()
                 if number == len(pages):
-                    raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(
-                        tensors[0].untyped_storage()
-                    )
-                    at = start - tensors[0].untyped_storage().data_ptr()
+                    storage = states.untyped_storage()
+                    raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+                    at = start - storage.data_ptr()
                     pages.append(
                         raw.as_strided((self.num_blocks, self.page_bytes), (stride, 1), at)
                     )
-                fits = max(ends) - start <= room and (split == 1 or stride == self.page_bytes)
-                alike = (
-                    apart == {(split * stride, self.num_blocks // split)}
-                    and pages[number].data_ptr() == start
-                )
+                fits = _span(states[0]) <= room and (split == 1 or stride == self.page_bytes)
+                alike = (apart, len(states)) == (
+                    split * stride,
+                    self.num_blocks // split,
+                ) and pages[number].data_ptr() == start
                 if self.parts > 1 or not fits or not alike:
                     raise LayoutError(
                         f"the state of {layer} does not lie in pages of {room} B beside others"

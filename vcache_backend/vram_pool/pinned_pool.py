@@ -45,8 +45,7 @@ class PinnedPool(Pool):
             segments.create(self.device, nbytes) as owned,
             segments.map_segment(owned.info, owned.fd, self.device) as mapped,
         ):
-            whole = mapped.whole
-            yield SlotView(whole.data_ptr(), nbytes, False, whole, 0)
+            yield SlotView.over(mapped.whole[:nbytes], local=False)
 
     def close(self) -> None:
         """See `Pool`. Also waits for what the driver is doing, some seconds at most, since the

@@ -220,8 +220,6 @@ class Pool:
     def _open(self, info: SegmentInfo) -> MappedSegment | None:
         """Ask the server for a segment, and map it. None if that fails, which is logged unless the
         server is the cause."""
-        if info.id in self._unreadable:
-            return None
         try:
             info, fd = self._client.open_segment(info.id)
             try:

@@ -93,7 +93,7 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
     id = SegmentId(secrets.token_hex(6))
     _check_size(id, nbytes)
     with (
-        raising_as({OSError: SegmentError}, f"segment of {nbytes:,} B on {device}"),
+        raising_as(SegmentError, f"segment of {nbytes:,} B on {device}", OSError),
         ExitStack() as undo,
     ):
         if device.medium == "cuda":
@@ -117,7 +117,7 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
         kind = f"{info.medium} memory of {info.device}"
         raise SegmentError(f"segment {info.id} is {kind}: {reader.name} cannot map that")
     what = f"segment {info.id} of {info.device}"
-    with raising_as({OSError: SegmentError, SegmentError: SegmentError}, what), ExitStack() as undo:
+    with raising_as(SegmentError, what, OSError, SegmentError), ExitStack() as undo:
         own = os.dup(fd)
         undo.callback(os.close, own)
         if info.medium == "cuda":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -19,6 +18,10 @@ from vcache_backend.vram_pool.paged import PagedKV
 
 from .groups import Groups
 from .weights import digest, extra, rope, text, weights
+
+AXES = "block head token dim"
+"""The axes of vLLM's view of a layer's KV, wherever its bytes lie (vLLM 0.31 and later). A state's
+view has one head and no tokens."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +49,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope: str = ""
     pp_size: int = 1
     prompt_embeds: bool = False
-    dynamic_kv_scales: bool = False
     context_parallel: int = 1
     sleep_mode: bool = False
     unnamed_inputs: bool = False
@@ -90,7 +92,7 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    device_type = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
+    device_type = str(vllm_config.device_config.device_type)
     known_as, revision = (name, "") if name else weights(model)
     return ModelSpec(
         model=known_as,
@@ -104,62 +106,41 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
         head_dim=model.get_head_size(),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        use_mla=bool(getattr(model, "use_mla", False)),
-        prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
-        dynamic_kv_scales=bool(getattr(cache, "calculate_kv_scales", False)),
-        context_parallel=getattr(parallel, "decode_context_parallel_size", 1)
-        * getattr(parallel, "prefill_context_parallel_size", 1),
-        sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        use_mla=bool(model.use_mla),
+        prompt_embeds=bool(model.enable_prompt_embeds),
+        context_parallel=parallel.decode_context_parallel_size
+        * parallel.prefill_context_parallel_size,
+        sleep_mode=bool(model.enable_sleep_mode),
         unnamed_inputs=_unnamed_inputs(model, cache),
-        new_weights=getattr(vllm_config, "weight_transfer_config", None) is not None,
+        new_weights=vllm_config.weight_transfer_config is not None,
         named=bool(name),
         gpu_memory_utilization=_utilization(cache, device_type),
         device_type=device_type,
         block_size=cache.block_size,
-        hash_algorithm=text(getattr(cache, "prefix_caching_hash_algo", "")),
+        hash_algorithm=text(cache.prefix_caching_hash_algo),
         extra=extra(vllm_config),
     )
 
 
-def describe(
-    groups: Groups, kv_caches: Mapping[str, Any], num_blocks: int, kv_axes: str = ""
-) -> PagedKV:
-    """Describe the geometry of a worker's `kv_caches` by layer: tensors, or the pages of a state.
+def describe(groups: Groups, kv_caches: Mapping[str, Tensor], num_blocks: int) -> PagedKV:
+    """Describe the geometry of a worker's `kv_caches`, vLLM's view of each layer (`AXES`).
 
-    num_blocks: as vLLM counts them; 0: unknown. kv_axes: settles doubtful shapes, see
-    `PagedKV.describe`. LayoutError if it does not recognise a tensor, or if the blocks are not
-    vLLM's."""
-    held = [
-        {name: kv_caches[name] for name in group.layers if name in kv_caches}
-        for group in groups.groups
-    ]
-    sizes = [group.block_size for group in groups.groups]
-    # A pipeline stage may lack a group's layers. The group's blocks are split like the others'.
-    whole = zip(sizes, held, strict=True)
-    split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in whole)
+    num_blocks: as vLLM counts them. LayoutError if blocks are not vLLM's, or not whole pages."""
+    held, states = (
+        [{name: kv_caches[name] for name in group.layers if name in kv_caches} for group in kind]
+        for kind in (groups.groups, groups.states)
+    )
+    # The attention kernel may cut vLLM's blocks. A pipeline stage may lack a group's layers; the
+    # group's blocks are cut like the others'.
+    counts = {len(cache) for layers in held for cache in layers.values()}
+    split = max((count // num_blocks for count in counts if count % num_blocks == 0), default=1)
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
-    every = dict(chain(*map(dict.items, held)))
-    for layer, cache in every.items():
-        if not isinstance(cache, Tensor):
-            raise LayoutError(
-                f"KV cache of {layer} is a {type(cache).__name__} and no tensor: vcache shares "
-                "attention layers only"
-            )
-    named = kv_axes or axes(every, shares[0].block_size)
-    kv = PagedKV.describe_groups(list(zip(held, shares, strict=True)), axes=named)
-    if num_blocks and kv.num_blocks != num_blocks * split:
-        have = f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens"
-        due = f"where vLLM hands out {num_blocks} of {sizes[0]}"
-        raise LayoutError(f"{have} {due}; set engine.kv_axes to what each axis of the tensors is")
-    # vLLM before 0.32 passes a state's tensors, later releases pass a state's pages.
-    states = [
-        {
-            name: [at] if isinstance(at := kv_caches[name], Tensor) else list(at)
-            for name in group.layers
-            if name in kv_caches
-        }
-        for group in groups.states
-    ]
+    kv = PagedKV.describe_groups(list(zip(held, shares, strict=True)), axes=AXES)
+    if kv.num_blocks != num_blocks * split:
+        raise LayoutError(
+            f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands out "
+            f"{num_blocks} of {groups.groups[0].block_size}"
+        )
     return kv.with_states(states, split)
 
 
@@ -187,7 +168,7 @@ def read_shard(
         block_size=kv.block_size,
         chunk_bytes=kv.chunk_bytes(chunk_size),
         attention=attention(vllm_config, kv_caches),
-        layer_names=names or layer_names(kv_caches),
+        layer_names=names or digest(list(kv_caches)),
     )
 
 
@@ -265,11 +246,6 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
             "context parallelism splits the tokens of a block among workers: set both "
             "context parallel sizes to 1"
         )
-    if instance.dynamic_kv_scales:
-        yield (
-            "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM "
-            "without --calculate-kv-scales"
-        )
     if instance.prompt_embeds:
         yield (
             "prompts given as embeddings have no tokens to tell them apart: start vLLM "
@@ -309,44 +285,12 @@ def seed(hash_seed: str | None) -> str | None:
 # ---- KV tensors
 
 
-def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_blocks: int) -> int:
-    """The tokens of the tensors' blocks. The attention kernel may use smaller blocks than vLLM;
-    slots have the same numbers in both."""
-    tensor: Any = next(iter(kv_caches.values()), None) if kv_caches else None
-    # Blocks are the first axis, or the second behind a pair of K and V.
-    sizes = list(tensor.shape[:2]) if num_blocks and hasattr(tensor, "shape") else []
-    if num_blocks in sizes:
-        return configured
-    parts = [size // num_blocks for size in sizes if size > num_blocks and size % num_blocks == 0]
-    return next((configured // part for part in parts if configured % part == 0), configured)
-
-
-def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
-    """Name the axes of vLLM's tensors (see `PagedKV.describe`) if in some layer a block has as many
-    heads as tokens, so that its shape is ambiguous; else None."""
-    for shape in (tuple(tensor.shape) for tensor in kv_caches.values()):
-        if len(shape) == 4 and shape[1] == shape[2] == block_size:
-            return "block head token dim"
-        if len(shape) == 5 and shape[2] == shape[3] == block_size:
-            return "part block token head dim" if shape[0] == 2 else "block part token head dim"
-    return None
-
-
-def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:
+def attention(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     """The names of the caching layers' attention backends, which arrange K, V and heads within a
     block. Known in workers only."""
-    compilation = getattr(vllm_config, "compilation_config", None)
-    names: set[str] = set()
-    for name, layer in (getattr(compilation, "static_forward_context", None) or {}).items():
-        backend: Any = getattr(layer, "attn_backend", None)
-        if hasattr(backend, "get_name") and (not kv_caches or name in kv_caches):
-            names.add(str(backend.get_name()))
-    return ",".join(sorted(names))
-
-
-def layer_names(kv_caches: Mapping[str, Any] | None) -> str:
-    """A digest of the layers' names, in the order in which a chunk holds them."""
-    return digest(list(kv_caches or ()))
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = (getattr(layers.get(name), "attn_backend", None) for name in kv_caches)
+    return ",".join(sorted({str(backend.get_name()) for backend in backends if backend}))
 
 
 # ---- the configuration
@@ -366,7 +310,7 @@ def _cache_dtype(name: object, model_dtype: object) -> str:
 def _unnamed_inputs(model: Any, cache: Any) -> bool:
     """Whether each process numbers images anew. vLLM does so if neither of its caches needs to
     identify them."""
-    multimodal = getattr(model, "multimodal_config", None)
+    multimodal = model.multimodal_config
     return multimodal is not None and not (
         multimodal.mm_processor_cache_gb or cache.enable_prefix_caching
     )
@@ -375,7 +319,5 @@ def _unnamed_inputs(model: Any, cache: Any) -> bool:
 def _utilization(cache: Any, device_type: str) -> float | None:
     """vLLM's `gpu_memory_utilization`; None on a CPU, or if `kv_cache_memory_bytes` decides
     instead."""
-    if device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
-        return None
-    share = getattr(cache, "gpu_memory_utilization", None)
-    return float(share) if share is not None else None
+    own = device_type == "cpu" or cache.kv_cache_memory_bytes
+    return None if own else float(cache.gpu_memory_utilization)

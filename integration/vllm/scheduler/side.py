@@ -113,9 +113,8 @@ class SchedulerSide:
         loads_wait = not compat.loads_at_once(vllm_config, config)
         ahead = bool(scheduling.async_scheduling)
         self._pace = Pace(self._requests, self._size, ahead, loads_wait)
-        self._steps_are_taken = scheduling.policy == "priority" and self.publications is None
-        """vLLM may take the step being planned from a request. Where KV caches are shared in place,
-        `Publications` knows which blocks were never written."""
+        self._steps_are_taken = scheduling.policy == "priority"
+        """vLLM may take the step being planned from a request."""
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -496,7 +495,8 @@ class SchedulerSide:
         """Evict what a preempted request may not have computed from vLLM's prefix cache.
 
         vLLM caches blocks when it plans the step that writes them. If it then takes the step from
-        the request, others would compute from blocks that nobody has written, and store that."""
+        the request, the next requests would compute from blocks that nobody has written. In this
+        step none does: vLLM lets no request begin in it."""
         if self.blocks is not None:
             hashes = tracked.request.block_hashes[tracked.store.written // self._hash_block :]
             self.blocks.evict_hashed(hashes, len(self._groups.sizes))

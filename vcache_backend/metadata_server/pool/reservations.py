@@ -19,6 +19,9 @@ from vcache_backend.metadata_server.pool.slots import Entry
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_RESERVATIONS_PER_CLIENT = 1024
+MAX_WRITTEN = 1 << 16
+"""About the most slots of all clients that are reserved or in quarantine: a `Clear` voids them in
+one turn, and statistics count them."""
 MAX_OVERDUE = 1024
 """The most reservations that one call of `overdue` returns; the next call continues."""
 CLAIM_SECONDS = 120.0

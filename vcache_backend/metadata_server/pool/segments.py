@@ -14,6 +14,7 @@ from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.reservations import (
     MAX_RESERVATIONS_PER_CLIENT,
+    MAX_WRITTEN,
     Claims,
     Reservations,
 )
@@ -101,11 +102,10 @@ class SegmentDirectory:
         """Explain why this client can reserve nothing at present; empty if it can."""
         if self.reservations.full(client.id):
             return f"this client has {MAX_RESERVATIONS_PER_CLIENT} open reservations; commit some"
-        return (
-            "the server has just started again; try later"
-            if self._now() < self._reserves_from
-            else ""
-        )
+        if sum(segment.reserved for segment in self.segments.values()) >= MAX_WRITTEN:
+            return f"{MAX_WRITTEN:,} slots are being written or in quarantine: see `vcache status`"
+        soon = self._now() < self._reserves_from
+        return "the server has just started again; try later" if soon else ""
 
     def _empty(self, segment: Segment) -> Steps:
         """Forget the chunks of a segment, then remove it."""

@@ -140,10 +140,7 @@ class Clients:
             else:
                 self._disconnect(connection)
         except Exception:
-            log.exception(
-                "a request of pid %d could not be answered; its connection is closed",
-                connection.caller.pid,
-            )
+            log.exception("a request of pid %d failed; it is disconnected", connection.caller.pid)
             self._disconnect(connection)
         finally:
             CALLER.reset(caused)
@@ -153,6 +150,8 @@ class Clients:
         if not data:
             self._disconnect(connection)
             return
+        if self._receiver.too_long:
+            raise ProtocolError(f"a message is longer than the limit of {m.MAX_MESSAGE_BYTES:,} B")
         if self._receiver.lacks_fds:
             if connection.client is None:
                 # The client's ledger may be among those that did not come.

@@ -61,7 +61,7 @@ class Layouts:
         if not layout.get("model"):
             layout = {}
         new = _Connected(client, layout, processes.parent(client.process))
-        others = self._of_model(layout["model"]) if layout else {}
+        others = self._by_model()[layout["model"]] if layout else {}
         others.pop(new.namespace, None)
         self._of[client.id] = new
         lines = [_line(new, peers[0]) for peers in list(others.values())[:MAX_LINES]]
@@ -122,20 +122,19 @@ class Layouts:
 
     def mismatches(self) -> list[m.Mismatch]:
         """The fields in which connected instances of one model differ now."""
-        models = dict.fromkeys(each.layout["model"] for each in self._of.values() if each.layout)
         mismatches: list[m.Mismatch] = []
-        for model in models:
-            groups = list(self._of_model(model).values())
+        for groups in self._by_model().values():
             if len(groups) > 1 and len(mismatches) < MAX_MISMATCHES:
-                mismatches += _mismatches(groups[:MAX_COMPARED])
+                mismatches += _mismatches(list(groups.values())[:MAX_COMPARED])
         return mismatches[:MAX_MISMATCHES]
 
-    def _of_model(self, model: str) -> dict[str, list[_Connected]]:
-        groups: dict[str, list[_Connected]] = {}
+    def _by_model(self) -> dict[str, dict[str, list[_Connected]]]:
+        """The instances of each model, by namespace."""
+        models = defaultdict[str, dict[str, list[_Connected]]](dict)
         for each in self._of.values():
-            if each.layout and each.layout["model"] == model:
-                groups.setdefault(each.namespace, []).append(each)
-        return groups
+            if each.layout:
+                models[each.layout["model"]].setdefault(each.namespace, []).append(each)
+        return models
 
 
 def _mismatches(groups: list[list[_Connected]]) -> list[m.Mismatch]:

@@ -37,7 +37,7 @@ class CudaMark(NamedTuple):
     event: torch.cuda.Event
 
     def reached(self) -> bool:
-        with raising_as({RuntimeError: VCacheError}, "the work before a mark"):
+        with raising_as(VCacheError, "the work before a mark", RuntimeError):
             return bool(self.event.query())
 
 
@@ -60,7 +60,7 @@ class CudaCompletion:
     def done(self) -> bool:
         if not self._held:
             return True
-        with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
+        with raising_as(VCacheError, f"copy on {self._device}", RuntimeError):
             if not self.end.query():
                 return False
         with suppress(IndexError):  # another thread was first
@@ -68,7 +68,7 @@ class CudaCompletion:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        with raising_as({RuntimeError: VCacheError}, f"copy on {self._device}"):
+        with raising_as(VCacheError, f"copy on {self._device}", RuntimeError):
             reached = _poll(self.end.query, timeout_s)
         return reached and self.done()
 
