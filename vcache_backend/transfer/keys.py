@@ -100,8 +100,7 @@ class TokenHasher:
         self._last = _Hashed(b"", b"", [])
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
-        """Make one key for each whole chunk of `tokens` (see `as_tokens`). A tail shorter than a
-        chunk has no key."""
+        """Make one key for each whole chunk of `tokens` (see `as_tokens`)."""
         ids, size = as_tokens(tokens), self.chunk_size
         # Copy, since the caller may write into the array.
         raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
@@ -203,8 +202,7 @@ Tags = tuple[tuple[str, Any], ...] | None
 
 
 class TaggedHash(Protocol):
-    """The fields of LMCache's `CacheEngineKey` that are hashed here. The namespace covers its other
-    fields."""
+    """The fields of LMCache's `CacheEngineKey` that the namespace does not cover."""
 
     chunk_hash: int
     tags: Tags

@@ -96,8 +96,7 @@ class Channel:
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
-        """Called with each answer, though nobody may ask for it. Any thread; must neither raise nor
-        make calls."""
+        """Called with each answer, in any thread; must neither raise nor make calls."""
         self._killed = False
         self._killed_at: float | None = None
         self._start_after = 0.0
