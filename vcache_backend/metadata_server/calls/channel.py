@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, whole
+from vcache_backend.config import ClientConfig, whole
 from vcache_backend.errors import (
     ProtocolError,
     Refused,
@@ -295,9 +295,6 @@ class Channel:
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected and what to do about it, as far as is known."""
         at = whole(self._path)
-        if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
-            most = f"more than the {MAX_SOCKET_PATH} bytes that a socket's path may have"
-            return f"{at} has {most}; set a shorter server.socket"
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is not a socket; set server.socket to that of a metadata server"
