@@ -76,7 +76,7 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
     try:
         yield _provider(process, fd)
     except StoreDown as error:
-        advice = "see whether all providers live; the master forgets dead ones after 10 s"
+        advice = "see whether all providers live; dead ones are forgotten after client_ttl, 10 s"
         yield fail(PROVIDER, f"1 MiB: {error}", advice)
 
 
