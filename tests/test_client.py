@@ -133,7 +133,7 @@ def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
     client = stage_.client()
     with pytest.raises(Refused, match="segment nowhere was dropped"):
         client.open_segment(m.SegmentId("nowhere"))
-    with pytest.raises(ProtocolError, match=r"200,\d\d\d B exceed the limit of 200,000 B"):
+    with pytest.raises(ProtocolError, match=r"200,\d\d\d B exceed 200,000 B"):
         client.open_segment(m.SegmentId("s" * m.MAX_MESSAGE_BYTES))
     assert client.connected
     assert client.lookup([A]) == client.connections_lost == 0

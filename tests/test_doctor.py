@@ -161,7 +161,7 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
 @pytest.mark.parametrize(
     ("wanted", "status", "said"),
     [
-        ("6 MiB", "warn", "unless the pool's segment is there already"),
+        ("6 MiB", "warn", "unless `vcache segment list` has the segment"),
         ("62 MiB", "fail", "set it to 30.4 MiB or less"),
     ],
 )

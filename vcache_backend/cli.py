@@ -168,14 +168,10 @@ def config_check(
 
 
 @config_app.command("show")
-def config_show(
-    config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False
-) -> None:
+def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Show the configuration in force, with all defaults."""
     values = config.dump(command.load(config_file, socket))
-    terminal.print_json(values) if as_json else typer.echo(
-        msgspec.yaml.encode(values).decode().rstrip()
-    )
+    typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
 
 # ---- the machine

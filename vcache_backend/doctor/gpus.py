@@ -125,19 +125,14 @@ def _pool_gpu(spec: str) -> Gpu | None:
 def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
     """Whether a segment of `wanted` bytes fits on this GPU beside vLLM."""
     check = f"memory of gpu {gpu.ordinal}"
-    detail = (
-        f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of "
-        f"{ByteSize(gpu.total_bytes).about} free"
-    )
+    free, total = ByteSize(gpu.free_bytes).about, ByteSize(gpu.total_bytes).about
+    detail = f"pool.segment_bytes {wanted}, {free} of {total} free"
     # A segment may be there already, so lacking free memory is no failure.
     if fault := memory_budget.shortfall(gpu.total_bytes, gpu.free_bytes, wanted, 0, None):
         return fail(check, f"{detail}: nothing is left for vLLM", fault)
     most = memory_budget.most_utilization(gpu.total_bytes, wanted)
     vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
     if wanted > gpu.free_bytes:
-        advice = (
-            "set pool.segment_bytes lower, unless the pool's segment is there already "
-            f"(`vcache segment list`); {vllm}"
-        )
+        advice = f"lower pool.segment_bytes, unless `vcache segment list` has the segment; {vllm}"
         return warn(check, f"{detail}: not enough for a new segment", advice)
     return ok(check, f"{detail}; {vllm}")

@@ -190,8 +190,6 @@ class Neighbours:
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:
-    return (
-        held.data_ptr()
-        if isinstance(held, torch.Tensor)
-        else int(np.frombuffer(held, dtype=np.uint8).ctypes.data)
-    )
+    if isinstance(held, torch.Tensor):
+        return held.data_ptr()
+    return int(np.frombuffer(held, dtype=np.uint8).ctypes.data)

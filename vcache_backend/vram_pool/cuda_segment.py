@@ -18,14 +18,6 @@ from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 from vcache_backend.vram_pool.devices import Device
 
-_NO_DRIVER_FDS = {
-    stat.S_IFREG: "a file or memfd",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFBLK: "a block device",
-}
-
 
 def allocate(device: Device, nbytes: int) -> tuple[int, int]:
     """Allocate at least `nbytes` on `device`. Returns the fd, which the caller closes, and the
@@ -72,9 +64,9 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
 def check(fd: int, nbytes: int, granule: int) -> None:
     """Refuse, before the driver sees it, an fd that cannot be an exported allocation of `nbytes`.
     SegmentError; OSError for a bad fd."""
-    kind = _NO_DRIVER_FDS.get(stat.S_IFMT(os.fstat(fd).st_mode))
-    if kind is not None:
-        raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
+    mode = os.fstat(fd).st_mode
+    if stat.S_IFMT(mode) not in (0, stat.S_IFCHR):
+        raise SegmentError(f"fd {fd} is {stat.filemode(mode)}, not exported GPU memory")
     if nbytes % granule:
         raise SegmentError(f"a GPU segment of {nbytes:,} B is not a multiple of {granule:,} B")
 
