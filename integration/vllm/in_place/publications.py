@@ -192,8 +192,7 @@ class Publications:
         if stop <= first:
             return []
         if len(self._told) * each > 4 * self.blocks:
-            # Most of these chunks are gone. The others are published again at their next hit.
-            self._told.clear()
+            self._forget_gone()
         keys = tracked.lookup.keys[first:stop]
         if self._told.keys().isdisjoint(keys):
             return [self._tell(tracked, first, stop, loaded)]
@@ -220,6 +219,14 @@ class Publications:
         self.generations.close()
 
     # ---- inside
+
+    def _forget_gone(self) -> None:
+        """Forget chunks of which the last block, which leaves first, holds something else now."""
+        self.show()
+        counters, told = self.generations.counters.data, self._told
+        gone = [key for key, (last, generation, _) in told.items() if counters[last] != generation]
+        for key in gone:
+            del told[key]
 
     def _leading(self, blocks: array[int]) -> array[int]:
         """The generations of these blocks, up to the first void block."""
