@@ -129,20 +129,13 @@ instance."""
 
 
 class LoadSpan(NamedTuple):
-    """One worker's part of a finished load.
-
-    began, ended: nanoseconds of the wall clock. nbytes: by the place of the bytes.
-    metadata_seconds, data_seconds: see `LoadStats`. failure: why the load failed; empty if it
-    succeeded."""
+    """One worker's part of a finished load. began, ended: nanoseconds of the wall clock. said: the
+    span's attributes."""
 
     request_id: str
-    worker: int
     began: int
     ended: int
-    nbytes: dict[str, int]
-    metadata_seconds: float
-    data_seconds: float
-    failure: str
+    said: dict[str, Any]
 
 
 @dataclass

@@ -133,7 +133,7 @@ class SchedulerSide:
             self.lookups,
             self._leftovers,
         )
-        self._spans = traces.begin(vllm_config, instance.workers)
+        self._spans = traces.begin(vllm_config)
         self._foreign = ForeignLoads()
 
     # ---- vLLM's questions
@@ -192,8 +192,6 @@ class SchedulerSide:
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
         self._stands(tracked, load, first)
-        if self._spans is not None:
-            self._spans.loading(tracked, external)
         self._promises.loads(tracked)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
