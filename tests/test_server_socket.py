@@ -28,7 +28,7 @@ OURS = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users"
 def refused(path: Path) -> str:
     """What a server says that does not start there."""
     with Child(
-        [sys.executable, "-m", "vcache_backend.cli", "serve", "--socket", str(path)]
+        [sys.executable, "-m", "vcache_backend", "serve", "--socket", str(path)]
     ) as server:
         status, said = server.wait()
     assert status == 1

@@ -49,7 +49,7 @@ server.serve(ServerConfig(socket=sys.argv[1]))
 
 def servers(path: Path) -> list[int]:
     """The processes that serve `path`, or try to."""
-    return with_words("-m vcache_backend.cli serve ", f"{path} ")
+    return with_words("-m vcache_backend serve ", f"{path} ")
 
 
 def end_servers(path: Path) -> None:

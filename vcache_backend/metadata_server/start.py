@@ -110,7 +110,7 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
 
 def _spawn(config: Config, path: Path, log: Path) -> int:
     """Start a detached server, which reads its configuration from stdin. Returns its pid."""
-    command = [sys.executable, "-P", "-m", "vcache_backend.cli", "serve"]
+    command = [sys.executable, "-P", "-m", "vcache_backend", "serve"]
     command += ["--config", "/dev/stdin", "--socket", str(path), "--log", str(log)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(log, flags, 0o600), "ab") as out:
