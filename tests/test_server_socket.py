@@ -27,9 +27,7 @@ OURS = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users"
 
 def refused(path: Path) -> str:
     """What a server says that does not start there."""
-    with Child(
-        [sys.executable, "-m", "vcache_backend", "serve", "--socket", str(path)]
-    ) as server:
+    with Child([sys.executable, "-m", "vcache_backend", "serve", "--socket", str(path)]) as server:
         status, said = server.wait()
     assert status == 1
     assert "Traceback" not in said

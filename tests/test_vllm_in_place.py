@@ -27,9 +27,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.config import Config
-from vcache_backend.integration.vllm.in_place import exporter as exportable
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model import spec as model_spec
+from vcache_backend.integration.vllm.model.decision import decide, hinders
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
@@ -79,15 +79,10 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(getattr(config, section) if section else platform, name, value)
     model = model_spec.read_model(config)
-    line = exportable.refusal(config, tables, model)
-    shared = exportable.decide(Config(), config, tables, model).connector.share
-    if said is None:
-        assert (line, shared) == (None, "in_place")
-        return
-    assert line is not None
-    assert (shared, "\n" in line) == ("pool", False)
-    assert line.startswith(said)
-    assert line.endswith("; or set connector.share: pool")
+    line = hinders(config, tables, model)
+    shared = decide(config, tables, Config()).settings.connector.share
+    assert (shared, "\n" in line) == ("pool" if said else "in_place", False)
+    assert line.startswith(said) if said else not line
 
 
 def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:

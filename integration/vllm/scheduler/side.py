@@ -13,16 +13,15 @@ from typing import Any
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import served_at
-from ..in_place import exporter as exportable
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
 from ..in_place.victims import Victims
 from ..metadata import LoadSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
+from ..model.decision import Decision
 from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
@@ -53,14 +52,14 @@ class SchedulerSide:
         self,
         vllm_config: Any,
         kv_cache_config: Any,
-        config: Config,
+        decision: Decision,
         loads: bool,
         stores: bool,
         meter: Meter,
     ) -> None:
-        """loads, stores: the instance's role allows them."""
-        model = compat.read_model(vllm_config, kv_cache_config, config.connector)
-        config = exportable.decide(config, vllm_config, kv_cache_config, model)
+        """decision: to cache. loads, stores: the instance's role allows them. SegmentError if
+        memory is lacking."""
+        model, config, _ = decision
         self._loads_allowed = loads
         self._size = config.engine.chunk_size
         self._least = config.connector.min_hit_tokens
@@ -77,18 +76,15 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
-        refused = compat.refusal(vllm_config, kv_cache_config, model, config)
-        self._groups = (
-            groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
-        )
-        if config.connector.share == "in_place" and not refused:
-            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            refused = exportable.refusal(vllm_config, kv_cache_config, model)
-            refused = refused or self._share_in_place(config, kv_cache_config, step_tokens)
+        self._groups = groups.read(kv_cache_config, self._size)
+        if config.connector.share == "in_place":
+            count, each = kv_cache_config.num_blocks, self._groups.blocks
+            self.publications = Publications(count, each, loads)
+            if config.pool.lent:
+                step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+                self.victims = Victims(self.publications, step_tokens // self._groups.block)
         name = served_at(vllm_config)
-        self.instance = Introduction(
-            config, model, self._hash_block, refused, self.publications, name
-        )
+        self.instance = Introduction(config, model, self._hash_block, self.publications, name)
         self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
 
     def _make_parts(
@@ -326,20 +322,6 @@ class SchedulerSide:
         self.instance.close()
 
     # ---- inside
-
-    def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
-        """Set up sharing in place, with or without a pool. Returns why it is impossible, or None.
-        step_tokens: the most tokens of one step.
-        """
-        try:
-            self.publications = Publications(
-                kv_cache_config.num_blocks, self._groups.blocks, self._loads_allowed
-            )
-        except VCacheError as error:
-            return str(error)
-        if config.pool.lent:
-            self.victims = Victims(self.publications, step_tokens // self._groups.block)
-        return None
 
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
