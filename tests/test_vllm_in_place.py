@@ -160,9 +160,9 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     def aborted(output: Any, ran: Any) -> Any:
         meta = output.kv_connector_metadata
         invalid = set(output.scheduled_new_reqs[0].block_ids[0][: 2 * EACH])
-        assert meta.echo
+        assert meta.echoes
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
-        report = WorkerReport(echoes={meta.echo})
+        report = WorkerReport(echoes=meta.echoes)
         ran.kv_connector_output = KVConnectorOutput(
             invalid_block_ids=invalid, kv_connector_worker_meta=report
         )
@@ -192,7 +192,7 @@ def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_foun
     assert any(schedule() and lost.num_preemptions for _ in range(9))
     first, cached = set(began.scheduled_new_reqs[0].block_ids[0]), engine.half.blocks.cached
     assert cached(lost.block_hashes[len(first)])
-    report = WorkerReport(echoes={began.kv_connector_metadata.echo})
+    report = WorkerReport(echoes=began.kv_connector_metadata.echoes)
     engine.end(began, invalid_block_ids=first, kv_connector_worker_meta=report)
     assert not any(map(cached, lost.block_hashes))
 

@@ -118,7 +118,9 @@ class SchedulerSide:
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
-        self._resets = Resets(instance, self._drop_answers, self._outdate, self._rename)
+        self._resets = Resets(
+            instance, self._numbers, self._drop_answers, self._outdate, self._rename
+        )
         self._completions = Completions(
             config,
             stores,
@@ -130,7 +132,7 @@ class SchedulerSide:
             self._leftovers,
         )
         self._spans = traces.begin(vllm_config)
-        self._foreign = ForeignLoads()
+        self._foreign = ForeignLoads(self._numbers)
 
     # ---- vLLM's questions
 
@@ -244,7 +246,7 @@ class SchedulerSide:
             if meta.introduce and publications is not None:
                 meta.instance = publications.instance
         if self._resets.clearing:
-            meta.flush = self._resets.number
+            meta.echoes.add(self._resets.number)
         self._resets.learn()
         for request_id in output.preempted_req_ids or ():
             if request_id in requests:
@@ -253,7 +255,7 @@ class SchedulerSide:
                     self._evict_unwritten(requests[request_id])
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
-            meta.echo = self._foreign.begin(begun, requests)
+            meta.echoes |= self._foreign.begin(begun, requests)
         if not meta.idle:
             self._completions.plan(output, requests, meta, self._foreign.blocks)
         for request_id, computed, _ in begun:

@@ -152,7 +152,7 @@ class WorkerSide:
         self._meta = meta
         self.loads.expect(meta.loads)
         self.report.introduce |= meta.introduce
-        self.report.next.echoes |= {meta.echo} if meta.echo else set()
+        self.report.next.echoes |= meta.echoes
         worker = self._worker
         if worker is None:
             return
@@ -169,9 +169,6 @@ class WorkerSide:
         self._stores.start(self._meta.stores)
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(self._meta.publications)
-        # All stores so far have reservations, which a reset voids: the scheduler need not wait
-        # for the copies.
-        self.report.next.flushed = self._meta.flush or self.report.next.flushed
 
     def finished(self) -> set[str]:
         """Advance all loads. Returns the requests whose load is over, successful or not."""
