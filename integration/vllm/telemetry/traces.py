@@ -17,9 +17,7 @@ from ..scheduler.tracked import Tracked
 
 def wanted(vllm_config: Any) -> bool:
     """Whether vLLM traces."""
-    return bool(
-        getattr(getattr(vllm_config, "observability_config", None), "otlp_traces_endpoint", None)
-    )
+    return bool(vllm_config.observability_config.otlp_traces_endpoint)
 
 
 def begin(vllm_config: Any) -> Spans | None:
