@@ -20,6 +20,8 @@ from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import with_codec
 from vcache_backend.transfer.outbox import Outbox
+from vcache_backend.transfer.session import make_tier
+from vcache_backend.transfer.stats import EngineStats
 
 from ..in_place.publications import Publications
 from ..metadata import Link
@@ -73,7 +75,8 @@ class Introduction:
         self.refused = ""
         try:
             # Early, since connecting takes a moment, in the background.
-            self.offload = OffloadLookup(config.offload, self.ranks, model.device_type != "cpu")
+            tier = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
+            self.offload = OffloadLookup(tier, self.ranks) if tier is not None else None
         except Exception:  # the integration's outermost line: vLLM serves without
             log.exception("vcache: nothing is read from the offload tier")
 
