@@ -211,7 +211,7 @@ class MetadataServer(Program):
 
     def __init__(self, path: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.path = path
-        command = module("vcache_backend.cli", "serve", "--socket", str(path))
+        command = module("vcache_backend", "serve", "--socket", str(path))
         super().__init__("metadata server", command, log, environment)
 
     def start(self) -> None:

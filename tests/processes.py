@@ -605,7 +605,7 @@ def start_server(
     """A real metadata server, serving. `config` is its `server` section; `within`: see
     `IN_A_CONTAINER`.
     """
-    program = [sys.executable, "-m", "vcache_backend.cli", "serve"]
+    program = [sys.executable, "-m", "vcache_backend", "serve"]
     arguments = ["--socket", str(path)]
     if config:
         file = path.with_suffix(".yaml")

@@ -19,6 +19,7 @@ from processes import Raw, Stage
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import (
     LINES,
     MAX_CALLERS,
@@ -32,6 +33,8 @@ from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
+from vcache_backend.metadata_server.serving.server_stats import fitting
+from vcache_backend.metadata_server.serving.service import MAX_SEGMENTS
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -173,6 +176,41 @@ def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(
     assert alone.client().stats().clients > 0
 
 
+ASKS_MUCH = """
+import select, sys
+from pathlib import Path
+from processes import Raw
+from test_bounds import LONG
+held = [Raw(Path(sys.argv[1])) for _ in range(30)]
+of, ready = {raw.socket.fileno(): raw.socket for raw in held}, select.poll()
+for fd, sock in of.items():
+    ready.register(fd, select.POLLIN)
+    sock.send(LONG)
+print("asks", flush=True)
+while True:
+    for fd, _ in ready.poll():
+        of[fd].recv(1000)
+        of[fd].send(LONG)
+"""
+LONG = wire.encode(m.Promise(1, [m.ChunkKey(number.to_bytes(26)) for number in range(m.MAX_KEYS)]))
+"""It takes the chunks over from whoever has promised them: about a millisecond."""
+
+
+def test_a_process_with_thirty_connections_does_not_get_thirty_times_the_turns(
+    alone: Stage,
+) -> None:
+    alone.server()
+    alone.script(ASKS_MUCH).expect("asks")
+    raw = alone.raw()
+    before = raw.ask("stats")[9]["Promise"][0]
+    for _ in range(20):
+        raw.send_bytes(LONG)
+    for _ in range(20):
+        raw.receive()
+    served = raw.ask("stats")[9]["Promise"][0] - before
+    assert served < 20 * 18
+
+
 # ---- the log
 
 
@@ -269,6 +307,16 @@ def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
         "what an operator should see",
         str(2 * MAX_REPORTS - 1),
     )
+
+
+def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
+    segments = [
+        m.SegmentInfo(m.SegmentId("s" * 64), "\U0001f600" * 64, "host", m.MAX_SEGMENT_BYTES)
+    ] * MAX_SEGMENTS
+    stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, 0, {}, {}, segments, {}, 1)
+    left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
+    whole = msgspec.structs.replace(stats, quarantined_slots=left)
+    assert len(wire.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
 
 
 # ---- names

@@ -44,6 +44,8 @@ class ScriptedServer:
         self.answer = answer
         self.seen: list[list[Any]] = []
         self.hello: Any = WELCOME
+        self.fds: list[int] = []
+        """They go with the answer to a hello."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -96,7 +98,9 @@ class ScriptedServer:
                     else self.answer(request)
                 )
                 if reply is not None:
-                    sock.send(reply if isinstance(reply, bytes) else msgpack.packb(reply))
+                    data = reply if isinstance(reply, bytes) else msgpack.packb(reply)
+                    fds = self.fds if request[0] == "hello" else []
+                    socket.send_fds(sock, [data], fds) if fds else sock.send(data)
 
 
 @pytest.fixture
@@ -127,9 +131,9 @@ def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
     """By the server, or before it is sent, since it is too large."""
     stage_.server()
     client = stage_.client()
-    with pytest.raises(Refused, match="segment nowhere is not here"):
+    with pytest.raises(Refused, match="segment nowhere was dropped"):
         client.open_segment(m.SegmentId("nowhere"))
-    with pytest.raises(ProtocolError, match=r"200,\d\d\d B exceeds the limit of 200,000 B"):
+    with pytest.raises(ProtocolError, match=r"200,\d\d\d B exceed 200,000 B"):
         client.open_segment(m.SegmentId("s" * m.MAX_MESSAGE_BYTES))
     assert client.connected
     assert client.lookup([A]) == client.connections_lost == 0
@@ -289,6 +293,27 @@ def test_a_wrong_answer_is_an_error_of_ours_and_ends_the_connection(
     with pytest.raises(VCacheError):
         client.touch([A])
     assert not client.connected
+
+
+@pytest.mark.parametrize(
+    "hello", [b"\xc1", ["count", 1], ["error", "no"], WELCOME], ids=lambda hello: repr(hello)[:12]
+)
+def test_what_comes_with_an_answer_to_a_hello_is_closed(
+    stage_: Stage, scripted: Callable[..., ScriptedServer], memfd: int, hello: Any
+) -> None:
+    """The first is the server's ledger, which the client has as long as it lasts itself."""
+    server = scripted(lambda request: None)
+    server.hello, server.fds = hello, [memfd, memfd]
+
+    def copies() -> int:
+        names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        here = os.fstat(memfd)
+        return sum(os.path.exists(each) and os.path.samestat(os.stat(each), here) for each in names)
+
+    with Client(stage_.path, QUICK, reconnect=False) as client:
+        assert client.connected == (hello is WELCOME)
+        assert copies() == 1 + client.connected
+    assert copies() == 1
 
 
 def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(

@@ -5,6 +5,7 @@ test_gpu_segments.py."""
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from engine_cases import Node, folder, get, put, said
 from engine_cases import prompt_node as shared
 from fake_cuda import MIB, NOTHING, FakeCuda
 from kv_cases import CHUNK, FLASH, Cache, Sizes, layout_of, prompt
-from processes import eventually
+from processes import eventually, info
 from test_cuda_segments import cuda as cuda
 from test_cuda_segments import why_not_mapped
 from test_segments import mappings, open_fds
@@ -124,6 +125,18 @@ def test_the_last_gibibyte_of_the_machine_is_left_to_others(
         match=r"1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free",
     ):
         create(HOST, MIB)
+
+
+def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_little(
+    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None, memfd: int
+) -> None:
+    """It may be another process's, and of any size."""
+    monkeypatch.setattr(devices, "host_available", lambda: pinned_segment.SPARE_BYTES + 1)
+    segment = info("s0", os.fstat(memfd).st_size, "host:a")
+    with pytest.raises(SegmentError, match="are not allocated yet"):
+        map_segment(segment, memfd, HOST)
+    os.pwrite(memfd, bytes(segment.nbytes), 0)
+    map_segment(segment, memfd, HOST).close()
 
 
 # ---- pools

@@ -84,11 +84,11 @@ def forged(kind: str) -> Iterator[int]:
     fd = (
         os.open("/dev/null", os.O_RDWR)
         if kind == "device"
-        else os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+        else os.memfd_create("forged", os.MFD_ALLOW_SEALING | (kind == "huge" and os.MFD_HUGETLB))
     )
     try:
         if kind != "device":
-            os.ftruncate(fd, 4096 if kind == "small" else NBYTES)
+            os.ftruncate(fd, {"small": 4096, "huge": 1 << 30}.get(kind, NBYTES))
             more = fcntl.F_SEAL_WRITE if kind == "frozen" else 0
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0 if kind == "unsealed" else seals.RESIZING | more)
         if kind == "read-only":
@@ -109,6 +109,7 @@ def forged(kind: str) -> Iterator[int]:
         ("unsealed", r"other seals .it has 0x0, needs 0x7"),
         ("frozen", r"Operation not permitted"),
         ("read-only", r"Permission denied"),
+        ("huge", r"huge pages: .* SIGBUS"),
     ],
 )
 def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(

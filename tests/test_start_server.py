@@ -49,7 +49,7 @@ server.serve(ServerConfig(socket=sys.argv[1]))
 
 def servers(path: Path) -> list[int]:
     """The processes that serve `path`, or try to."""
-    return with_words("-m vcache_backend.cli serve ", f"{path} ")
+    return with_words("-m vcache_backend serve ", f"{path} ")
 
 
 def end_servers(path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_server_that_cannot_start_is_told_with_its_own_words(path: Path) -> No
     """The socket's place is taken by a folder."""
     (path / "in the way").mkdir(parents=True)
     with pytest.raises(
-        ServerUnavailable, match=r"log, .*, ends with: .*exists and is not a socket"
+        ServerUnavailable, match=r"log, .*, ends with: .*is not a socket; name another"
     ):
         ensure(config(path))
 

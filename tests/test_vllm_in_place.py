@@ -16,7 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engine, here, lying, make, new_tokens
+from in_place_cases import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    EACH,
+    Engine,
+    Make,
+    engine,
+    here,
+    lying,
+    make,
+    new_tokens,
+)
 from vllm_cases import needs_vllm
 from vllm_sources import differences
 
@@ -130,6 +142,20 @@ def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engin
     (now,) = engine.published(last)
     assert (now.blocks[1:], now.generations[0] == before[1][0]) == (before[0][1:], False)
     assert engine.right([now])
+
+
+def test_a_chunk_that_lies_where_it_was_published_is_known_however_many_came_since(
+    engine: Engine,
+) -> None:
+    """Of what is not known nothing can leave early, though others hold it as well."""
+    tokens = new_tokens(CHUNK)
+    engine.finish(engine.add([*tokens, 5]))
+    for _ in range(4 * BLOCKS // EACH):
+        other, again = engine.add(new_tokens(CHUNK + 1)), engine.add([*tokens, 6])
+        engine.step()
+        assert (len(engine.published(other)), engine.published(again)) == (1, [])
+        engine.finish(other)
+        engine.finish(again)
 
 
 def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engine) -> None:

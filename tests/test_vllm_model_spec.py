@@ -78,7 +78,7 @@ def test_kv_caches_that_are_not_understood_are_an_error(
 
 # ---- who shares
 
-UNCHANGED = {"prompt_embeds", "dynamic_kv_scales", "sleep_mode", "unnamed_inputs"}
+UNCHANGED = {"prompt_embeds", "sleep_mode", "unnamed_inputs"}
 UNCHANGED |= {"new_weights", "named", "gpu_memory_utilization"}
 """Fields that say nothing of the bytes: any other one does."""
 
@@ -222,11 +222,10 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
         ({"new_weights": True}, "set connector.weights to the version"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
         ({"hash_algorithm": "xxhash"}, "set --prefix-caching-hash-algo sha256"),
-        ({"model": "s3://bucket/model", "revision": ""}, "set connector.model to a name of"),
+        ({"model": "s3://bucket/model", "revision": ""}, "set connector.model to a name"),
     ],
 )
 def test_an_instance_that_cannot_share_is_refused_with_what_to_change(

@@ -134,16 +134,11 @@ class Sharing:
         around = exporter.context()
         assert around is not None
         with around:
-            # As vLLM makes them.
-            raw = [
-                torch.zeros(tensor.nbytes, dtype=torch.int8, device="cpu")
-                for tensor in cache.tensors
-            ]
-        shape = cache.tensors[0].shape
-        tensors = {
-            f"layer {number}": one.view(torch.bfloat16).view(shape)
-            for number, one in enumerate(raw)
-        }
+            # As vLLM makes it.
+            nbytes = sum(tensor.nbytes for tensor in cache.tensors)
+            raw = torch.zeros(nbytes, dtype=torch.int8, device="cpu")
+        each_layer = raw.view(torch.bfloat16).view(len(cache.tensors), *cache.tensors[0].shape)
+        tensors = {f"layer {number}": one for number, one in enumerate(each_layer)}
         self.copier = UnfinishedCopier()
         self.session = Session(here.config("host", ROOMY), layout_of(cache), copier=self.copier)
         undo.callback(self.session.close)
@@ -151,7 +146,7 @@ class Sharing:
         self.in_place, self.stores = InPlace(exporter, each, shows=True), Stores(Meter())
         undo.callback(self.in_place.close)
         kv = self.session.bind(tensors)
-        self.in_place.open(self.session, kv, exporter.regions(tensors))
+        self.in_place.open(self.session, kv, tensors)
         self.stores.open(Attached(self.session, kv, cache.sizes.block_size))
         name, self.client = InstanceId(b"w" * 16), undo.enter_context(here.client())
         self.table = Generations(name, cache.sizes.blocks)

@@ -55,6 +55,9 @@ def vllm_config(**changes: Any) -> Any:
             hf_config=hf_config,
             hf_text_config=hf_config,
             enable_prompt_embeds=False,
+            enable_sleep_mode=False,
+            multimodal_config=None,
+            use_mla=False,
             disable_sliding_window=False,
             get_total_num_hidden_layers=lambda: 6,
             get_total_num_kv_heads=lambda: 4,
@@ -71,7 +74,6 @@ def vllm_config(**changes: Any) -> Any:
             cache_dtype="auto",
             gpu_memory_utilization=0.9,
             kv_cache_memory_bytes=None,
-            calculate_kv_scales=False,
             prefix_caching_hash_algo="sha256",
             kv_cache_dtype_skip_layers=[],
         ),
@@ -83,6 +85,7 @@ def vllm_config(**changes: Any) -> Any:
         ),
         speculative_config=None,
         lora_config=None,
+        weight_transfer_config=None,
     )
     for path, value in changes.items():
         section, _, name = path.partition("__")

@@ -44,4 +44,6 @@ def lacking(fd: int, needed: int = RESIZING) -> str:
             " and others' writing" if needed & FUTURE_WRITE else ""
         )
         return f"fd {fd} is not sealed against {against} (it has {seals:#x}, needs {needed:#x})"
+    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+        return f"fd {fd} is of huge pages: reading one that is not to be had raises SIGBUS"
     return ""

@@ -29,7 +29,7 @@ from .. import logs
 from ..guard import answers
 from . import settings
 from .ends import LoadEnds
-from .metadata import QUIET, REFUSED, StepMetadata
+from .metadata import QUIET, StepMetadata
 from .model import compat, versions
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
@@ -46,8 +46,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
     and worker/side.py.
 
-    A refused half is set to None. Then each call answers as vLLM's default does, in next to no
-    time."""
+    A refused scheduler's half is set to None. Then each call answers as vLLM's default does."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError for unknown or impossible settings in `kv_connector_extra_config`."""
@@ -146,17 +145,18 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
         if side is None:
-            return REFUSED
+            return QUIET
         meta = None
         try:
             if side.quiet(scheduler_output):
                 return QUIET
             meta = side.begin()
             if meta.loads:
-                self._expect(meta)
+                self._ends.expect(meta.loads)
+                meta.ends = self._ends.address
             elif side.instance.refused:
                 self._scheduler = None
-                return REFUSED
+                return QUIET
             side.plan(scheduler_output, meta)
         except Exception as error:  # noqa: BLE001 - the outermost line of ours
             self.note_failure("build_connector_meta", error)
@@ -167,11 +167,6 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @answers(None)
     def _stop_stores(self, scheduler: SchedulerSide, meta: StepMetadata) -> None:
         scheduler.stop_stores(meta)
-
-    @answers(None)
-    def _expect(self, meta: StepMetadata) -> None:
-        self._ends.expect(meta.loads)
-        meta.ends = self._ends.address
 
     @answers(None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -281,15 +276,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @answers(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        worker = self._worker
-        if worker is None or not isinstance(connector_metadata, StepMetadata):
-            return
-        if connector_metadata is REFUSED and worker.loads.over:
-            # The scheduler's half plans nothing any more.
-            self._worker = None
-            return
-        self._thread = threading.get_ident()
-        worker.begin(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._thread = threading.get_ident()
+            self._worker.begin(connector_metadata)
 
     def has_connector_metadata(self) -> bool:
         """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""

@@ -116,19 +116,16 @@ class StepMetadata(msgspec.Struct):
     ends: tuple[str, str] = "", ""
 
 
-class _Constant(StepMetadata):
-    """Metadata that is one object, also after unpickling. name: its name in this module."""
-
-    name: str = ""
+class _Quiet(StepMetadata):
+    """One object, also after unpickling."""
 
     def __reduce__(self) -> str:
-        return self.name
+        return "QUIET"
 
 
-REFUSED = _Constant(name="REFUSED")
-"""The metadata of a refused instance."""
-QUIET = _Constant(name="QUIET")
-"""The metadata of a step in which requests run and nothing is to be done, as in most."""
+QUIET = _Quiet()
+"""The metadata of a step in which nothing is to be done, as in most, and in all of a refused
+instance."""
 
 
 class LoadSpan(NamedTuple):

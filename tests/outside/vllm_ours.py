@@ -58,7 +58,7 @@ def _die_with_parent() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     log = FOLDER / "server.log"
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "vcache_backend.cli", "serve", "--socket", str(SOCKET)]
+        command = [sys.executable, "-m", "vcache_backend", "serve", "--socket", str(SOCKET)]
         _server.append(
             subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent

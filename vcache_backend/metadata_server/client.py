@@ -56,12 +56,8 @@ class Client(Channel):
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
-        super().__init__(
-            path,
-            config,
-            m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name),
-            reconnect,
-        )
+        hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name)
+        super().__init__(path, config, hello, reconnect)
         self.on_beat.append(self._list)
 
     # ---- chunks
@@ -277,9 +273,5 @@ def _joined(first: m.Found, then: m.Found) -> m.Found:
     """Join two answers. `then` is about the keys after those of `first`."""
     moved = [run.numbered(run.first + len(first.pooled)) for run in then.residents]
     return m.Found(
-        first.pooled + then.pooled,
-        first.residents + moved,
-        then.epoch,
-        then.cut,
-        then.coming,
+        first.pooled + then.pooled, first.residents + moved, then.epoch, then.cut, then.coming
     )

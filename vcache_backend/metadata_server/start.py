@@ -55,9 +55,7 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
         with _alone(beside(path, ".start"), deadline):
             return _start(config, path, deadline) if _silence(path, trusted) else present
     except OSError as error:
-        raise ConfigError(
-            f"server.socket: no metadata server can be started at {path}: {error}"
-        ) from error
+        raise ConfigError(f"server.socket: no server can be started at {path}: {error}") from error
 
 
 def try_ensure(config: Config) -> None:
@@ -81,9 +79,7 @@ def _start(config: Config, path: Path, deadline: float) -> str:
         time.sleep(_PAUSE_SECONDS)
     if not processes.lives(server):
         return f"the metadata server at {path} was started by another process"
-    return (
-        f"metadata server started at {path}, pid {server.pid}, log {log}; it outlives this process"
-    )
+    return f"metadata server started at {path}, pid {server.pid}, log {log}; it outlives you"
 
 
 def _silence(path: Path, trusted: int | None) -> str:
@@ -110,7 +106,7 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
 
 def _spawn(config: Config, path: Path, log: Path) -> int:
     """Start a detached server, which reads its configuration from stdin. Returns its pid."""
-    command = [sys.executable, "-P", "-m", "vcache_backend.cli", "serve"]
+    command = [sys.executable, "-P", "-m", "vcache_backend", "serve"]
     command += ["--config", "/dev/stdin", "--socket", str(path), "--log", str(log)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(log, flags, 0o600), "ab") as out:

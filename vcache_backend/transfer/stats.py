@@ -108,13 +108,11 @@ class EngineStats:
             return sum(self._times[name].total_us for name in names) / 1e6
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values, in microseconds, and GB/s (1e9 bytes) of data time."""
+        """Everything as plain values, times in microseconds."""
         with self._lock:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
             times = {name: histogram.summary() for name, histogram in self._times.items()}
-            read = ("own", "peer", "offload", "resident")
-            retrieved = sum(counts[f"bytes_{where}"] for where in read)
 
             def of(kind: str, *names: str) -> dict[str, int]:
                 return {name: counts[f"{kind}_{name}"] for name in names}
@@ -130,10 +128,6 @@ class EngineStats:
                 "misses": counts["chunks_missed"],
                 "bytes": of("bytes", "own", "peer", "offload", "stored", "offload_written"),
                 "resident": resident | {"owners": owners},
-                "gb_per_s": {
-                    "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
-                    "store": _rate(counts["bytes_stored"], self._times["store_copy"]),
-                },
                 "not_stored": of("not_stored", *NOT_STORED),
                 "failures": dict(self._failures),
             }
@@ -151,10 +145,6 @@ class _Timed:
 
     def __exit__(self, *_: object) -> None:
         self._stats.add_time(self._name, perf_counter() - self._started)
-
-
-def _rate(nbytes: int, time: Histogram) -> float:
-    return nbytes / time.total_us / 1e3 if time.total_us else 0.0
 
 
 class LoadStats:

@@ -70,6 +70,10 @@ def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
     most, others not at all. The mapping lasts as long as the tensor or a view of it, and its end
     waits for the GPU's work. Raises SegmentError, which says what to change."""
     host_segment.check(fd, nbytes)
+    unallocated = nbytes - 512 * os.fstat(fd).st_blocks
+    if unallocated > 0 and (available := devices.host_available()) < SPARE_BYTES + unallocated:
+        free = f"{available:,} B of host memory are available"
+        raise SegmentError(f"{unallocated:,} B of it are not allocated yet, and {free}")
     driver = cuda_driver.load()
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     held = np.frombuffer(memory, dtype=np.uint8)
@@ -100,11 +104,8 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         ) from error
     with ExitStack() as undo:
         undo.callback(driver.unregister, address)
-        if (there := driver.on_device(address)) != address:
-            where = f"{there:#x} for {address:#x}"
-            raise SegmentError(
-                f"GPU {ordinal} has host memory elsewhere ({where}); set pool.device: auto"
-            )
+        if driver.on_device(address) != address:
+            raise SegmentError(f"GPU {ordinal} has host memory elsewhere; set pool.device: auto")
         undo.pop_all()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -40,12 +40,12 @@ class Exporter:
     """The memory of one worker's KV cache. All methods run in the worker's main thread, where vLLM
     makes its KV cache.
 
-    Regions and their descriptors belong to vLLM's tensors and live as long as the tensors: callers
-    do not close them."""
+    The region and its descriptor belong to vLLM's tensors and live as long as these: callers do not
+    close them."""
 
     def __init__(self, device_type: str) -> None:
         """On the worker's device. device_type: vLLM's, `cuda` or `cpu`. Never raises: without
-        exportable memory `regions` says why."""
+        exportable memory `region` says why."""
         self._memory: Exportable | None = None
         self._problems: list[str] = []
         with self._noting_failure():
@@ -57,35 +57,27 @@ class Exporter:
         """
         return self._around(self._memory) if self._memory is not None else None
 
-    def regions(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Region]:
-        """List the exportable allocations that hold `kv_caches`: each once, by address.
+    def region(self, kv_caches: Mapping[str, torch.Tensor]) -> Region:
+        """Return the exportable allocation that holds `kv_caches`. vLLM makes one for all layers.
 
-        LayoutError if a tensor lies elsewhere, SegmentError without exportable memory."""
-        if self._memory is None or self._problems:
+        LayoutError if they lie elsewhere, SegmentError without exportable memory."""
+        memory = self._memory
+        if memory is None or self._problems:
             raise SegmentError(
                 f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or "
                 f"set {_POOL}"
             )
-        regions = sorted(self._memory.allocations(), key=lambda region: region.address)
-        used = {
-            self._holder(self._memory, regions, name, tensor) for name, tensor in kv_caches.items()
-        }
-        return [regions[at] for at in sorted(used)]
-
-    @staticmethod
-    def _holder(
-        memory: Exportable, regions: Sequence[Region], name: str, tensor: torch.Tensor
-    ) -> int:
-        storage = tensor.untyped_storage()
+        storage = next(iter(kv_caches.values())).untyped_storage()
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        for at, region in enumerate(regions):
+        regions = memory.allocations()
+        for region in regions:
             if region.address <= first and end <= region.address + region.nbytes:
-                return at
+                return region
         why = memory.problem or "another connector or allocator has made it"
         raise LayoutError(
-            f"vLLM's KV cache cannot be shared in place: {name}, {storage.nbytes():,} B on "
-            f"{tensor.device}, "
-            f"lies in none of the {len(regions)} exportable allocations ({why}); or set {_POOL}"
+            f"vLLM's KV cache cannot be shared in place: {storage.nbytes():,} B on "
+            f"{storage.device} lie in none of the {len(regions)} exportable allocations ({why}); "
+            f"or set {_POOL}"
         )
 
     @contextmanager
@@ -102,7 +94,7 @@ class Exporter:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Turn an error into a problem: vLLM uses its own memory, and `regions` says why."""
+        """Turn an error into a problem: vLLM uses its own memory, and `region` says why."""
         try:
             yield
         except VCacheError as error:

@@ -166,8 +166,7 @@ class Publications:
         if stop <= first:
             return []
         if len(self._told) * each > 4 * self.blocks:
-            # Most of these chunks are gone. The others are published again at their next hit.
-            self._told.clear()
+            self._forget_gone()
         begin, end = first * each, stop * each
         lasts = slice(begin + each - 1, end, each)
         ends = zip(row[lasts], generations[lasts], row[begin:end:each], strict=True)
@@ -194,6 +193,13 @@ class Publications:
         filled = tracked.store.rows[0][: state.filled]
         if len(self._leading(filled)) < len(filled):
             state.filled = NEVER
+
+    def _forget_gone(self) -> None:
+        """Forget chunks of which the last block, which leaves first, holds something else now."""
+        counters, told = self.generations.counters.data, self._told
+        gone = [key for key, (last, generation, _) in told.items() if counters[last] != generation]
+        for key in gone:
+            del told[key]
 
     def _leading(self, blocks: array[int]) -> array[int]:
         """The generations of these blocks, up to the first void block."""

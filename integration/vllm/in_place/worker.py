@@ -4,10 +4,11 @@ the chunks that its steps compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 
 from vcache_backend.metadata_server.messages import InstanceId, Publish
 from vcache_backend.resident.neighbours import Neighbours
@@ -15,7 +16,6 @@ from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ..metadata import PublicationSpec
@@ -40,15 +40,15 @@ class InPlace:
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
 
-    def open(self, session: Session, kv: PagedKV, regions: Sequence[Region]) -> None:
-        """Get ready to read other KV caches, once the worker has joined the pool. kv: its KV cache.
-        regions: the `exporter`'s, of that cache. LayoutError.
+    def open(self, session: Session, kv: PagedKV, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Get ready to read other KV caches, once the worker has joined the pool. kv: the geometry
+        of its `kv_caches`. LayoutError or SegmentError if others cannot map them.
         """
         device = session.device
         if device.medium == "host" and kv.device.type != "cpu":
             device = devices.resolve(str(kv.device))
-        self._regions = regions
-        self._shape = cache_shape(kv, regions, device)
+        self._region = self.exporter.region(kv_caches)
+        self._shape = cache_shape(kv, [self._region], device)
         self.neighbours = Neighbours(session.client, device, kv, session.rank)
         self._session = session
 
@@ -58,7 +58,7 @@ class InPlace:
         self._instance = instance
         if session is None or self._shown is not None or not self._shows:
             return
-        self._shown = OwnCache(session.client, instance, session.rank, self._shape, self._regions)
+        self._shown = OwnCache(session.client, instance, session.rank, self._shape, [self._region])
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
     def publish(self, specs: Sequence[PublicationSpec]) -> None:

@@ -49,7 +49,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope: str = ""
     pp_size: int = 1
     prompt_embeds: bool = False
-    dynamic_kv_scales: bool = False
     context_parallel: int = 1
     sleep_mode: bool = False
     unnamed_inputs: bool = False
@@ -93,7 +92,7 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    device_type = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
+    device_type = str(vllm_config.device_config.device_type)
     known_as, revision = (name, "") if name else weights(model)
     return ModelSpec(
         model=known_as,
@@ -107,19 +106,18 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
         head_dim=model.get_head_size(),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        use_mla=bool(getattr(model, "use_mla", False)),
-        prompt_embeds=bool(getattr(model, "enable_prompt_embeds", False)),
-        dynamic_kv_scales=bool(getattr(cache, "calculate_kv_scales", False)),
-        context_parallel=getattr(parallel, "decode_context_parallel_size", 1)
-        * getattr(parallel, "prefill_context_parallel_size", 1),
-        sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
+        use_mla=bool(model.use_mla),
+        prompt_embeds=bool(model.enable_prompt_embeds),
+        context_parallel=parallel.decode_context_parallel_size
+        * parallel.prefill_context_parallel_size,
+        sleep_mode=bool(model.enable_sleep_mode),
         unnamed_inputs=_unnamed_inputs(model, cache),
-        new_weights=getattr(vllm_config, "weight_transfer_config", None) is not None,
+        new_weights=vllm_config.weight_transfer_config is not None,
         named=bool(name),
         gpu_memory_utilization=_utilization(cache, device_type),
         device_type=device_type,
         block_size=cache.block_size,
-        hash_algorithm=text(getattr(cache, "prefix_caching_hash_algo", "")),
+        hash_algorithm=text(cache.prefix_caching_hash_algo),
         extra=extra(vllm_config),
     )
 
@@ -170,7 +168,7 @@ def read_shard(
         block_size=kv.block_size,
         chunk_bytes=kv.chunk_bytes(chunk_size),
         attention=attention(vllm_config, kv_caches),
-        layer_names=names or layer_names(kv_caches),
+        layer_names=names or digest(list(kv_caches)),
     )
 
 
@@ -248,11 +246,6 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
             "context parallelism splits the tokens of a block among workers: set both "
             "context parallel sizes to 1"
         )
-    if instance.dynamic_kv_scales:
-        yield (
-            "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM "
-            "without --calculate-kv-scales"
-        )
     if instance.prompt_embeds:
         yield (
             "prompts given as embeddings have no tokens to tell them apart: start vLLM "
@@ -271,8 +264,9 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
         )
     if not (instance.revision or instance.named):
         yield (
-            f"the weights at {instance.model} have no revision, so others may lie there tomorrow: "
-            "set connector.model to a name of these weights, or vLLM's --revision"
+            f"nothing tells which weights of {instance.model} vLLM has loaded: they have no "
+            "revision, or were written while vLLM started: start it again, or set connector.model "
+            "to a name of these weights"
         )
 
 
@@ -291,21 +285,12 @@ def seed(hash_seed: str | None) -> str | None:
 # ---- KV tensors
 
 
-def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:
+def attention(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     """The names of the caching layers' attention backends, which arrange K, V and heads within a
     block. Known in workers only."""
-    compilation = getattr(vllm_config, "compilation_config", None)
-    names: set[str] = set()
-    for name, layer in (getattr(compilation, "static_forward_context", None) or {}).items():
-        backend: Any = getattr(layer, "attn_backend", None)
-        if hasattr(backend, "get_name") and (not kv_caches or name in kv_caches):
-            names.add(str(backend.get_name()))
-    return ",".join(sorted(names))
-
-
-def layer_names(kv_caches: Mapping[str, Any] | None) -> str:
-    """A digest of the layers' names, in the order in which a chunk holds them."""
-    return digest(list(kv_caches or ()))
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = (getattr(layers.get(name), "attn_backend", None) for name in kv_caches)
+    return ",".join(sorted({str(backend.get_name()) for backend in backends if backend}))
 
 
 # ---- the configuration
@@ -325,7 +310,7 @@ def _cache_dtype(name: object, model_dtype: object) -> str:
 def _unnamed_inputs(model: Any, cache: Any) -> bool:
     """Whether each process numbers images anew. vLLM does so if neither of its caches needs to
     identify them."""
-    multimodal = getattr(model, "multimodal_config", None)
+    multimodal = model.multimodal_config
     return multimodal is not None and not (
         multimodal.mm_processor_cache_gb or cache.enable_prefix_caching
     )
@@ -334,7 +319,5 @@ def _unnamed_inputs(model: Any, cache: Any) -> bool:
 def _utilization(cache: Any, device_type: str) -> float | None:
     """vLLM's `gpu_memory_utilization`; None on a CPU, or if `kv_cache_memory_bytes` decides
     instead."""
-    if device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
-        return None
-    share = getattr(cache, "gpu_memory_utilization", None)
-    return float(share) if share is not None else None
+    own = device_type == "cpu" or cache.kv_cache_memory_bytes
+    return None if own else float(cache.gpu_memory_utilization)

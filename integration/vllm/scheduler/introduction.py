@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from time import monotonic
 
 from vcache_backend.config import Config
@@ -95,16 +94,9 @@ class Introduction:
             return False
         self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
         if monotonic() > self._wait_until:
-            ranks = product(range(self._model.pp_size), range(self._model.tp_size))
-            missing = "; ".join(
-                f"pipeline rank {pp}, tensor rank {tp}"
-                for pp, tp in ranks
-                if (pp, tp) not in self._shards
-            )
             self._refuse(
-                f"{len(self._shards)} of {self.workers} workers have described their KV caches "
-                f"within {INTRODUCTION_SECONDS:g} s; "
-                f"see the log of the others: {missing}"
+                f"only {len(self._shards)} of {self.workers} workers have described their KV "
+                f"caches within {INTRODUCTION_SECONDS:g} s: see the log of the others"
             )
         return not self.refused
 

@@ -357,7 +357,7 @@ class SchedulerSide:
             self.instance.announcer = self.instance.announcer.renewed()
 
     def _outdate(self) -> None:
-        """Store nothing that builds on what vLLM has. In place that is void, or was never filled."""
+        """Store nothing that builds on what vLLM has. In place that is void or was not filled."""
         if self.publications is None:
             self._leftovers.reset(self.blocks, self._requests.values())
             for tracked in self._requests.values():

@@ -55,11 +55,6 @@ class Loads:
 
     # ---- a step
 
-    @property
-    def over(self) -> bool:
-        """Whether vLLM waits for no load of this worker."""
-        return not (self._under_way or self._lost or self._over)
-
     def expect(self, specs: Iterable[LoadSpec]) -> None:
         """Note the loads that the step wants. Each load's end is reported, whatever happens,
         because vLLM waits for it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ... import amx, round_trip, vllm_memory
@@ -97,15 +96,13 @@ class WorkerSide:
         if self._refused:
             self.refuse(self._refused)
             return
-        # First: who cannot share lends nothing, either.
-        regions = self.in_place.exporter.regions(kv_caches) if self.in_place is not None else []
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
         kv = model_spec.describe(tables, kv_caches, blocks)
         shard = model_spec.read_shard(
             self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
         )
-        session = self._session(kv_caches, kv, shard, regions)
+        session = self._session(kv_caches, kv, shard)
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
@@ -116,11 +113,7 @@ class WorkerSide:
         log.info("vcache: worker %d %s %s, %s", self._rank, does, session.device, chunk)
 
     def _session(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        kv: PagedKV,
-        shard: model_spec.ShardSpec,
-        regions: Sequence[Region],
+        self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
     ) -> Session:
         """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
         model = self._model
@@ -138,7 +131,7 @@ class WorkerSide:
             if wrong:
                 raise VCacheError(wrong)
             if self.in_place is not None:
-                self.in_place.open(session, kv, regions)
+                self.in_place.open(session, kv, kv_caches)
         except BaseException:
             session.close()
             raise

@@ -178,10 +178,7 @@ class Channel:
         try:
             reply = self._call(request, kind, received=fds)
             if len(fds) != due(reply):
-                raise ProtocolError(
-                    f"{type(request).__name__}: {len(fds)} fds came along, {due(reply)} were due; "
-                    "if fewer came, this process has reached its limit of descriptors (ulimit -n)"
-                )
+                raise ProtocolError(f"{len(fds)} fds came, {due(reply)} were due (see ulimit -n)")
         except VCacheError:
             wire.close_fds(fds)
             raise
@@ -226,10 +223,7 @@ class Channel:
             self._unread.popleft().reply = reply
             self.on_reply(reply)
             if isinstance(reply, m.Error) and reply.fatal:
-                self._drop(
-                    link,
-                    f"the metadata server at {self._path} closed the connection: {reply.message}",
-                )
+                self._drop(link, f"server at {self._path} closed the connection: {reply.message}")
 
     def _alone(
         self,

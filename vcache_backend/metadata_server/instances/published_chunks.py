@@ -143,22 +143,15 @@ class InstancePublications:
         due, namespace = len(request.keys) * self.each, self.namespace
         sizes = len(request.blocks), len(request.generations)
         if sizes != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
-            raise Refused(
-                f"publish: {sizes[0]:,} B of numbers and {sizes[1]:,} B of generations, but "
-                f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B for each of {due:,} blocks are due"
-            )
+            raise Refused(f"publish: {sizes} B of numbers and generations for {due:,} blocks")
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):
-            raise Refused(
-                f"publish: keys of other namespaces or ranks than {namespace.hex()}, {rank}"
-            )
+            raise Refused(f"publish: keys not of namespace {namespace.hex()}, rank {rank}")
         if rank >= self.ranks:
             raise Refused(f"publish: rank {rank} of an instance that joined with {self.ranks}")
         numbers = struct.unpack(f"<{due}I", request.blocks)
         if numbers and max(numbers) >= self.blocks:
-            raise Refused(
-                f"publish: block {max(numbers):,} of an instance that has {self.blocks:,}"
-            )
+            raise Refused(f"publish: block {max(numbers):,} of an instance with {self.blocks:,}")
         return numbers
 
     def _take(self, new: PublishedChunk, numbers: tuple[int, ...], full: bool) -> bool:

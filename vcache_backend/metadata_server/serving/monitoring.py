@@ -34,9 +34,7 @@ class MonitorProcess:
             status = self._process.poll()
             if status is None:
                 return
-            log.error(
-                "server.metrics: its process ended with status %d; it is started again", status
-            )
+            log.error("server.metrics: its process ended with %d; it is started again", status)
             self.close()
         self._again_at = time.monotonic() + AGAIN_SECONDS
         try:

@@ -47,17 +47,18 @@ def server_stats(service: Service) -> m.ServerStats:
     return fitting(stats)
 
 
-_LISTS = ("reports", "hits", "namespaces", "mismatches", "reads", "instances")
-"""What may be cut. The newest entries of the first three stay, the first of the others."""
+_NEWEST = ("reports", "hits", "namespaces")
+_FIRST = ("mismatches", "reads", "instances", "quarantined_slots")
+"""What may be cut: the newest entries of the former stay, the first of the latter."""
 
 
 def fitting(stats: m.ServerStats) -> m.ServerStats:
     """Cut `stats` to the size of a message: halve its lists as often as needed."""
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
         halves = {}
-        for at, name in enumerate(_LISTS):
+        for name in _NEWEST + _FIRST:
             some = getattr(stats, name)
-            half = slice((len(some) + 1) // 2, None) if at < 3 else slice(len(some) // 2)
+            half = slice((len(some) + 1) // 2, None) if name in _NEWEST else slice(len(some) // 2)
             halves[name] = dict(list(some.items())[half]) if isinstance(some, dict) else some[half]
         stats = msgspec.structs.replace(stats, **halves)
     return stats
