@@ -240,7 +240,7 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
 def other(kind: str, **more: Any) -> Any:
     """A spec of another kind of vLLM's."""
     assert hasattr(kinds, kind)
-    return type(kind, (), {"block_size": 16} | more)()
+    return type(kind, (), {"block_size": 16, "prefix_cacheable": True} | more)()
 
 
 LOCAL = other("ChunkedLocalAttentionSpec")

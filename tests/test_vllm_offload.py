@@ -38,6 +38,8 @@ from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
 from vcache_backend.transfer.keys import HASH_BYTES
+from vcache_backend.transfer.session import make_tier
+from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["own_depot"]
 pytestmark = [needs_vllm, needs_mooncake]
@@ -402,8 +404,8 @@ def reported(served: object, config: OffloadConfig) -> list[tuple[bool, float | 
     halves, metadata = (
         import_module(f"{OURS}.{name}") for name in ("scheduler.offload", "metadata")
     )
-    link, told = metadata.Link, metadata.WorkerReport
-    with closing(halves.OffloadLookup(config, 2, False)) as below:
+    link, told, tier = metadata.Link, metadata.WorkerReport, make_tier(config, EngineStats(), False)
+    with closing(halves.OffloadLookup(tier, 2)) as below:
         eventually(lambda: below.usable)
         below.note(
             told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)})).links

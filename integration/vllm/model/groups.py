@@ -255,8 +255,8 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
         specs = layer_specs(group.kv_cache_spec)
         reasons = (unknown(type(spec).__name__) or _unsteady(spec) for spec in specs)
         reason = next((reason for reason in reasons if reason), None)
-        cacheable = getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
-        if reason is None and not cacheable:
+        moved = group.enable_kv_transfer and not group.host_resident
+        if reason is None and not (moved and group.kv_cache_spec.prefix_cacheable):
             reason = "its blocks are not part of vLLM's own prefix cache: no setting changes that"
         if reason is not None:
             name = group.layer_names[0] if group.layer_names else "a group"
@@ -308,15 +308,11 @@ def _unsteady(spec: Any) -> str | None:
     return None
 
 
-def _ordinary(group: Any) -> bool:
-    return not getattr(group, "host_resident", False) and getattr(group, "enable_kv_transfer", True)
-
-
 def _group(number: int, group: Any) -> LayerGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
     window, state = 0, ""
     if type(spec).__name__ in _WINDOWED:
-        window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+        window = int(spec.sliding_window) + int(spec.extra_retained_tokens)
     elif type(spec).__name__ == STATES:
         shapes, dtypes = list(map(list, spec.shapes)), list(map(str, spec.dtypes))
         state = digest([text(spec.mamba_type), shapes, dtypes])

@@ -20,6 +20,8 @@ from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import with_codec
 from vcache_backend.transfer.outbox import Outbox
+from vcache_backend.transfer.session import make_tier
+from vcache_backend.transfer.stats import EngineStats
 
 from ..in_place.publications import Publications
 from ..metadata import Link
@@ -42,8 +44,9 @@ class Introduction:
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. keys,
     client, outbox: None before `open`. announcer: None unless somebody wants KV events.
     publications, tables: this instance's publications and other instances' generations; None unless
-    KV caches are shared in place. version: of the weights, hashed into every key (see `versions`);
-    empty without versions."""
+    KV caches are shared in place. versions: the user names versions of the weights. version: the
+    present one, hashed into every key (see `versions.py`); empty without versions, as long as the
+    weights are those of the namespace."""
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Introduction:
         self._prefix, self._name = b"", name
         self.publications = publications
         weights = config.connector.weights
+        self.versions = bool(weights)
         self.version = versions.digest(weights) if weights else b""
         self.announcer: Announcer | None = None
         self.tables: Tables | None = None
@@ -77,7 +81,8 @@ class Introduction:
             return
         try:
             # Early, since connecting takes a moment, in the background.
-            self.offload = OffloadLookup(config.offload, self.ranks, model.device_type != "cpu")
+            tier = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
+            self.offload = OffloadLookup(tier, self.ranks) if tier is not None else None
         except Exception:  # the integration's outermost line: vLLM serves without
             log.exception("vcache: nothing is read from the offload tier")
 

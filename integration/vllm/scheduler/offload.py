@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.session import make_tier
-from vcache_backend.transfer.stats import EngineStats
 
 from ..metadata import Link
+
+if TYPE_CHECKING:
+    from vcache_backend.offload.tier import OffloadTier
 
 log = logging.getLogger("vllm.vcache")
 
@@ -23,27 +24,22 @@ class OffloadLookup:
 
     No hits while the scheduler or any worker cannot reach the tier."""
 
-    def __init__(self, config: OffloadConfig, ranks: int, on_gpu: bool) -> None:
-        """ranks: shards of a chunk. on_gpu: whether the KV caches are on GPUs."""
-        self._tier = make_tier(config, EngineStats(), on_gpu)
+    def __init__(self, tier: OffloadTier, ranks: int) -> None:
+        """ranks: shards of a chunk."""
+        self._tier = tier
         self._ranks = ranks
         self._links: dict[int, Link] = {}
 
     @property
     def usable(self) -> bool:
-        tier = self._tier
-        return (
-            tier is not None and tier.usable and all(link.usable for link in self._links.values())
-        )
+        return self._tier.usable and all(link.usable for link in self._links.values())
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
         """Return how many leading chunks pool and offload tier have. found: how many of them the
         pool has.
         """
-        if self._tier is None or found >= len(keys) or not self.usable:
-            return found
         try:
-            return self._tier.extend(client, keys, self._ranks, found)
+            return self._tier.extend(client, keys, self._ranks, found) if self.usable else found
         except VCacheError as error:
             log.debug("look-up in the offload tier: %s", error)
             return found
@@ -52,12 +48,10 @@ class OffloadLookup:
         """Note how workers reach the store now, by worker number."""
         self._links |= links
         rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
-        if self._tier is not None and rates:
+        if rates:
             # All workers load their shards at once, so the slowest decides when a chunk is loaded.
             self._tier.bandwidth = min(rates) * self._ranks
 
     def close(self) -> None:
         """Idempotent."""
-        if self._tier is not None:
-            self._tier.close()
-        self._tier = None
+        self._tier.close()

@@ -20,9 +20,7 @@ MOST_LOADS = 1024
 
 def wanted(vllm_config: Any) -> bool:
     """Whether vLLM traces."""
-    return bool(
-        getattr(getattr(vllm_config, "observability_config", None), "otlp_traces_endpoint", None)
-    )
+    return bool(vllm_config.observability_config.otlp_traces_endpoint)
 
 
 def begin(vllm_config: Any, workers: int) -> Spans | None:
