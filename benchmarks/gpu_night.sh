@@ -37,7 +37,7 @@
 #
 # A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s after 65 to 95 s. Then `routed` on four GPUs
 # takes 35 s for three runs of prefix and hot, and 55 s for three of the trace, each arm; `ranks` on four 175 s with prefix and hot; `three` in
-# place 130 s; through a pool it has not come to its end. A machine starts, with what is unpacked, in 50 s; a failed start costs 180 s.
+# place 130 s, through a pool 110 s. A machine starts, with what is unpacked, in 50 s; a failed start costs 180 s.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.

@@ -117,7 +117,13 @@ class Engine:
                 "client": msgspec.to_builtins(QUICK),
                 "pool": {"segment_bytes": lends},
                 "engine": {"chunk_size": CHUNK},
-                "connector": {"share": "in_place", "min_hit_tokens": CHUNK, **connector},
+                "connector": {
+                    "share": "in_place",
+                    "min_hit_tokens": CHUNK,
+                    # The model is written while this process runs.
+                    "model": "tiny",
+                    **connector,
+                },
             },
         )
         config = EngineArgs(

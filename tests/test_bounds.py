@@ -176,6 +176,41 @@ def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(
     assert alone.client().stats().clients > 0
 
 
+ASKS_MUCH = """
+import select, sys
+from pathlib import Path
+from processes import Raw
+from test_bounds import LONG
+held = [Raw(Path(sys.argv[1])) for _ in range(30)]
+of, ready = {raw.socket.fileno(): raw.socket for raw in held}, select.poll()
+for fd, sock in of.items():
+    ready.register(fd, select.POLLIN)
+    sock.send(LONG)
+print("asks", flush=True)
+while True:
+    for fd, _ in ready.poll():
+        of[fd].recv(1000)
+        of[fd].send(LONG)
+"""
+LONG = wire.encode(m.Promise(1, [m.ChunkKey(number.to_bytes(26)) for number in range(m.MAX_KEYS)]))
+"""It takes the chunks over from whoever has promised them: about a millisecond."""
+
+
+def test_a_process_with_thirty_connections_does_not_get_thirty_times_the_turns(
+    alone: Stage,
+) -> None:
+    alone.server()
+    alone.script(ASKS_MUCH).expect("asks")
+    raw = alone.raw()
+    before = raw.ask("stats")[9]["Promise"][0]
+    for _ in range(20):
+        raw.send_bytes(LONG)
+    for _ in range(20):
+        raw.receive()
+    served = raw.ask("stats")[9]["Promise"][0] - before
+    assert served < 20 * 18
+
+
 # ---- the log
 
 

@@ -120,15 +120,14 @@ def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Pa
     loaded = config.load(path)
     assert loaded.server.path == Path("/run/x.sock")
     assert loaded.pool == config.Config().pool
-    assert json.loads(vcache("config", "show", "--json").stdout)["pool"]["segment_bytes"] is None
 
 
 def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = json.loads(vcache("config", "show", "--json", "--socket", "here.sock").stdout)
-    assert shown["server"]["socket"] == str(tmp_path / "here.sock")
+    shown = vcache("config", "show", "--socket", "here.sock").stdout
+    assert f"socket: {tmp_path / 'here.sock'}\n" in shown
     # Of these `--socket "$UNSET"` is the last.
     for given in ("/", ""):
         said = vcache("serve", "--socket", given, expect=1).stderr
@@ -162,7 +161,7 @@ def test_a_runtime_folder_that_is_no_path_of_text_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It must be a whole path, else it counts as unset (XDG's specification)."""
-    for given in ("run", "/run/\udcff", "/run/a\nb"):
+    for given in ("run", "/run/\udcff", "/run/a\nb", f"/run/{'x' * 90}"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", given)
         assert f"socket: /tmp/vcache-{os.getuid()}/vcache.sock" in vcache("config", "show").stdout
 
@@ -206,22 +205,22 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert listing() == []
     assert "of host memory are free" in add("host", "8TiB", expect=1).stderr
     assert "64 MiB of host:a lent" in add("host:a", "64MiB").stdout
-    added = json.loads(add("host:b", "1048576", "--json").stdout)
-    assert (added["device"], added["medium"], added["nbytes"]) == ("host:b", "host", 1 << 20)
+    added, _, said = add("host:b", "1048576").stdout.partition(": ")
+    assert said == "1 MiB of host:b lent\n"
 
     listed = listing()
     assert {(info["device"], info["nbytes"], info["state"]) for info in listed} == {
         ("host:a", 64 << 20, "live"),
         ("host:b", 1 << 20, "live"),
     }
-    assert added["id"] in vcache("segment", "list", *at).stdout
+    assert added in vcache("segment", "list", *at).stdout
     shown = json.loads(vcache("status", "--json", *at).stdout)
     assert {info["id"] for info in shown["segments"]} == {info["id"] for info in listed}
-    assert added["id"] in vcache("status", *at).stdout
+    assert added in vcache("status", *at).stdout
 
-    assert "gone" in vcache("segment", "drop", added["id"], *at).stdout
+    assert "gone" in vcache("segment", "drop", added, *at).stdout
     assert [info["device"] for info in listing()] == ["host:a"]
-    assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr
+    assert added in vcache("segment", "drop", added, *at, expect=1).stderr
     assert vcache("clear", *at).stdout == "0 chunks forgotten\n"
 
 

@@ -154,17 +154,14 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
         "gpu_memory_utilization <= 0.93"
     )
     unset = only(doctor.check_memory(from_dict({})))
-    said = (
-        "pool.segment_bytes is not set: a worker lends nothing if it shares in place, 8 GiB "
-        "if it uses a pool"
-    )
+    said = "a worker lends nothing if it shares in place, 8 GiB if it uses a pool"
     assert unset == Finding("memory", "ok", said)
 
 
 @pytest.mark.parametrize(
     ("wanted", "status", "said"),
     [
-        ("6 MiB", "warn", "unless the pool's segment is there already"),
+        ("6 MiB", "warn", "unless `vcache segment list` has the segment"),
         ("62 MiB", "fail", "set it to 30.4 MiB or less"),
     ],
 )

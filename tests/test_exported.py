@@ -70,7 +70,7 @@ def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> Non
 
 def test_a_cache_lies_where_the_pool_does(cache: SharedCache) -> None:
     """`pool.device: host` beside a GPU's KV cache: readers would take that for host memory."""
-    with pytest.raises(LayoutError, match=r"on cpu, the pool on GPU-0; .*: set pool.device: auto"):
+    with pytest.raises(LayoutError, match="on cpu, pool on GPU-0: set pool.device: auto"):
         cache_shape(cache.kv, cache.regions, Device("GPU-0", "cuda", 0))
 
 
@@ -112,7 +112,7 @@ def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_
             {"kinds": [LayerKind(4, 2, 1024, 2048)]},
             r"layers, parts and bytes a page \[\(4, 2, 1024\)\], here \[\(3, 2, 2048\)\]",
         ),
-        ({"num_blocks": 25}, "25 blocks, which is not a multiple of its 24 generations"),
+        ({"num_blocks": 25}, "25 blocks for 24 generations"),
         ({"kinds": [LayerKind(3, 2, 2048, 2047)]}, "pages of 2,048 B every 2,047 B"),
         ({"planes": [(0, 0)] * 5}, "5 planes, but its layers have 6"),
         ({"planes": [(0, 0)] * 5 + [(0, -1)]}, "plane 5 lies at bytes -1 to .* of region 0"),

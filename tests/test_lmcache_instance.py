@@ -28,6 +28,7 @@ from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.lmcache import checks, patches
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
+from vcache_backend.integration.vllm.model import weights
 
 # LMCache's imports warn.
 pytestmark = [needs_lmcache, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -110,8 +111,10 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
 
 
 def test_the_weights_go_by_what_they_are(
-    under_vllm: Callable[..., Instance], tmp_path: Path
+    under_vllm: Callable[..., Instance], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process that has begun before they were written may have loaded others."""
+
     def known(named: str = "", **model: str) -> tuple[str, str]:
         found = under_vllm(
             name=named, **{f"model_config__{name}": value for name, value in model.items()}
@@ -125,6 +128,10 @@ def test_the_weights_go_by_what_they_are(
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     link = tmp_path.parent / "link"
     link.symlink_to(tmp_path)
+    assert known(model=str(tmp_path)) == (str(tmp_path.resolve()), "")
+    (tmp_path / "old").symlink_to(os.__file__)
+    assert [known(model=str(path))[1] != "" for path in (os.__file__, tmp_path / "old")] == [1, 0]
+    monkeypatch.setattr(weights, "_EXACT_SECONDS", float("inf"))
     before = known(model=str(tmp_path))
     (tmp_path / ".lock").touch()
     assert known(model=str(link)) == before

@@ -339,7 +339,7 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     # A service manager sends SIGHUP to all of a service: that ends neither process.
     for number in ("-HUP", "-9"):
         subprocess.run(["kill", number, child], check=True)
-    server.expect("its process ended with status -9; it is started again")
+    server.expect("its process ended with -9; it is started again")
     assert get(address_of(server), "/nothing")[0] == 404
     server.signal(signal.SIGHUP)
     assert alone.client().connected

@@ -253,7 +253,7 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
 
 
 def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
-    said = "find: 2,048 keys of 4,096 ranks; at most 16,384 keys times ranks"
+    said = "find: 2,048 keys x 4,096 ranks; 16,384 is the limit"
     assert worker.ask("find", [A] * 2048, 4096) == ["error", said, False]
     assert worker.ask("find", [A] * 2048, 8)[:2] == ["found", b""]
 

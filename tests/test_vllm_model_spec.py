@@ -225,7 +225,7 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
         ({"new_weights": True}, "set connector.weights to the version"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
         ({"hash_algorithm": "xxhash"}, "set --prefix-caching-hash-algo sha256"),
-        ({"model": "s3://bucket/model", "revision": ""}, "set connector.model to a name of"),
+        ({"model": "s3://bucket/model", "revision": ""}, "set connector.model to a name"),
     ],
 )
 def test_an_instance_that_cannot_share_is_refused_with_what_to_change(

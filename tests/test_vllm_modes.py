@@ -7,6 +7,7 @@ Instance `a` stores what it computes; for everything else an instance of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from vllm_cases import (
     needs_vllm,
     new_tokens,
 )
-from vllm_models import LAYERS, write_eagle, write_guessed
+from vllm_models import LAYERS, write_eagle, write_guessed, write_model
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -241,6 +242,33 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
     assert b.again(tokens).cached == LENGTH
     b.ask("pause")
     assert b.one(tokens).cached == 0
+
+
+def moving(arguments: dict[str, Any]) -> Any:
+    """An engine whose model's path leads to `then` once its weights are loaded."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm_inside import Serving
+
+    then, load = arguments.pop("then"), CPUWorker.load_model
+
+    def load_model(self: Any, **given: Any) -> None:
+        load(self, **given)
+        Path(arguments["model"]).unlink()
+        Path(arguments["model"]).symlink_to(then)
+
+    CPUWorker.load_model = load_model
+    return Serving(arguments)
+
+
+def test_weights_that_others_have_taken_the_place_of_by_the_time_we_look_are_refused(
+    here: Node, tmp_path: Path
+) -> None:
+    """Instances that start later would take the KV for that of the others."""
+    (latest := tmp_path / "latest").symlink_to(here.model)
+    arguments = {"model": str(latest), "then": write_model(tmp_path / "newer", seed=2)}
+    arguments["kv_transfer_config"] = here.transfer()
+    with Instance(here.folder, "moving", {}, arguments, make=moving) as b:
+        caches_nothing(here, b, f"nothing tells which weights of {tmp_path / 'newer'}")
 
 
 def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_why_it_caches_nothing(

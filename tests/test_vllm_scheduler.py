@@ -311,6 +311,22 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
     eventually(lambda: engine.step() and request.num_computed_tokens > 0)
 
 
+def test_who_has_measured_nothing_believes_no_owner_that_a_chunk_takes_an_hour(
+    engine: Engine,
+) -> None:
+    """It would wait for hours, as long as the owner says again that it computes."""
+    with engine.here.client() as owner:
+        tokens = begun(owner, engine, 2, 3600, 600)
+        request = engine.add(tokens)
+
+        def computed() -> bool:
+            begun(owner, engine, 2, 3600, 600, tokens)
+            engine.step()
+            return request.num_computed_tokens > 0
+
+        eventually(computed, every=0.1)
+
+
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: Engine) -> None:
     """By a request that vLLM could schedule now, and stores what it computes. The owner's request
     waits for it in turn."""

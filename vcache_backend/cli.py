@@ -116,9 +116,7 @@ def clear(
     """Forget every chunk. Segments stay."""
     offload = config.load(config_file).offload
     if offloaded and offload.policy == "off":
-        raise ConfigError(
-            "no offload tier: offload.policy is off; name the file that sets it with --config"
-        )
+        raise ConfigError("no offload tier: offload.policy is off; --config names another file")
     with command.client(config_file, socket) as client:
         typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
     if offloaded:
@@ -170,14 +168,10 @@ def config_check(
 
 
 @config_app.command("show")
-def config_show(
-    config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False
-) -> None:
+def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Show the configuration in force, with all defaults."""
     values = config.dump(command.load(config_file, socket))
-    terminal.print_json(values) if as_json else typer.echo(
-        msgspec.yaml.encode(values).decode().rstrip()
-    )
+    typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
 
 # ---- the machine

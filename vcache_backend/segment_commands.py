@@ -26,10 +26,8 @@ def add_segment(
     ],
     config_file: ConfigFile = None,
     socket: Socket = None,
-    as_json: Json = False,
 ) -> None:
     """Lend memory of a device, such as an idle GPU. The server keeps it when this command ends."""
-    from vcache_backend.status import plain
     from vcache_backend.vram_pool import devices, segment
 
     try:
@@ -39,14 +37,10 @@ def add_segment(
     # Pages are allocated on first write: without this check a lack of memory would hit whoever
     # writes there later.
     if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
-        raise SegmentError(
-            f"--bytes {nbytes}: {available.about} of host memory are free; lend less"
-        )
+        raise SegmentError(f"--bytes {nbytes}: {available.about} of host memory are free")
     with command.client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
         client.add_segment(owned.info, owned.fd)
         info = owned.info
-    if as_json:
-        return terminal.print_json(plain(info))
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
 
 

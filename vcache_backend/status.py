@@ -14,21 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server.messages import (
-    InstanceStats,
-    Reported,
-    SegmentInfo,
-    ServerStats,
-    TenantStats,
-)
+from vcache_backend.metadata_server import messages as m
 
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0
 """An instance that is silent for so long does not answer: heartbeats come every second."""
-ABSENT = (
-    "absent: lost when the server was restarted, unless a worker still maps it and offers "
-    "it again; `vcache segment add` lends anew"
-)
+ABSENT = "absent: lost unless a worker offers it again; `vcache segment add` lends anew"
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 """A GPU's UUID. Tables show its start."""
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
@@ -45,25 +36,25 @@ def plain(value: Any) -> Any:
     return value
 
 
-def summary(stats: ServerStats) -> dict[str, Any]:
+def summary(stats: m.ServerStats) -> dict[str, Any]:
     """`stats` as plain values, with the `verdict`, whether it is `ok`, and the `hit_rate`."""
     good, said = verdict(stats)
     return {**plain(stats), "verdict": said, "ok": good, "hit_rate": hit_rate(stats)}
 
 
-def tokens(stats: ServerStats) -> tuple[int, int]:
+def tokens(stats: m.ServerStats) -> tuple[int, int]:
     """Prompt tokens that instances asked for since the server's start, and those found."""
     asked, found = zip((0, 0), *stats.hits.values(), strict=True)
     return sum(asked), sum(found)
 
 
-def hit_rate(stats: ServerStats) -> float | None:
+def hit_rate(stats: m.ServerStats) -> float | None:
     """Tokens found over tokens asked for; None before the first look-up."""
     asked, found = tokens(stats)
     return found / asked if asked else None
 
 
-def verdict(stats: ServerStats) -> tuple[bool, str]:
+def verdict(stats: m.ServerStats) -> tuple[bool, str]:
     """Say whether sharing works, and who shares, in one line. What is wrong comes first."""
     wrong = _wrong(stats)
     if wrong:
@@ -72,7 +63,7 @@ def verdict(stats: ServerStats) -> tuple[bool, str]:
     return True, _sharing(stats)
 
 
-def _wrong(stats: ServerStats) -> list[str]:
+def _wrong(stats: m.ServerStats) -> list[str]:
     """List what keeps instances from sharing."""
     instances = stats.instances
     wrong = [f"{_named(each)} {trouble(each)}" for each in instances if trouble(each)]
@@ -88,7 +79,7 @@ def _wrong(stats: ServerStats) -> list[str]:
     ]
 
 
-def _sharing(stats: ServerStats) -> str:
+def _sharing(stats: m.ServerStats) -> str:
     """Say who shares, and the hit rate."""
     instances = stats.instances
     if not instances:
@@ -110,7 +101,7 @@ def _sharing(stats: ServerStats) -> str:
     return f"{said}; {rate:.1%} of the tokens looked up were found"
 
 
-def trouble(instance: InstanceStats) -> str:
+def trouble(instance: m.InstanceStats) -> str:
     """Say what is wrong with an instance; empty if nothing is."""
     if instance.stopped:
         return f"is stopped (pid {instance.stopped}): continue it, or kill it"
@@ -119,7 +110,7 @@ def trouble(instance: InstanceStats) -> str:
     return f"lacks {instance.missing}" if instance.missing else ""
 
 
-def _named(instance: InstanceStats) -> str:
+def _named(instance: m.InstanceStats) -> str:
     """Name an instance in a sentence, such as `instance abababab at :8000`."""
     who = f"the instance of pid {instance.pid or '–'}"
     if instance.id:
@@ -146,7 +137,7 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
     return made
 
 
-def render(stats: ServerStats) -> RenderableType:
+def render(stats: m.ServerStats) -> RenderableType:
     """Make the output of `vcache status`: the verdict, what is wrong, who shares, and the pool."""
     good, said = verdict(stats)
     style = "bold yellow" if not good else "bold green" if len(stats.instances) > 1 else "bold"
@@ -163,7 +154,7 @@ def render(stats: ServerStats) -> RenderableType:
     return Group(Text(said, style=style), _headline(stats), *filled, *pool, *counts)
 
 
-def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
+def segments_table(segments: Sequence[m.SegmentInfo]) -> RenderableType:
     """Make one row for each segment, or a sentence if there is none."""
     if not segments:
         return Text("no segments: start a worker, or use `vcache segment add`", style="yellow")
@@ -186,7 +177,7 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
     return Group(made, Text(ABSENT, style="yellow"))
 
 
-def instances_table(instances: Sequence[InstanceStats]) -> Table:
+def instances_table(instances: Sequence[m.InstanceStats]) -> Table:
     rows = []
     for instance in instances:
         wrong = trouble(instance)
@@ -206,7 +197,7 @@ def instances_table(instances: Sequence[InstanceStats]) -> Table:
     )
 
 
-def _tenants(tenants: Sequence[TenantStats]) -> Table:
+def _tenants(tenants: Sequence[m.TenantStats]) -> Table:
     rows = [
         (each.name, ByteSize(each.used).about, ByteSize(each.limit).about, f"{each.evicted:,}")
         for each in tenants
@@ -224,7 +215,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _headline(stats: ServerStats) -> Text:
+def _headline(stats: m.ServerStats) -> Text:
     """Make two lines that fit 80 columns."""
     text = Text()
     for start, name, value in (
@@ -240,7 +231,7 @@ def _headline(stats: ServerStats) -> Text:
     return text
 
 
-def _hits(stats: ServerStats) -> Iterator[Text]:
+def _hits(stats: m.ServerStats) -> Iterator[Text]:
     """Show the hit rate; nothing before the first look-up."""
     asked, found = tokens(stats)
     if asked:
@@ -248,7 +239,7 @@ def _hits(stats: ServerStats) -> Iterator[Text]:
         yield Text.assemble(("hits ", "dim"), f"{found / asked:.1%}", (counted, "dim"))
 
 
-def _waits(stats: ServerStats) -> Iterator[Text]:
+def _waits(stats: m.ServerStats) -> Iterator[Text]:
     """Show how requests waited for what another instance computes; nothing before a promise."""
     counts = Counter(stats.counters)
     if counts["promised_chunks"]:
@@ -259,7 +250,7 @@ def _waits(stats: ServerStats) -> Iterator[Text]:
         yield Text.assemble(("waits ", "dim"), waited, (counted, "dim"))
 
 
-def _reports(reports: Sequence[Reported]) -> Table:
+def _reports(reports: Sequence[m.Reported]) -> Table:
     """Make one row for each of the newest reports, newest first."""
     rows = [
         (_when(report.time), level(report.level), str(report.pid), report.text)
@@ -274,13 +265,13 @@ def _when(at: float) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(at))
 
 
-def _quarantined(stats: ServerStats) -> Table:
+def _quarantined(stats: m.ServerStats) -> Table:
     """Make one row for each process whose slots are in quarantine."""
     rows = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
     return table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), rows)
 
 
-def _mismatches(stats: ServerStats) -> Table:
+def _mismatches(stats: m.ServerStats) -> Table:
     """Make one row for each value of each field in which instances of one model differ."""
     made = list[tuple[str, ...]]()
     for mismatch in stats.mismatches:

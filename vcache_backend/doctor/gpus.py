@@ -61,9 +61,7 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
                 advice = "hits on this peer will be several times slower"
                 yield warn(check, "PCIe, no NVLink", advice)
             else:
-                advice = (
-                    "they cannot share hits; see `nvidia-smi topo -p2p r`, IOMMU and ACS settings"
-                )
+                advice = "they cannot share; see `nvidia-smi topo -p2p r`, IOMMU and ACS settings"
                 yield fail(check, f"no peer access from {gpu.uuid} to {peer}", advice)
 
 
@@ -87,10 +85,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
     """Compare `pool.segment_bytes` with the free memory of the pool's device."""
     wanted = config.pool.lent
     if config.connector.share == "auto" and config.pool.segment_bytes is None:
-        detail = (
-            "pool.segment_bytes is not set: a worker lends nothing if it shares in "
-            f"place, {wanted} if it uses a pool"
-        )
+        detail = f"a worker lends nothing if it shares in place, {wanted} if it uses a pool"
         yield ok("memory", detail)
         return
     if wanted == 0:
@@ -101,20 +96,16 @@ def check_memory(config: Config) -> Iterator[Finding]:
         yield _gpu_budget(gpu, wanted)
         return
     if config.pool.device not in ("auto", "host") and not config.pool.device.startswith("host:"):
-        yield fail(
-            "memory",
-            f"pool.device: {config.pool.device} is not here",
-            "set pool.device: auto or host",
-        )
+        detail = f"pool.device: {config.pool.device} is not here"
+        yield fail("memory", detail, "set pool.device: auto or host")
         return
     available = devices.host_available()
     detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"
     if wanted <= available:
         yield ok("memory", detail)
     else:
-        yield fail(
-            "memory", detail, f"set pool.segment_bytes to {ByteSize(available // 2).about} or less"
-        )
+        less = ByteSize(available // 2).about
+        yield fail("memory", detail, f"set pool.segment_bytes to {less} or less")
 
 
 def _pool_gpu(spec: str) -> Gpu | None:
@@ -134,19 +125,14 @@ def _pool_gpu(spec: str) -> Gpu | None:
 def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
     """Whether a segment of `wanted` bytes fits on this GPU beside vLLM."""
     check = f"memory of gpu {gpu.ordinal}"
-    detail = (
-        f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of "
-        f"{ByteSize(gpu.total_bytes).about} free"
-    )
+    free, total = ByteSize(gpu.free_bytes).about, ByteSize(gpu.total_bytes).about
+    detail = f"pool.segment_bytes {wanted}, {free} of {total} free"
     # A segment may be there already, so lacking free memory is no failure.
     if fault := memory_budget.shortfall(gpu.total_bytes, gpu.free_bytes, wanted, 0, None):
         return fail(check, f"{detail}: nothing is left for vLLM", fault)
     most = memory_budget.most_utilization(gpu.total_bytes, wanted)
     vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
     if wanted > gpu.free_bytes:
-        advice = (
-            "set pool.segment_bytes lower, unless the pool's segment is there already "
-            f"(`vcache segment list`); {vllm}"
-        )
+        advice = f"lower pool.segment_bytes, unless `vcache segment list` has the segment; {vllm}"
         return warn(check, f"{detail}: not enough for a new segment", advice)
     return ok(check, f"{detail}; {vllm}")

@@ -69,26 +69,19 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
     except StoreDown as error:
         advice = f"start mooncake_master there, or set offload.mooncake.master; {START} here"
         if isinstance(error, StoreLost) or not process.alive or "timed out" in str(error):
-            advice = (
-                "see whether that is the rpc_port of a mooncake_master, and not its "
-                "metrics_port, whether it hangs, and the firewall"
-            )
+            advice = "is that mooncake_master's rpc_port, does it hang, does a firewall keep it?"
         yield fail(MASTER, f"{master}: {error}", advice)
         return
     yield ok(MASTER, f"{master} answers")
     try:
         yield _provider(process, fd)
     except StoreDown as error:
-        advice = (
-            "see whether every provider lives and is reached from here; the master forgets a "
-            "dead one after its client_ttl, 10 s"
-        )
+        advice = "see whether all providers live; dead ones are forgotten after client_ttl, 10 s"
         yield fail(PROVIDER, f"1 MiB: {error}", advice)
 
 
 def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Check that an object comes back unchanged; StoreDown if not. fd: memory of 2 * `NBYTES` bytes
-    for it."""
+    """Check that an object comes back unchanged; else StoreDown. fd: 2 * `NBYTES` bytes for it."""
     names = [f"vcache1/doctor-{secrets.token_hex(8)}"]
     content = secrets.token_bytes(NBYTES)
     with mmap.mmap(fd, 2 * NBYTES) as memory:
@@ -97,10 +90,7 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
         (outcome,) = process.call("put", names, [(0, NBYTES)], seconds=SECONDS)
         written = time.monotonic()
         if outcome == FULL:
-            advice = (
-                f"start a provider ({START}), or a larger one; what was read in the "
-                "last seconds is not evicted"
-            )
+            advice = f"start a provider ({START}), or a larger one"
             lacks = "no room for 1 MiB: no provider lends memory, or all of it is in use"
             return fail(PROVIDER, lacks, advice)
         if outcome != STORED:

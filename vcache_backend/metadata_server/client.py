@@ -56,12 +56,8 @@ class Client(Channel):
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
-        super().__init__(
-            path,
-            config,
-            m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name),
-            reconnect,
-        )
+        hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name)
+        super().__init__(path, config, hello, reconnect)
         self.on_beat.append(self._list)
 
     # ---- chunks
@@ -231,8 +227,7 @@ class Client(Channel):
         return self._send(request, m.Found, seconds) if fits else None
 
     def promise(self, request: m.Promise) -> m.Promised:
-        """Say that a request has begun to compute chunks: as many of them as one request may have.
-        See `Promise`."""
+        """Promise as many of these chunks as one request may have. See `Promise`."""
         some = request.keys[: _most_found(request)]
         return self._call(msgspec.structs.replace(request, keys=some), m.Promised)
 
@@ -277,9 +272,5 @@ def _joined(first: m.Found, then: m.Found) -> m.Found:
     """Join two answers. `then` is about the keys after those of `first`."""
     moved = [run.numbered(run.first + len(first.pooled)) for run in then.residents]
     return m.Found(
-        first.pooled + then.pooled,
-        first.residents + moved,
-        then.epoch,
-        then.cut,
-        then.coming,
+        first.pooled + then.pooled, first.residents + moved, then.epoch, then.cut, then.coming
     )

@@ -93,10 +93,8 @@ class Server:
         while not self._stopping:
             now = time.monotonic()
             more = clients.waiting or directory.backlog
-            events = self._epoll.poll(
-                0.0 if more or now < clients.spin_until else max(0.0, next_tick - now),
-                EVENTS_A_TURN,
-            )
+            sleeps = not more and now >= clients.spin_until
+            events = self._epoll.poll(max(0.0, next_tick - now) if sleeps else 0.0, EVENTS_A_TURN)
             if not (events or more or now >= next_tick):
                 # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()

@@ -55,9 +55,7 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
         with _alone(beside(path, ".start"), deadline):
             return _start(config, path, deadline) if _silence(path, trusted) else present
     except OSError as error:
-        raise ConfigError(
-            f"server.socket: no metadata server can be started at {path}: {error}"
-        ) from error
+        raise ConfigError(f"server.socket: no server can be started at {path}: {error}") from error
 
 
 def try_ensure(config: Config) -> None:
@@ -81,14 +79,11 @@ def _start(config: Config, path: Path, deadline: float) -> str:
         time.sleep(_PAUSE_SECONDS)
     if not processes.lives(server):
         return f"the metadata server at {path} was started by another process"
-    return (
-        f"metadata server started at {path}, pid {server.pid}, log {log}; it outlives this process"
-    )
+    return f"metadata server started at {path}, pid {server.pid}, log {log}; it outlives you"
 
 
 def _silence(path: Path, trusted: int | None) -> str:
-    """Explain why no server answers at `path`; empty if a server of this user, root or the trusted
-    user does."""
+    """Why no server of this user, root or the trusted user answers at `path`; empty if one does."""
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         return client.trouble

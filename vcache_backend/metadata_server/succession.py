@@ -63,12 +63,8 @@ class Predecessors:
         self._heard |= set(state.servers)
         self.until = time.monotonic() + self._seconds
         if state.segments:
-            log.warning(
-                "ledger: %d chunks in %d segments are back once their workers offer them again; "
-                "segments of `vcache segment add` that nobody has mapped are lost: add them again",
-                len(state.chunks),
-                len(state.segments),
-            )
+            said = "ledger: %d chunks in %d segments are back once their workers offer them again"
+            log.warning(said, len(state.chunks), len(state.segments))
 
     def _resets_forgotten(self) -> None:
         """Repeat all resets, since resets of an earlier server may be missing here."""

@@ -10,25 +10,19 @@ from typing import Any, Union
 import msgspec
 
 from vcache_backend.errors import ProtocolError
-from vcache_backend.metadata_server.messages import (
-    MAX_FDS,
-    MAX_MESSAGE_BYTES,
-    AnyRequest,
-    Reply,
-    Request,
-)
+from vcache_backend.metadata_server import messages as m
 
-_FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4)
+_FD_SPACE = socket.CMSG_SPACE(m.MAX_FDS * 4)
 _TRUNCATED, _LACKS_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 """Plain numbers: `&` with the enumeration's runs three functions of Python for each message."""
 
 _encoder = msgspec.msgpack.Encoder()
-request_decoder = msgspec.msgpack.Decoder(AnyRequest)
-_any_reply: Any = Union[tuple(Reply.__subclasses__())]  # noqa: UP007 - from a list
-reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_any_reply)
+request_decoder = msgspec.msgpack.Decoder(m.AnyRequest)
+_any_reply: Any = Union[tuple(m.Reply.__subclasses__())]  # noqa: UP007 - from a list
+reply_decoder: msgspec.msgpack.Decoder[m.Reply] = msgspec.msgpack.Decoder(_any_reply)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: m.Request | m.Reply) -> bytes:
     """Encode a message. ProtocolError if it exceeds MAX_MESSAGE_BYTES, or if a text, such as a
     file's name, is not UTF-8."""
     kind = type(message).__name__
@@ -36,10 +30,8 @@ def encode(message: Request | Reply) -> bytes:
         data = _encoder.encode(message)
     except UnicodeEncodeError as error:
         raise ProtocolError(f"{kind}: {error}") from error
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(
-            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B"
-        )
+    if len(data) > m.MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"{kind}: {len(data):,} B exceed {m.MAX_MESSAGE_BYTES:,} B")
     return data
 
 
@@ -51,7 +43,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.lacks_fds = self.too_long = False
-        self._buffer = bytearray(MAX_MESSAGE_BYTES)
+        self._buffer = bytearray(m.MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:

@@ -161,7 +161,6 @@ class OffloadTier:
             "written": counted.get("written", 0),
             "dropped": {reason: counted.get(f"dropped_{reason}", 0) for reason in DROPPED},
             "late": counted.get("late", 0),
-            "read_gb_per_s": None if self.bandwidth is None else self.bandwidth / 1e9,
             "store": self._store.snapshot(),
         }
 

@@ -173,14 +173,8 @@ class Neighbours:
             if not self._unmapper.admit(neighbour, pidfds):
                 return
             undo.pop_all()
-        ms, nbytes = (time.perf_counter() - started) * 1e3, sum(shape.regions)
-        log.info(
-            "mapped the KV cache of instance %s: %s B on %s, in %.1f ms",
-            instance.hex(),
-            f"{nbytes:,}",
-            shape.device,
-            ms,
-        )
+        ms, where = (time.perf_counter() - started) * 1e3, f"{instance.hex()} on {shape.device}"
+        log.info("mapped the KV cache of instance %s, in %.1f ms", where, ms)
 
     def _forget(self, neighbour: Neighbour) -> None:
         self._here.pop(neighbour.instance, None)
@@ -192,15 +186,10 @@ class Neighbours:
         self._refused.add(neighbour.instance)
         self._here.pop(neighbour.instance, None)
         if not self._unmapper.closed:
-            log.info(
-                "instance %s has ended or given its KV cache up: it is unmapped here",
-                neighbour.instance.hex(),
-            )
+            log.info("instance %s has ended: it is unmapped here", neighbour.instance.hex())
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:
-    return (
-        held.data_ptr()
-        if isinstance(held, torch.Tensor)
-        else int(np.frombuffer(held, dtype=np.uint8).ctypes.data)
-    )
+    if isinstance(held, torch.Tensor):
+        return held.data_ptr()
+    return int(np.frombuffer(held, dtype=np.uint8).ctypes.data)

@@ -5,46 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vcache_backend.errors import LayoutError
+from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.calls.standing import Standing
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import (
-    MAX_KINDS,
-    MAX_PLANES,
-    MAX_REGIONS,
-    CacheShape,
-    LayerKind,
-)
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 
-def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
+def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> m.CacheShape:
     """Describe `kv`, whose pages lie in `regions` on `device`, for readers.
 
     Raises LayoutError if `kv` is on another kind of device, pages lie outside of the regions or
     across two of them, planes have different strides, or planes or regions are too many."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
-        raise LayoutError(
-            f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they "
-            "must not differ: set pool.device: auto"
-        )
-    kinds, planes = list[LayerKind](), list[tuple[int, int]]()
+        raise LayoutError(f"KV cache on {kv.device}, pool on {device.name}: set pool.device: auto")
+    kinds, planes = list[m.LayerKind](), list[tuple[int, int]]()
     for kind in kv.kinds:
         strides = {int(stride) for _, stride in kind.planes}
         if len(strides) != 1:
-            raise LayoutError(
-                f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all "
-                "be equally far apart"
-            )
-        kinds.append(LayerKind(kind.layers, kind.parts, kind.page_bytes, strides.pop()))
+            raise LayoutError(f"the layers' blocks are {sorted(strides)} B apart, not equally far")
+        kinds.append(m.LayerKind(kind.layers, kind.parts, kind.page_bytes, strides.pop()))
         planes += _found(kind, regions)
-    if len(planes) > MAX_PLANES or len(regions) > MAX_REGIONS or len(kinds) > MAX_KINDS:
+    if len(planes) > m.MAX_PLANES or len(regions) > m.MAX_REGIONS or len(kinds) > m.MAX_KINDS:
         raise LayoutError(
             f"the KV cache has {len(planes)} planes of {len(kinds)} kinds in {len(regions)} "
-            f"allocations; at most {MAX_PLANES} of {MAX_KINDS} in {MAX_REGIONS} are shared"
+            f"allocations; at most {m.MAX_PLANES} of {m.MAX_KINDS} in {m.MAX_REGIONS} are shared"
         )
-    return CacheShape(
+    return m.CacheShape(
         device=device.name,
         medium=device.medium,
         layout=kv.name,
@@ -66,15 +54,11 @@ def _found(kind: PagedKV, regions: Sequence[Region]) -> Iterator[tuple[int, int]
                 break
         else:
             layer, part = divmod(number, kind.parts)
-            raise LayoutError(
-                f"layer {layer}, part {part} of the KV cache lies at [{address:#x}, {end:#x}), "
-                "in none of the "
-                f"{len(regions)} exported allocations: it was allocated elsewhere and cannot be "
-                "read in place"
-            )
+            where = f"at [{address:#x}, {end:#x}), in none of {len(regions)} exported allocations"
+            raise LayoutError(f"layer {layer}, part {part} of the KV cache lies {where}")
 
 
-def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
+def check_shape(shape: m.CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
     """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be copied
     into `kv` on `device` page by page.
 
@@ -94,10 +78,7 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         ]
         raise LayoutError("its KV cache has " + "; ".join(wrong))
     if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:
-        raise LayoutError(
-            f"its KV cache has {shape.num_blocks:,} blocks, which is not a multiple of its "
-            f"{blocks:,} generations"
-        )
+        raise LayoutError(f"its cache has {shape.num_blocks:,} blocks for {blocks:,} generations")
     if reason := shape.misfit():
         raise LayoutError(f"its KV cache has {reason}")
 
@@ -111,7 +92,7 @@ class OwnCache(Standing):
         client: Client,
         instance: bytes,
         rank: int,
-        shape: CacheShape,
+        shape: m.CacheShape,
         regions: Sequence[Region],
     ) -> None:
         def show() -> None:

@@ -65,9 +65,7 @@ class Unmapper:
             while self._watched or self._going or not self._closing:
                 self._turn()
         except Exception:  # the thread's last line of defence
-            log.exception(
-                "other instances' KV caches are not read any more: their ends would go unnoticed"
-            )
+            log.exception("other instances' KV caches are not read any more")
         finally:
             with self._lock:
                 self._closing = True

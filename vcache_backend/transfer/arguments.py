@@ -1,5 +1,4 @@
-"""Checks and converts the arguments of the engine's calls. A ValueError says which argument is
-wrong and why."""
+"""Checks and converts the arguments of the engine's calls. A ValueError says what is wrong."""
 
 from __future__ import annotations
 
@@ -55,15 +54,12 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
         raise ValueError(f"slot_mapping names slot {given.max()}; expected 64-bit signed integers")
     slots = np.ascontiguousarray(given, dtype=np.int64)
     if slots.ndim != 1 or len(slots) != size - offset or offset < 0:
-        raise ValueError(
-            f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)"
-        )
+        raise ValueError(f"slot_mapping is {slots.shape}, not ({size} tokens - offset {offset},)")
     return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])
 
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
-    """List the KV caches, one tensor a layer, in the order given. ValueError for anything but dense
-    tensors."""
+    """The KV caches, one tensor a layer, in the order given. ValueError unless they are dense."""
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
     if isinstance(kvcaches, Sequence):

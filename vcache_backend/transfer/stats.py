@@ -26,8 +26,7 @@ TIMES = (
     *("acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
     *("offload_lookup", "offload_put"),
 )
-"""Names of the latencies: first whole calls, then their parts, then the offload tier's. A put is
-one batch."""
+"""Names of the latencies: whole calls, their parts, the offload tier's. A put is one batch."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
 
 
@@ -108,13 +107,11 @@ class EngineStats:
             return sum(self._times[name].total_us for name in names) / 1e6
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values, in microseconds, and GB/s (1e9 bytes) of data time."""
+        """Everything as plain values, times in microseconds."""
         with self._lock:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
             times = {name: histogram.summary() for name, histogram in self._times.items()}
-            read = ("own", "peer", "offload", "resident")
-            retrieved = sum(counts[f"bytes_{where}"] for where in read)
 
             def of(kind: str, *names: str) -> dict[str, int]:
                 return {name: counts[f"{kind}_{name}"] for name in names}
@@ -130,18 +127,13 @@ class EngineStats:
                 "misses": counts["chunks_missed"],
                 "bytes": of("bytes", "own", "peer", "offload", "stored", "offload_written"),
                 "resident": resident | {"owners": owners},
-                "gb_per_s": {
-                    "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
-                    "store": _rate(counts["bytes_stored"], self._times["store_copy"]),
-                },
                 "not_stored": of("not_stored", *NOT_STORED),
                 "failures": dict(self._failures),
             }
 
 
 class _Timed:
-    """A class, because it takes half the time of a generator-based context manager; each request
-    uses several."""
+    """A class, because it takes half the time of a generator-based context manager."""
 
     def __init__(self, stats: EngineStats, name: str) -> None:
         self._stats, self._name, self._started = stats, name, perf_counter()
@@ -151,10 +143,6 @@ class _Timed:
 
     def __exit__(self, *_: object) -> None:
         self._stats.add_time(self._name, perf_counter() - self._started)
-
-
-def _rate(nbytes: int, time: Histogram) -> float:
-    return nbytes / time.total_us / 1e3 if time.total_us else 0.0
 
 
 class LoadStats:
@@ -200,8 +188,7 @@ class LoadStats:
         self._came(first, count, f"the KV cache of instance {owner.hex()}", tokens, seconds)
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
-        """Count `count` chunks, from number `first` on, whose blocks `owner` reused before the copy
-        was over."""
+        """Count chunks from number `first` on whose blocks `owner` reused during the copy."""
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
         said = "hit %s: chunks %d to %d changed in instance %s while they were read"

@@ -18,14 +18,6 @@ from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 from vcache_backend.vram_pool.devices import Device
 
-_NO_DRIVER_FDS = {
-    stat.S_IFREG: "a file or memfd",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFBLK: "a block device",
-}
-
 
 def allocate(device: Device, nbytes: int) -> tuple[int, int]:
     """Allocate at least `nbytes` on `device`. Returns the fd, which the caller closes, and the
@@ -35,9 +27,7 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
     memory it says what to set."""
     driver, ordinal = cuda_driver.load(), _ordinal(device)
     if not driver.shares_memory(ordinal):
-        raise SegmentError(
-            f"{device}: no virtual memory management with fds; set pool.device: host"
-        )
+        raise SegmentError(f"{device}: no memory management with fds; set pool.device: host")
     with driver.on(ordinal), ExitStack() as undo:
         rounded = driver.rounded(ordinal, nbytes)
         try:
@@ -59,9 +49,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
     check(fd, nbytes, driver.granularity(ordinal))
     seen = devices.visible_ordinal(owner)
     if seen is not None and not driver.can_access_peer(ordinal, seen):
-        raise SegmentError(
-            f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read there"
-        )
+        raise SegmentError(f"GPU {reader.name} has no peer access to GPU {owner}")
     try:
         whole = _Whole(driver, ordinal, fd, nbytes)
     except DriverError as error:
@@ -76,9 +64,9 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
 def check(fd: int, nbytes: int, granule: int) -> None:
     """Refuse, before the driver sees it, an fd that cannot be an exported allocation of `nbytes`.
     SegmentError; OSError for a bad fd."""
-    kind = _NO_DRIVER_FDS.get(stat.S_IFMT(os.fstat(fd).st_mode))
-    if kind is not None:
-        raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
+    mode = os.fstat(fd).st_mode
+    if stat.S_IFMT(mode) not in (0, stat.S_IFCHR):
+        raise SegmentError(f"fd {fd} is {stat.filemode(mode)}, not exported GPU memory")
     if nbytes % granule:
         raise SegmentError(f"a GPU segment of {nbytes:,} B is not a multiple of {granule:,} B")
 

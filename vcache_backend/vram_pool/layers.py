@@ -92,10 +92,7 @@ class LayerTensor:
         else:
             part = None
         if order is None:
-            raise self.error(
-                "a block's bytes are not contiguous; vcache moves whole pages, so pass the "
-                "tensor vLLM allocated"
-            )
+            raise self.error("a block's bytes are not contiguous; pass the tensor vLLM allocated")
         sizes = [(names[axis], kv.shape[axis]) for axis in order]
         page_bytes = math.prod(size for _, size in sizes) * item
         parts = 1 if part is None else kv.shape[part]
@@ -133,10 +130,7 @@ class LayerTensor:
             ):
                 fits.append(names)
         if not fits:
-            raise self.error(
-                "no known layout has this shape; check block_size, or pass axes, such as 'block "
-                "token head dim'"
-            )
+            raise self.error("no known layout has this shape; check block_size, or pass axes")
         if len(fits) == 1:
             return fits[0]
         raise self.error(

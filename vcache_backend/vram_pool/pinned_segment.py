@@ -104,11 +104,8 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         ) from error
     with ExitStack() as undo:
         undo.callback(driver.unregister, address)
-        if (there := driver.on_device(address)) != address:
-            where = f"{there:#x} for {address:#x}"
-            raise SegmentError(
-                f"GPU {ordinal} has host memory elsewhere ({where}); set pool.device: auto"
-            )
+        if driver.on_device(address) != address:
+            raise SegmentError(f"GPU {ordinal} has host memory elsewhere; set pool.device: auto")
         undo.pop_all()
 
 

@@ -264,8 +264,9 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
         )
     if not (instance.revision or instance.named):
         yield (
-            f"the weights at {instance.model} have no revision, so others may lie there tomorrow: "
-            "set connector.model to a name of these weights, or vLLM's --revision"
+            f"nothing tells which weights of {instance.model} vLLM has loaded: they have no "
+            "revision, or were written while vLLM started: start it again, or set connector.model "
+            "to a name of these weights"
         )
 
 

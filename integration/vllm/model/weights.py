@@ -4,7 +4,9 @@ is equal in every process.
 Weights have a name and a revision. From the Hugging Face hub: the repository and its commit,
 whether vLLM names the repository or a folder of the hub's cache. Local files: the real path, and a
 digest of file names, sizes and times, because the pool outlives weights that are overwritten in
-place. So equal copies under two paths do not share, unless the user names them alike."""
+place. So equal copies under two paths do not share, unless the user names them alike. The revision
+is empty if nothing tells which weights vLLM has loaded: in object storage, and of local files that
+changed after this process began, since vLLM loads them before they are looked at here."""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from vcache_backend.metadata_server.processes import started
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
@@ -29,6 +34,8 @@ _ROPE = (
     "partial_rotary_factor",
     "rope_local_base_freq",
 )
+_EXACT_SECONDS = 0.1
+"""How exact times of processes and files are. It takes vLLM longer until it loads weights."""
 _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 """Speculative methods without a model of their own, and so without layers in the KV cache."""
 
@@ -41,7 +48,9 @@ def weights(model: Any) -> tuple[str, str]:
     name = str(getattr(model, "model_weights", "") or model.model)
     identity = located(name)
     if identity is not None:
-        return identity
+        files = identity[1].startswith("files-")
+        # Look at the times last: what changes meanwhile counts, too.
+        return (identity[0], "") if files and _changed_lately(Path(name)) else identity
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     return name, str(commit or getattr(model, "revision", None) or "")
 
@@ -59,14 +68,31 @@ def located(name: str) -> tuple[str, str] | None:
 def _files_digest(path: Path) -> str:
     """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden
     ones and subfolders."""
-    files = [path]
-    if not path.is_file():
-        files = sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
     hashed = blake2b(digest_size=8, person=b"vcache-model-1")
-    for file in files:
+    for file in _files(path):
         status = file.stat()
         hashed.update(os.fsencode(file.name) + f"/{status.st_size} {status.st_mtime_ns}\n".encode())
     return f"files-{hashed.hexdigest()}"
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+
+
+def _changed_lately(path: Path) -> bool:
+    """Whether one of the files at `path`, or a link on the way to them, has been written, replaced
+    or renamed since this process began. OSError if that cannot be read."""
+    ways, times = [path.absolute()], list[float]()
+    for way in ways:
+        for link in filter(Path.is_symlink, (way, *way.parents)):
+            times.append(link.lstat().st_ctime)
+            ways.append(link.parent / link.readlink())
+    for file in _files(path):
+        times += file.stat().st_ctime, file.lstat().st_ctime
+    began = started(os.getpid()) / os.sysconf("SC_CLK_TCK") + _EXACT_SECONDS
+    return max(times, default=0.0) > began + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def extra(vllm_config: Any) -> dict[str, str]:

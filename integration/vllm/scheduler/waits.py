@@ -38,8 +38,8 @@ MOST_STEPS, SLACK_SECONDS = 3, 0.1
 request it is silent only if no chunk arrives for the request's `wait_seconds`, either."""
 LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
 """Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
-UNKNOWN_CHUNK_SECONDS = 0.02
-"""The time for a chunk where nobody has measured one."""
+LONGEST_CHUNK_SECONDS, UNKNOWN_CHUNK_SECONDS = 2.0, 0.02
+"""Bounds what an owner says of a chunk where this instance has measured none; where nobody has."""
 STATE_SECONDS = 0.03
 """How long the state of a model's layers may come after the last chunk. There may be none at this
 chunk: states are stored where steps end."""
@@ -183,7 +183,8 @@ class Waits:
         else:
             wait.target = min(chunks, answer.comes_to)
             missing = wait.target - answer.hits
-            own = self._pace.chunk_seconds or coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS
+            told = min(coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS)
+            own = self._pace.chunk_seconds or told
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             slowest = min(max(own, self._pace.slowest), ALIKE * own)

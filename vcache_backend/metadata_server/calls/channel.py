@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, whole
+from vcache_backend.config import ClientConfig, whole
 from vcache_backend.errors import (
     ProtocolError,
     Refused,
@@ -96,8 +96,7 @@ class Channel:
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
-        """Called with each answer, though nobody may ask for it. Any thread; must neither raise nor
-        make calls."""
+        """Called with each answer, in any thread; must neither raise nor make calls."""
         self._killed = False
         self._killed_at: float | None = None
         self._start_after = 0.0
@@ -178,10 +177,7 @@ class Channel:
         try:
             reply = self._call(request, kind, received=fds)
             if len(fds) != due(reply):
-                raise ProtocolError(
-                    f"{type(request).__name__}: {len(fds)} fds came along, {due(reply)} were due; "
-                    "if fewer came, this process has reached its limit of descriptors (ulimit -n)"
-                )
+                raise ProtocolError(f"{len(fds)} fds came, {due(reply)} were due (see ulimit -n)")
         except VCacheError:
             wire.close_fds(fds)
             raise
@@ -226,10 +222,7 @@ class Channel:
             self._unread.popleft().reply = reply
             self.on_reply(reply)
             if isinstance(reply, m.Error) and reply.fatal:
-                self._drop(
-                    link,
-                    f"the metadata server at {self._path} closed the connection: {reply.message}",
-                )
+                self._drop(link, f"server at {self._path} closed the connection: {reply.message}")
 
     def _alone(
         self,
@@ -302,9 +295,6 @@ class Channel:
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected and what to do about it, as far as is known."""
         at = whole(self._path)
-        if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
-            most = f"more than the {MAX_SOCKET_PATH} bytes that a socket's path may have"
-            return f"{at} has {most}; set a shorter server.socket"
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is not a socket; set server.socket to that of a metadata server"

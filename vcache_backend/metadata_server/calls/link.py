@@ -47,10 +47,7 @@ class ServerLink:
         self._socket.setblocking(False)
         _, uid = processes.peer(self._socket)
         if uid not in self._trusted:
-            raise ConnectionError(
-                f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set "
-                f"client.server_uid: {uid} to trust it"
-            )
+            raise ConnectionError(f"uid {uid} serves there; client.server_uid: {uid} trusts it")
         # The pidfd tells the server when this process ends.
         pidfd = processes.own_pidfd()
         try:
@@ -61,12 +58,10 @@ class ServerLink:
         finally:
             if pidfd is not None:
                 os.close(pidfd)
+        if isinstance(reply, m.Error):
+            raise ConnectionError(reply.message)
         if not isinstance(reply, m.Welcome):
-            raise ConnectionError(
-                reply.message
-                if isinstance(reply, m.Error)
-                else f"it answered a hello with {type(reply).__name__}"
-            )
+            raise ConnectionError(f"it answered a hello with {type(reply).__name__}")
         if self._receiver.lacks_fds:
             # Without a ledger the next server would not know of resets.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

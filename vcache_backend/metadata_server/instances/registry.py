@@ -246,14 +246,9 @@ class InstanceRegistry:
             pid = part.peer.process.pid
             raise Refused(f"pid {pid} is this part already; an id names one start of one instance")
         if instance not in self._of and len(self._of) >= MAX_INSTANCES:
-            raise Refused(
-                f"{MAX_INSTANCES} instances share in place already, the most there can be"
-            )
+            raise Refused(f"{MAX_INSTANCES} instances share in place already: that is the limit")
         if self._spare() < fds:
-            raise Refused(
-                f"{self.descriptors} fds of instances are kept, more would leave none for "
-                "clients; raise ulimit -n"
-            )
+            raise Refused(f"{self.descriptors} fds of instances are kept; raise ulimit -n")
 
     def _is_new(self, client: Peer, instance: m.InstanceId, rank: int, memory: object) -> bool:
         """Whether the part's process or memory is another than that of its publications."""
@@ -314,12 +309,6 @@ class InstanceRegistry:
 def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:
     """Log a change of one part of an instance."""
     part = "scheduler" if rank == m.SCHEDULER else f"rank {rank}"
+    who = f"{part} (pid {client.process.pid} on {client.device})"
     with caused_by(client.caller):
-        log.info(
-            "instance %s: %s (pid %d on %s) %s",
-            instance.hex()[:8],
-            part,
-            client.process.pid,
-            client.device,
-            what,
-        )
+        log.info("instance %s: %s %s", instance.hex()[:8], who, what)

@@ -207,11 +207,8 @@ class ResidentDirectory:
         else:
             chunks = pooled.leading_of_all(keys, request.ranks)
             answer = m.Found(b"\1" * chunks)
-        return (
-            msgspec.structs.replace(answer, cut=True)
-            if len(answer.pooled) == len(keys) < len(request.keys)
-            else answer
-        )
+        cut = len(answer.pooled) == len(keys) < len(request.keys)
+        return msgspec.structs.replace(answer, cut=True) if cut else answer
 
 
 def _column(published: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey]) -> Column:

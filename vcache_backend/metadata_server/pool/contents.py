@@ -79,10 +79,7 @@ class Contents:
         return written
 
     def occupy(
-        self,
-        chunks: dict[ChunkKey, Location],
-        reservation: int,
-        tenant: Tenant | None = None,
+        self, chunks: dict[ChunkKey, Location], reservation: int, tenant: Tenant | None = None
     ) -> list[Entry]:
         """Mark slots from `room` as being written. They count for the tenant."""
         segments, entries = self.placement.segments, []

@@ -83,12 +83,7 @@ class Promises:
     # ---- made
 
     def intend(
-        self,
-        client: Peer,
-        number: int,
-        lacking: Sequence[m.ChunkKey],
-        ranks: int,
-        begins: bool,
+        self, client: Peer, number: int, lacking: Sequence[m.ChunkKey], ranks: int, begins: bool
     ) -> None:
         """Note that a request of the client will compute those chunks of `lacking` that nobody has
         promised. lacking: see `Directory.lacking`. begins: see `coming`."""

@@ -104,11 +104,8 @@ class SegmentDirectory:
             return f"this client has {MAX_RESERVATIONS_PER_CLIENT} open reservations; commit some"
         if sum(segment.reserved for segment in self.segments.values()) >= MAX_WRITTEN:
             return f"{MAX_WRITTEN:,} slots are being written or in quarantine: see `vcache status`"
-        return (
-            "the server has just started again; try later"
-            if self._now() < self._reserves_from
-            else ""
-        )
+        soon = self._now() < self._reserves_from
+        return "the server has just started again; try later" if soon else ""
 
     def _empty(self, segment: Segment) -> Steps:
         """Forget the chunks of a segment, then remove it."""

@@ -25,8 +25,7 @@ OF_PROCESS = 8
 
 
 class Admission:
-    """The listening socket in the server's loop. When descriptors run out it accepts nobody until
-    `listen_again`."""
+    """The listening socket. When descriptors run out it accepts nobody until `listen_again`."""
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
@@ -34,12 +33,8 @@ class Admission:
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
         if self._max_clients < config.max_clients:
-            log.warning(
-                "the limit of %d descriptors is enough for %d clients, not for "
-                "server.max_clients: raise ulimit -n",
-                limit,
-                self._max_clients,
-            )
+            said = "%d descriptors are enough for %d clients, not for server.max_clients: %s"
+            log.warning(said, limit, self._max_clients, "raise ulimit -n")
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll = endpoint.listener, epoll
         self._numbers = 0

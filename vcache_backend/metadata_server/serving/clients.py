@@ -78,7 +78,7 @@ class Clients:
         while now < began + TURN_SECONDS and (served := self._turns.next()) is not None:
             self._guarded(served, self._answer)
             before, now = now, time.perf_counter()
-            served.charged += now - before
+            self._turns.charge(served, now - before)
             self._concerned[served] = None
 
     def send(self) -> None:
@@ -117,7 +117,11 @@ class Clients:
         connection = self._admission.accept()
         if connection is None:
             return
-        refusal = self._admission.refusal(connection.caller, self._connections.values())
+        caller, others = connection.caller, self._connections.values()
+        refusal = self._admission.refusal(caller, others)
+        if caller.pid:
+            accounts = (other.account for other in others if other.caller == caller)
+            connection.account = next(accounts, connection.account)
         self._connections[connection.sock.fileno()] = connection
         self._concerned[connection] = None
         self._directory.counters["clients_total"] += 1
@@ -140,10 +144,7 @@ class Clients:
             else:
                 self._disconnect(connection)
         except Exception:
-            log.exception(
-                "a request of pid %d could not be answered; its connection is closed",
-                connection.caller.pid,
-            )
+            log.exception("a request of pid %d failed; it is disconnected", connection.caller.pid)
             self._disconnect(connection)
         finally:
             CALLER.reset(caused)

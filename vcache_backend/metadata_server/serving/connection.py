@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
@@ -21,6 +22,15 @@ from vcache_backend.metadata_server.pool.placement import Peer
 Holder = Descriptor | Ledger
 Answer = tuple[m.Reply, Sequence[Holder]]
 """A reply, and the owners of its fds."""
+
+
+class Account:
+    """What the connections of one process have cost in seconds, and those that have a request. A
+    process whose pid is not visible has one for each connection."""
+
+    def __init__(self) -> None:
+        self.charged = 0.0
+        self.waiting: deque[Connection] = deque()
 
 
 class Connection:
@@ -40,12 +50,11 @@ class Connection:
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
-        self.charged = 0.0
+        self.account = Account()
 
     @property
     def wanted(self) -> int:
-        """The events that epoll should report. The next request is read only after the last answer
-        has left."""
+        """The events that epoll should report. A request is read after the last answer has left."""
         if self.unsent:
             return select.EPOLLOUT
         return 0 if self.queued else select.EPOLLIN
@@ -59,8 +68,7 @@ class Connection:
         self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
 
     def untold(self) -> list[int]:
-        """Reservations whose answers have not left. No client knows of them, so no client writes
-        their slots."""
+        """Reservations whose answers have not left, so that no client writes their slots."""
         return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
@@ -96,28 +104,45 @@ class Connection:
 
 
 class Turns:
-    """Connections with requests, that with the least work first (start-time fair queueing).
+    """Connections with requests, those of the process with the least work first (start-time fair
+    queueing).
 
-    Each connection is charged for the time of its requests. A quiet connection starts level with
-    the others, so it waits for one request of each, however many they sent."""
+    Each process is charged for the time of its requests. A quiet one starts level with the others,
+    so it waits for one request of each, however many they sent on however many connections."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Connection]] = []
-        self._now = 0.0
+        self._heap: list[tuple[float, int, Account]] = []
+        """The accounts with a waiting connection, each once."""
+        self._now, self._numbers = 0.0, count()
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def enter(self, connection: Connection) -> None:
         """Add a connection that has a request."""
-        connection.queued = True
-        connection.charged = max(connection.charged, self._now)
-        heapq.heappush(self._heap, (connection.charged, connection.number, connection))
+        connection.queued, account = True, connection.account
+        account.waiting.append(connection)
+        if len(account.waiting) == 1:
+            account.charged = max(account.charged, self._now)
+            self._push(account)
 
     def next(self) -> Connection | None:
+        """The next connection. Call `charge` for it before the next `next` or `enter`."""
         while self._heap:
-            self._now, _, connection = heapq.heappop(self._heap)
+            self._now, _, account = heapq.heappop(self._heap)
+            connection = account.waiting.popleft()
             connection.queued = False
             if not connection.closed:
                 return connection
+            self.charge(connection, 0.0)
         return None
+
+    def charge(self, connection: Connection, seconds: float) -> None:
+        """Charge the time that the connection's request took."""
+        account = connection.account
+        account.charged += seconds
+        if account.waiting:
+            self._push(account)
+
+    def _push(self, account: Account) -> None:
+        heapq.heappush(self._heap, (account.charged, next(self._numbers), account))

@@ -15,8 +15,7 @@ AGAIN_SECONDS = 5.0
 
 
 class MonitorProcess:
-    """Restarts the process `AGAIN_SECONDS` after its last start, if it has ended. The server runs
-    on without it."""
+    """Restarts the process if it has ended, `AGAIN_SECONDS` after its last start."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
@@ -34,9 +33,7 @@ class MonitorProcess:
             status = self._process.poll()
             if status is None:
                 return
-            log.error(
-                "server.metrics: its process ended with status %d; it is started again", status
-            )
+            log.error("server.metrics: its process ended with %d; it is started again", status)
             self.close()
         self._again_at = time.monotonic() + AGAIN_SECONDS
         try:

@@ -32,8 +32,7 @@ MAX_SEGMENTS = 400
 
 
 class Service:
-    """Answers requests in the server's thread. Owns the segments' fds from registration until they
-    are dropped."""
+    """Answers requests in the server's thread. Owns the fds of registered segments."""
 
     def __init__(
         self,
@@ -192,21 +191,14 @@ class Service:
         if segment and segment.state != "absent":
             return m.Count(0)
         if request.again and not segment:
-            raise Refused(
-                f"segment {id_} is in no ledger. A worker lends fresh memory; what `vcache "
-                "segment add` lent, add again"
-            )
+            raise Refused(f"segment {id_} is in no ledger; `vcache segment add` lends anew")
         if segment and not request.again:
-            raise Refused(
-                f"segment {id_} is known from before a restart: offer it again, or make a new one"
-            )
+            raise Refused(f"segment {id_} is from before a restart: make a new one")
         if segment is None and len(self.directory.segments) >= MAX_SEGMENTS:
             raise Refused(f"{MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 0:
-            raise Refused(
-                f"{len(self.fds)} segments are there and {self.instances.descriptors} fds of "
-                "instances, more would leave no descriptors for clients"
-            )
+            kept = f"{len(self.fds)} segments and {self.instances.descriptors} fds of instances"
+            raise Refused(f"{kept} are kept; raise ulimit -n")
         self.fds[id_] = Descriptor(fds.pop())
         self.directory.claims.end(client.id)
         return m.Count(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
@@ -214,9 +206,7 @@ class Service:
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         segment = self.directory.segments.get(id_)
         if segment is None or id_ not in self.fds:
-            raise Refused(
-                f"segment {id_} is not here: it was dropped, or not offered since a restart"
-            )
+            raise Refused(f"segment {id_} was dropped, or not offered since a restart")
         return m.Opened(segment.info()), [self.fds[id_]]
 
     def _find(self, client: Peer, request: m.Find) -> m.Reply:
@@ -267,9 +257,7 @@ class Service:
 def _check_ranks(keys: list[m.ChunkKey], ranks: int) -> None:
     """Refuse a look-up that would take too long."""
     if len(keys) * ranks > m.MAX_LOOKED_UP:
-        raise Refused(
-            f"{len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks"
-        )
+        raise Refused(f"{len(keys):,} keys x {ranks:,} ranks; {m.MAX_LOOKED_UP:,} is the limit")
 
 
 def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
