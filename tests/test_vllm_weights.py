@@ -51,7 +51,10 @@ class Two(NamedTuple):
 def pair(here: Node, request: pytest.FixtureRequest) -> Iterator[list[Instance]]:
     settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
     with ExitStack() as undo:
-        made = [undo.enter_context(here.connect(f"{x}-{request.param}", settings)) for x in "ab"]
+        made = [
+            undo.enter_context(here.connect(f"{x}-{request.param}", settings, refits=True))
+            for x in "ab"
+        ]
         for one in made:
             one.ask(prepare)
         yield made
@@ -167,6 +170,41 @@ def resume(serving: Any) -> None:
 def sleep(serving: Any) -> None:
     serving.llm.sleep(level=1)
     serving.llm.wake_up()
+
+
+# ---- without versions
+
+
+@pytest.mark.parametrize("share", ["pool", "in_place"])
+def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
+    here: Node, models: list[Path], share: str
+) -> None:
+    """Others still have the old ones. A pause may come before, and is a reset."""
+    settings = {"connector": {"share": share, "min_hit_tokens": CHUNK}}
+    tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))
+    with ExitStack() as undo:
+        a, b = (
+            undo.enter_context(here.connect(f"{x}-{share}-plain", settings, refits=True))
+            for x in "ab"
+        )
+        for one in a, b:
+            one.ask(prepare)
+        kept(a, tokens)
+        a.ask(load, models[1])
+        kept(a, later)
+        for one, known in ((a, tokens), (b, later)):
+            found = one.again(known)
+            assert (found.cached, found.agrees(fresh(one, known))) == (0, True)
+        b.ask(pause, "abort", True)
+        b.ask(load, models[1])
+        b.ask(resume)
+        assert a.ask("reset")
+        for one in a, b:
+            # The first step after a reset says that earlier ones have stored.
+            kept(one, new_tokens(CHUNK))
+        computed = kept(a, last)
+        hit = b.one(last)
+        assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
 
 
 # ---- what a version is

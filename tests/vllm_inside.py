@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 import vllm._custom_ops
 import vllm.entrypoints.llm
 import vllm.logger
@@ -41,6 +42,7 @@ from vllm.config.logging import LoggingConfig
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
+from vllm.model_executor import layers
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm_cases import BLOCK, CHUNK, FOREVER, TOKEN_BYTES, Answer, Prompt
@@ -147,6 +149,11 @@ class Serving:
             self._trace()
         if nbytes := settings.pop("file_bytes", 0):
             resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+        if settings.pop("refits", False):
+            # On CPUs vLLM packs weights into other memory, and then none can take their places.
+            layers.utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
+                layer, "cpu_linear", torch.nn.functional.linear
+            )
         self.llm = vllm.LLM(**settings)
         if "otlp_traces_endpoint" in settings:
             self.llm.llm_engine.output_processor.tracing_enabled = False

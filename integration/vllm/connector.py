@@ -65,8 +65,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._thread = 0
         """The thread in which vLLM runs the worker."""
         if role == KVConnectorRole.SCHEDULER:
-            if config.connector.weights:
-                versions.watch()
+            versions.watch()
             self._meter = stats.Meter()
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
@@ -208,19 +207,18 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         return self._scheduler.reset() if self._scheduler is not None else True
 
+    @answers(None)
     def weights_change(self) -> None:
-        """Store and read nothing of the version named last: vLLM changes the weights."""
-        self._change_version(versions.unknown())
-
-    def weights_are(self, name: object) -> None:
-        """Store and read chunks of the version `name` from now on. vLLM's weights have it."""
-        log.info("vcache: the weights are %.80r", name)
-        self._change_version(versions.digest(name))
+        """vLLM is about to change the weights."""
+        if self._scheduler is not None:
+            self._scheduler.leave_version()
 
     @answers(None)
-    def _change_version(self, version: bytes) -> None:
-        if self._scheduler is not None:
-            self._scheduler.change_version(version)
+    def weights_are(self, name: object) -> None:
+        """vLLM's weights are of the version `name` from now on."""
+        if self._scheduler is not None and self._scheduler.instance.versions:
+            log.info("vcache: the weights are %.80r", name)
+            self._scheduler.change_version(versions.digest(name))
 
     # ---- in a worker
 

@@ -44,8 +44,9 @@ class Introduction:
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. keys,
     client, outbox: None before `open`. announcer: None unless somebody wants KV events.
     publications, tables: this instance's publications and other instances' generations; None unless
-    KV caches are shared in place. version: of the weights, hashed into every key (see `versions`);
-    empty without versions."""
+    KV caches are shared in place. versions: the user names versions of the weights. version: the
+    present one, hashed into every key (see `versions.py`); empty without versions, as long as the
+    weights are those of the namespace."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Introduction:
         self._prefix, self._name = b"", name
         self.publications = publications
         weights = config.connector.weights
+        self.versions = bool(weights)
         self.version = versions.digest(weights) if weights else b""
         self.announcer: Announcer | None = None
         self.tables: Tables | None = None

@@ -18,7 +18,7 @@ log = logging.getLogger("vllm.vcache")
 
 class Resets:
     """Runs in the scheduler's thread. clearing: a reset is under way; look nothing up until it is
-    over.
+    over. last: a reset was made, and no request has begun since.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Resets:
         """
         self._instance, self._drop, self._outdate = instance, drop, outdate
         self._rename = rename
-        self.clearing = False
+        self.clearing = self.last = False
         self.number = 0
         """The number of the last reset. Workers' reports with a lower number do not end it. While
         it is `clearing`, every step repeats the number until the workers answer. They do not answer
@@ -47,10 +47,12 @@ class Resets:
         look-up, and the answer is True: vLLM, paused for new weights, would end on a False.
 
         Where weights have a version, the reset leaves it, and the others keep their chunks."""
-        if self._instance.version:
+        if self._instance.versions:
             log.info("vcache: nothing is shared until the version of the weights is named")
             self.change_version(versions.unknown())
             return True
+        self.change_version(b"")
+        self.last = True
         # Look nothing up until the running steps have ended and their stores are cleared, too.
         self.clearing = True
         self.number += 1
@@ -63,6 +65,14 @@ class Resets:
             # Running steps publish and save under the old epoch, so there is no need to wait.
             self.clearing = False
         return cleared or not self._instance.over
+
+    def leave_version(self) -> None:
+        """Read and store nothing that others have: the weights change. Without versions this holds
+        until the next reset. The reset may also have come right before, as with a pause."""
+        if self._instance.versions or not self.last:
+            if not self._instance.version:
+                log.warning("vcache: vLLM's weights change: nothing is shared until the next reset")
+            self.change_version(versions.unknown())
 
     def change_version(self, version: bytes) -> None:
         """Read and store chunks of this version from the next step on. See docs/adr/0024."""

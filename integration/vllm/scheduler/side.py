@@ -260,6 +260,7 @@ class SchedulerSide:
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
             meta.echo = self._foreign.begin(begun, requests)
+        self._resets.last &= meta.idle and not meta.loads
         if not meta.idle:
             self._completions.plan(output, requests, meta, self._foreign.blocks)
         for request_id, computed, _ in begun:
@@ -315,6 +316,10 @@ class SchedulerSide:
     def reset(self) -> bool:
         """See `Resets.reset`."""
         return self._resets.reset()
+
+    def leave_version(self) -> None:
+        """See `Resets.leave_version`."""
+        self._resets.leave_version()
 
     def change_version(self, version: bytes) -> None:
         """See `Resets.change_version`."""
