@@ -161,7 +161,7 @@ def test_a_runtime_folder_that_is_no_path_of_text_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It must be a whole path, else it counts as unset (XDG's specification)."""
-    for given in ("run", "/run/\udcff", "/run/a\nb"):
+    for given in ("run", "/run/\udcff", "/run/a\nb", f"/run/{'x' * 90}"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", given)
         assert f"socket: /tmp/vcache-{os.getuid()}/vcache.sock" in vcache("config", "show").stdout
 

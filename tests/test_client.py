@@ -113,17 +113,6 @@ def scripted(stage_: Stage) -> Iterator[Callable[[Callable[[list[Any]], Any]], S
     return start
 
 
-# ---- no server
-
-
-def test_a_path_that_no_socket_can_have_is_told_with_what_to_do(tmp_path: Path) -> None:
-    with (
-        Client(tmp_path / ("a" * 110), QUICK) as client,
-        pytest.raises(ServerUnavailable, match=r"more than the 107 bytes .*; set a shorter"),
-    ):
-        client.require()
-
-
 # ---- every call, against the real server
 
 

@@ -291,11 +291,12 @@ def whole(path: Path) -> Path:
 
 def default_socket() -> Path:
     """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock` unless that is a
-    whole path of printable characters."""
+    whole path of printable characters that is short enough."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    there = runtime.startswith("/") and runtime.isprintable()
-    folder = Path(runtime) / "vcache" if there else Path(f"/tmp/vcache-{os.getuid()}")
-    return folder / "vcache.sock"
+    path = f"{runtime}/vcache/vcache.sock"
+    fits = path.isprintable() and len(os.fsencode(path)) <= MAX_SOCKET_PATH
+    whole = runtime.startswith("/") and fits
+    return Path(path if whole else f"/tmp/vcache-{os.getuid()}/vcache.sock")
 
 
 def hash_seed() -> str | None:

@@ -29,8 +29,7 @@ PROMPTS, CHUNKS = 8, 8
 DAMAGED = PROMPTS
 """The number of one more prompt, of which a byte is changed on purpose."""
 SECONDS = 300.0
-"""The most that an answer of a worker may take: before its first it imports torch, which can take a
-minute."""
+"""The most that an answer of a worker may take: importing torch can take a minute."""
 FOLDER = None if len(gettempdir()) < 70 else "/tmp"
 """Where the socket's folder is made. A socket's path has at most 107 bytes."""
 SOCKET = "vcache.sock"

@@ -30,8 +30,7 @@ def sealed(name: str, nbytes: int, seals: int = RESIZING) -> tuple[int, mmap.mma
 
 
 def lacking(fd: int, needed: int = RESIZING) -> str:
-    """Why `fd` is no memfd with the `needed` seals; empty if it is one. Raises OSError if `fd` is
-    not open."""
+    """Why `fd` is no memfd with the `needed` seals; empty if it is one. OSError if it is closed."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return f"fd {fd} is not a memfd but {stat.filemode(status.st_mode)}"

@@ -81,8 +81,7 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
 
 
 def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Check that an object comes back unchanged; StoreDown if not. fd: memory of 2 * `NBYTES` bytes
-    for it."""
+    """Check that an object comes back unchanged; else StoreDown. fd: 2 * `NBYTES` bytes for it."""
     names = [f"vcache1/doctor-{secrets.token_hex(8)}"]
     content = secrets.token_bytes(NBYTES)
     with mmap.mmap(fd, 2 * NBYTES) as memory:

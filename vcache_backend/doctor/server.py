@@ -7,7 +7,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, Config, whole
+from vcache_backend.config import ClientConfig, Config, whole
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
@@ -23,12 +23,7 @@ REPORT_SECONDS = 3600.0
 
 def check_socket(config: Config) -> Iterator[Finding]:
     """Check that the socket's folder exists, is a trusted user's, and is closed to others."""
-    path = config.server.path
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"
-        yield fail("socket", detail, "set a shorter server.socket")
-        return
-    named, path = config.client.server_uid, whole(path)
+    named, path = config.client.server_uid, whole(config.server.path)
     try:
         fault = folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set()))
         folder = path.parent.lstat()

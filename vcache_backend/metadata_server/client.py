@@ -227,8 +227,7 @@ class Client(Channel):
         return self._send(request, m.Found, seconds) if fits else None
 
     def promise(self, request: m.Promise) -> m.Promised:
-        """Say that a request has begun to compute chunks: as many of them as one request may have.
-        See `Promise`."""
+        """Promise as many of these chunks as one request may have. See `Promise`."""
         some = request.keys[: _most_found(request)]
         return self._call(msgspec.structs.replace(request, keys=some), m.Promised)
 

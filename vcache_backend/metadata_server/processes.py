@@ -119,8 +119,7 @@ def is_pidfd(fd: int, pid: int) -> bool:
 
 
 def namespaces() -> bytes:
-    """Identify the meaning of this process's pids and start times: its pid and time namespaces, and
-    the boot."""
+    """What this process's pids and start times are about: pid and time namespaces, and the boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     here = [os.readlink("/proc/self/ns/pid")]
     with suppress(FileNotFoundError):  # Linux before 5.6

@@ -63,8 +63,7 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
 
 
 class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
-    """Committed chunks, the least recently used first. A compacted ledger has them in place of
-    reservations."""
+    """Committed chunks, the least recently used first, in a compacted ledger."""
 
     chunks: dict[ChunkKey, Location]
 

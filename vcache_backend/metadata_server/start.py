@@ -83,8 +83,7 @@ def _start(config: Config, path: Path, deadline: float) -> str:
 
 
 def _silence(path: Path, trusted: int | None) -> str:
-    """Explain why no server answers at `path`; empty if a server of this user, root or the trusted
-    user does."""
+    """Why no server of this user, root or the trusted user answers at `path`; empty if one does."""
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         return client.trouble

@@ -20,8 +20,7 @@ from vcache_backend.errors import VCacheError
 
 RAW_ID: Final = 1
 KINDS: Final = {"int8": (4, torch.int8, 127.0), "fp8": (5, torch.float8_e4m3fn, 448.0)}
-"""By name: id, type and largest number of a byte. Stored objects contain the ids: never
-change one."""
+"""By name: id (stored in objects: never change one), type and largest number of a byte."""
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
@@ -57,8 +56,7 @@ class Codec:
         return chunk_bytes // vector * (SCALE_BYTES + self._head_dim)
 
     def encode(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:
-        """Encode `chunk` into `payload`. CodecError for KV with inf or NaN; `payload` is then
-        undefined."""
+        """Encode `chunk` into `payload`. CodecError for inf or NaN; `payload` is then undefined."""
         finite = torch.ones((), dtype=torch.bool, device=chunk.device)
         for numbers, scales, codes in self._pieces(chunk, payload):
             largest = numbers.abs().amax(1).float()

@@ -31,8 +31,7 @@ BATCH_BYTES = 128 << 20
 be copied beside the next call."""
 BATCH_MOST = 16
 BUFFER_SECONDS = 10.0
-"""How long a thread waits for buffers. Buffers come back when their chunks are copied: in vLLM once
-a step."""
+"""How long a thread waits for buffers, which come back when their chunks are copied."""
 READERS = 2
 """How many threads call the store to read."""
 CHECKERS = 4

@@ -32,8 +32,7 @@ class Staging:
     """`count` buffers of `nbytes` bytes each, in a memfd. Sets the memfd's size."""
 
     def __init__(self, fd: int, nbytes: int, count: int, pinned: bool) -> None:
-        """pinned: lock the pages, for copies from and to a GPU. RuntimeError or OSError if memory
-        is lacking."""
+        """pinned: lock the pages, for a GPU's copies. RuntimeError or OSError: no memory."""
         stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
         os.ftruncate(fd, stride * count)
         self._whole = torch.frombuffer(mmap.mmap(fd, stride * count), dtype=torch.uint8)

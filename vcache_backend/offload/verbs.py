@@ -38,8 +38,7 @@ Place = tuple[int, int]
 
 
 class StoreDown(VCacheError):
-    """The store, or the connection to it, failed; nothing is known about the objects. Counts
-    against the breaker."""
+    """The store, or the connection to it, failed: nothing is known. Counts against the breaker."""
 
 
 class StoreLost(StoreDown):

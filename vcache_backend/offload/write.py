@@ -126,8 +126,7 @@ class Writer:
                     self._changed.notify_all()
 
     def _take(self, most: int) -> list[ChunkKey]:
-        """Take some queued chunks once the store is usable and no other thread copies. Empty after
-        `close`."""
+        """Take chunks once the store is usable and no other thread copies. Empty after `close`."""
         with self._changed:
             while not self._stop.is_set():
                 if self._waiting and not self._copying and self._bound.store.usable:

@@ -1,5 +1,4 @@
-"""Checks and converts the arguments of the engine's calls. A ValueError says which argument is
-wrong and why."""
+"""Checks and converts the arguments of the engine's calls. A ValueError says what is wrong."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
 
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
-    """List the KV caches, one tensor a layer, in the order given. ValueError for anything but dense
-    tensors."""
+    """The KV caches, one tensor a layer, in the order given. ValueError unless they are dense."""
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
     if isinstance(kvcaches, Sequence):

@@ -85,8 +85,8 @@ class TokenHasher:
     """Makes the keys of one rank for the whole chunks of a token sequence, for one namespace and
     chunk size. Any thread.
 
-    Leading chunks of the previous sequence are not hashed again: a look-up, a retrieve and a store
-    of one prompt hash it once."""
+    The beginning of the previous sequence is not hashed again: a look-up, a retrieve and a store of
+    one prompt hash it once."""
 
     def __init__(self, namespace: Namespace, chunk_size: int, rank: int = 0) -> None:
         self.chunk_size, self._step = chunk_size, 4 * chunk_size
@@ -100,48 +100,23 @@ class TokenHasher:
         self._last = _Hashed(b"", b"", [])
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
-        """Make one key for each whole chunk of `tokens` (see `as_tokens`). A tail shorter than a
-        chunk has no key."""
-        ids, size = as_tokens(tokens), self.chunk_size
+        """Make one key for each whole chunk of `tokens` (see `as_tokens`)."""
+        ids, size, step, last = as_tokens(tokens), self.chunk_size, self._step, self._last
         # Copy, since the caller may write into the array.
         raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
-        cached = self._known(raw, salt)
-        if len(cached) * self._step == len(raw):
-            return cached
-        keys = cached + self._hashed(raw, len(cached), self._chain(cached, salt))
-        self._last = _Hashed(raw, salt, keys)
-        return list(keys)
-
-    def _known(self, raw: bytes, salt: bytes) -> list[ChunkKey]:
-        """The keys of the leading chunks that equal the last sequence's."""
-        last, step = self._last, self._step
-        if salt != last.salt:
-            return []
-        # Mostly the whole sequence is a prefix of the last sequence.
-        if last.tokens.startswith(raw):
+        if salt == last.salt and last.tokens.startswith(raw):
             return last.keys[: len(raw) // step]
-        same, most = 0, min(len(raw), len(last.tokens))
-        while same < most and raw[same : same + step] == last.tokens[same : same + step]:
-            same += step
-        return last.keys[: same // step]
-
-    def _chain(self, known: list[ChunkKey], salt: bytes) -> bytes:
-        """The digest to which the chunk after `known` is chained."""
-        if known:
-            return known[-1][len(self._prefix) : -RANK_BYTES]
-        root = self._root.copy()
+        root, view, keys = self._root.copy(), memoryview(raw), list[ChunkKey]()
         root.update(salt)
-        return root.digest()
-
-    def _hashed(self, raw: bytes, first: int, digest: bytes) -> list[ChunkKey]:
-        tokens, step, keys = memoryview(raw), self._step, []
-        for start in range(first * step, len(raw), step):
+        digest = root.digest()
+        for start in range(0, len(raw), step):
             link = self._chunk.copy()
             link.update(digest)
-            link.update(tokens[start : start + step])
+            link.update(view[start : start + step])
             digest = link.digest()
             keys.append(ChunkKey(self._prefix + digest + self._suffix))
-        return keys
+        self._last = _Hashed(raw, salt, keys)
+        return list(keys)
 
 
 # ---- vLLM's
@@ -203,8 +178,7 @@ Tags = tuple[tuple[str, Any], ...] | None
 
 
 class TaggedHash(Protocol):
-    """The fields of LMCache's `CacheEngineKey` that are hashed here. The namespace covers its other
-    fields."""
+    """The fields of LMCache's `CacheEngineKey` that the namespace does not cover."""
 
     chunk_hash: int
     tags: Tags

@@ -1,5 +1,4 @@
-"""The properties on which two instances must agree to share chunks (`Layout`), and their digest,
-the namespace."""
+"""What two instances must agree on to share chunks (`Layout`), and its digest, the namespace."""
 
 from __future__ import annotations
 

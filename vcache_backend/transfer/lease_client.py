@@ -47,8 +47,7 @@ class LeaseClient:
         return Lease(leased.lease, leased.locations, until, leased.seconds, connection)
 
     def good_for_a_copy(self, lease: Lease) -> bool:
-        """Whether the lease has more than half of its time left, and the connection that granted it
-        still exists."""
+        """Whether it has more than half of its time left, and its connection still exists."""
         same = self.client.connected and lease.connection == self.client.connections_lost
         return same and lease.seconds_left > lease.seconds / 2
 

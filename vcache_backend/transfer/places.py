@@ -1,5 +1,4 @@
-"""Finds the places of a request's chunks in a KV cache, by slots or by blocks, and plans copies
-from and to them."""
+"""The places of a request's chunks in a KV cache, by slots or by blocks, and plans of copies."""
 
 from __future__ import annotations
 

@@ -118,8 +118,7 @@ class Pooled:
         )
 
     def cancel(self) -> None:
-        """Ask for no more chunks under the present lease. The last copy under it ends it.
-        Idempotent."""
+        """Take no more chunks under the present lease, which its last copy ends. Idempotent."""
         run = self._run
         self._run = None
         if run is not None:

@@ -113,8 +113,7 @@ class Publisher(Outbox):
     # ---- inside
 
     def _returned(self) -> None:
-        """Publish everything again: the client has reached a server, maybe a new one. Runs in the
-        client's thread."""
+        """Publish everything again: the server may be a new one. Runs in the client's thread."""
         with self._changed:
             self._due = 0.0
             self._pause = outbox.RETRY_SECONDS

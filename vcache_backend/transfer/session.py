@@ -1,5 +1,4 @@
-"""One worker's access to the pool: connection, segments, copier, commit thread, offload tier and
-statistics."""
+"""One worker's access to the pool: connection, segments, copier, commits, offload tier, counts."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ class Session:
         return pooled if self.tier is None else self.tier.extend(self.client, keys, ranks, pooled)
 
     def contains(self, key: ChunkKey) -> int:
-        """Look one chunk up. 0: in the pool; 1: in the offload tier; -1: not found.
-        Takes no lease."""
+        """Look one chunk up. 0: in the pool; 1: in the offload tier; -1: not found. No lease."""
         answer = self.client.present([key])
         if answer.present[0]:
             return 0

@@ -26,8 +26,7 @@ TIMES = (
     *("acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
     *("offload_lookup", "offload_put"),
 )
-"""Names of the latencies: first whole calls, then their parts, then the offload tier's. A put is
-one batch."""
+"""Names of the latencies: whole calls, their parts, the offload tier's. A put is one batch."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
 
 
@@ -134,8 +133,7 @@ class EngineStats:
 
 
 class _Timed:
-    """A class, because it takes half the time of a generator-based context manager; each request
-    uses several."""
+    """A class, because it takes half the time of a generator-based context manager."""
 
     def __init__(self, stats: EngineStats, name: str) -> None:
         self._stats, self._name, self._started = stats, name, perf_counter()
@@ -190,8 +188,7 @@ class LoadStats:
         self._came(first, count, f"the KV cache of instance {owner.hex()}", tokens, seconds)
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
-        """Count `count` chunks, from number `first` on, whose blocks `owner` reused before the copy
-        was over."""
+        """Count chunks from number `first` on whose blocks `owner` reused during the copy."""
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
         said = "hit %s: chunks %d to %d changed in instance %s while they were read"

@@ -100,8 +100,7 @@ class Driver:
         return int(self.call("cuDeviceGetCount"))
 
     def uuid(self, ordinal: int) -> str:
-        """The GPU's name in all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as
-        nvidia-smi prints it."""
+        """The GPU's name in all processes, as nvidia-smi prints it: `GPU-xxxxxxxx-xxxx-…`."""
         answer = self.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
@@ -114,8 +113,7 @@ class Driver:
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()
 
     def shares_memory(self, ordinal: int) -> bool:
-        """Whether the GPU has virtual memory management with POSIX fds, without which it can hold
-        no segment."""
+        """Whether it has virtual memory management with POSIX fds, which segments need."""
         names = (
             "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
             "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
@@ -244,16 +242,14 @@ class Driver:
         self.call("cuMemHostRegister", address, nbytes, _PORTABLE | _DEVICEMAP)
 
     def on_device(self, address: int) -> int:
-        """The address at which the current context's GPU has the registered memory that is at
-        `address` here."""
+        """The address at which the current context's GPU has registered memory."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def unregister(self, address: int) -> None:
         self.attempt("cuMemHostUnregister", address)
 
     def event(self) -> Any:
-        """A new event without timing. It is never destroyed, so it is for users that live as long
-        as the process."""
+        """A new event without timing, which is never destroyed."""
         return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def follow(self, stream: int, event: Any, leader: int) -> None:

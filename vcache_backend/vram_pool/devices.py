@@ -119,8 +119,7 @@ def gpus() -> list[Gpu]:
 
 
 def host_available() -> int:
-    """Bytes of host memory that this process can still take: what the machine has, or its cgroup if
-    that has less."""
+    """Bytes of host memory that the machine, or this process's cgroup, still has."""
     line = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     available = int(line[1]) * 1024 if line else 0
     try:

@@ -1,5 +1,4 @@
-"""Segments in host memory: sealed memfds. They take the place of GPU segments on machines without a
-GPU, as in CI."""
+"""Segments in host memory: sealed memfds, in place of GPU segments where there is no GPU."""
 
 from __future__ import annotations
 

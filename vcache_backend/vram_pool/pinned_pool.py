@@ -19,8 +19,7 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 30
-"""The size of the segments in which memory is lent, so that the first can be used some seconds
-after the start."""
+"""The size of the segments in which memory is lent: the first is there after some seconds."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what the driver is doing."""
@@ -67,8 +66,7 @@ class PinnedPool(Pool):
         self._thread.start()
 
     def _prepare(self) -> None:
-        """The body of the thread. It ends when there is nothing to do; a later heartbeat starts
-        another one."""
+        """The thread. It ends when there is nothing to do; a later heartbeat starts another."""
         try:
             cuda_driver.load().beside_captures()
             pinned_segment.move_near(self.device.ordinal or 0)
@@ -99,11 +97,9 @@ class PinnedPool(Pool):
             self._client.report("error", said)
 
     def _level(self) -> int:
-        """WARNING for the first segment only: there are many, and what is wrong with one is wrong
-        with all."""
+        """WARNING for the first only: what is wrong with one segment is wrong with all."""
         return logging.DEBUG if self._unreadable else logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """None if it is not mapped yet: the thread maps it after the next heartbeat, and nobody
-        waits for that."""
+        """None if it is not mapped yet: the thread maps it, and nobody waits for that."""
         return self._mapped.get(id_)

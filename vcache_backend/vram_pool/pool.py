@@ -210,8 +210,7 @@ class Pool:
         return logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """Map a segment that is not mapped yet, since it appeared after the last heartbeat; None if
-        that fails."""
+        """Map a segment that appeared after the last heartbeat; None if that fails."""
         with self._lock:
             if id_ in self._mapped or id_ in self._unreadable:
                 return self._mapped.get(id_)

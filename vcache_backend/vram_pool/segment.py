@@ -74,8 +74,7 @@ class MappedSegment(_WithDescriptor):
 
     @property
     def whole(self) -> torch.Tensor:
-        """All bytes, and perhaps some more at the end, as a 1-D uint8 tensor. Raises SegmentError
-        once closed."""
+        """All bytes, and perhaps more at the end, as 1-D uint8. Raises SegmentError once closed."""
         if self._whole is None:
             raise SegmentError(f"segment {self.id} is closed")
         return self._whole

@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, whole
+from vcache_backend.config import ClientConfig, whole
 from vcache_backend.errors import (
     ProtocolError,
     Refused,
@@ -96,8 +96,7 @@ class Channel:
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
-        """Called with each answer, though nobody may ask for it. Any thread; must neither raise nor
-        make calls."""
+        """Called with each answer, in any thread; must neither raise nor make calls."""
         self._killed = False
         self._killed_at: float | None = None
         self._start_after = 0.0
@@ -296,9 +295,6 @@ class Channel:
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected and what to do about it, as far as is known."""
         at = whole(self._path)
-        if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
-            most = f"more than the {MAX_SOCKET_PATH} bytes that a socket's path may have"
-            return f"{at} has {most}; set a shorter server.socket"
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is not a socket; set server.socket to that of a metadata server"

@@ -29,8 +29,7 @@ class Standing:
         self._now()
 
     def close(self) -> None:
-        """Tell the server no more. It forgets what it knows when the connection closes.
-        Idempotent."""
+        """Tell the server no more. It forgets when the connection closes. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True

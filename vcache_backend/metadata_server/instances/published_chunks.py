@@ -18,8 +18,7 @@ CHUNK_BYTES, BLOCK_BYTES = 320, 136
 """Bytes of server memory for each chunk, besides its block numbers and generations, and for each
 block of an instance. The latter pays for `holders` and both tables, which never shrink."""
 MAX_COPIES = 2048
-"""The most copies of an instance's chunks that it has yet to be told of. Beyond it the oldest are
-dropped."""
+"""The most copies that an instance has yet to be told of. Beyond it the oldest are dropped."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
@@ -58,8 +57,7 @@ class InstancePublications:
         self.awaited: Table = {}
         """Chunks that some ranks have published, but not yet all."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
-        """For each block the last publication that named it. A publication that is in neither table
-        is void."""
+        """For each block the last publication that named it; void if it is in neither table."""
         self._copies: dict[m.ChunkKey, m.InstanceId] = {}
         """Chunks that another instance holds as well, of which this one has yet to be told."""
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
@@ -138,8 +136,7 @@ class InstancePublications:
     # ---- inside
 
     def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
-        """Unpack the block numbers of a request. Refuse lengths, keys or numbers that do not fit
-        this instance."""
+        """Unpack a request's block numbers. Refuse what does not fit this instance."""
         due, namespace = len(request.keys) * self.each, self.namespace
         sizes = len(request.blocks), len(request.generations)
         if sizes != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):

@@ -18,8 +18,7 @@ from vcache_backend.metadata_server.pool.slots import Entry, Segment
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_WINDOW_ATTEMPTS = 64
-"""How many chunks, least recently used first, to try as the start of a run to evict among chunks of
-other sizes."""
+"""How many chunks to try as the start of a run to evict among chunks of other sizes."""
 MAX_SEARCH = 2048
 """The most chunks that one request evicts: a few milliseconds of the server's time."""
 SAME_SEGMENT = 64

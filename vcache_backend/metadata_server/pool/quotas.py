@@ -18,8 +18,7 @@ def tenant_id(name: str) -> bytes:
 
 
 class Tenant:
-    """A tenant with a share of the pool's bytes. used: bytes of its slots. evicted: its chunks that
-    were evicted."""
+    """A tenant with a share of the pool. used: bytes of its slots. evicted: chunks."""
 
     def __init__(self, name: str, share: float) -> None:
         self.name, self.share = name, share

@@ -197,8 +197,7 @@ class Segment:
         self.extents.give(offset, entry.size)
 
     def let_go(self) -> None:
-        """Break the reference cycle between a removed segment and its entries, since the garbage
-        collector is off."""
+        """Break the cycle of a removed segment and its entries: there is no garbage collector."""
         for entry in self.ending:
             entry.uncount()
         for table in (self.occupants, self.staying, self.ending):

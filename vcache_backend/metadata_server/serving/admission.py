@@ -25,8 +25,7 @@ OF_PROCESS = 8
 
 
 class Admission:
-    """The listening socket in the server's loop. When descriptors run out it accepts nobody until
-    `listen_again`."""
+    """The listening socket. When descriptors run out it accepts nobody until `listen_again`."""
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()

@@ -54,8 +54,7 @@ class Connection:
 
     @property
     def wanted(self) -> int:
-        """The events that epoll should report. The next request is read only after the last answer
-        has left."""
+        """The events that epoll should report. A request is read after the last answer has left."""
         if self.unsent:
             return select.EPOLLOUT
         return 0 if self.queued else select.EPOLLIN
@@ -69,8 +68,7 @@ class Connection:
         self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
 
     def untold(self) -> list[int]:
-        """Reservations whose answers have not left. No client knows of them, so no client writes
-        their slots."""
+        """Reservations whose answers have not left, so that no client writes their slots."""
         return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:

@@ -52,8 +52,7 @@ class Layouts:
     def __init__(self) -> None:
         self._of: dict[int, _Connected] = {}
         self.hits: dict[str, list[int]] = {}
-        """For each namespace the tokens that instances have looked up, and found, since the
-        server's start."""
+        """By namespace, the tokens looked up, and found, since the server's start."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Add a client. Returns a line for each other namespace of the same model."""

@@ -15,8 +15,7 @@ AGAIN_SECONDS = 5.0
 
 
 class MonitorProcess:
-    """Restarts the process `AGAIN_SECONDS` after its last start, if it has ended. The server runs
-    on without it."""
+    """Restarts the process if it has ended, `AGAIN_SECONDS` after its last start."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.

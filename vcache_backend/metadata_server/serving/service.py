@@ -32,8 +32,7 @@ MAX_SEGMENTS = 400
 
 
 class Service:
-    """Answers requests in the server's thread. Owns the segments' fds from registration until they
-    are dropped."""
+    """Answers requests in the server's thread. Owns the fds of registered segments."""
 
     def __init__(
         self,

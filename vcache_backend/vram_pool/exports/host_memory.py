@@ -87,8 +87,7 @@ class _Zeros(TorchFunctionMode):
 
 
 def _leave(mode: _Zeros) -> None:
-    """Disable `mode`, and take it from this thread's stack wherever it is (torch itself takes only
-    the last one)."""
+    """Disable `mode`, and take it from this thread's stack, wherever it is there."""
     mode.make = None
     above = []
     while torch._C._len_torch_function_stack():
