@@ -52,7 +52,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.round_trip import round_trip
-from vcache_backend.integration.vllm.model import compat, groups
+from vcache_backend.integration.vllm.model import compat, decision, groups
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.integration.vllm.model.decision import decide
 from vcache_backend.metadata_server.client import Client
@@ -450,6 +450,21 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
     for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
         monkeypatch.setattr(vllm, "__version__", version)
         assert "is not supported" not in decide(config, caches(spec()), settings).refused
+
+
+def test_who_returns_the_experts_of_each_token_is_refused_where_vllm_knows_none_of_loaded_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's worker looks for them, and raises. 0.33 takes the hit for none."""
+    given = {"engine": {"chunk_size": 64}, "connector": {"model": "named"}}
+    config, settings, aux = vllm_config(), from_dict(given), decision.AuxOutputSchedulerConnector
+    for enabled, caps in ((False, False), (True, False), (True, True)):
+        config.aux_output_config.enabled = enabled
+        monkeypatch.setattr(aux, "cap_external_hit", None, raising=False)
+        if not caps:
+            monkeypatch.delattr(aux, "cap_external_hit")
+        said = decide(config, caches(spec()), settings).refused
+        assert ("without --enable-return-routed-experts" in said) == (enabled and not caps)
 
 
 def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_named() -> None:

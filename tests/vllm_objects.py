@@ -89,6 +89,7 @@ def vllm_config(**changes: Any) -> Any:
         ),
         speculative_config=None,
         lora_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
         weight_transfer_config=None,
     )
     for path, value in changes.items():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import vllm
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from vcache_backend import config
@@ -106,4 +107,10 @@ def _refusals(
         yield (
             "the model's pooling needs every token of a prompt computed: set a pooling type of the "
             "last token in --pooler-config, if the model allows that"
+        )
+    caps = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
+    if vllm_config.aux_output_config.enabled and not caps:
+        yield (
+            "vLLM before 0.33 ends over a hit of whose tokens it was to return the experts: "
+            "start it without --enable-return-routed-experts, or take vLLM 0.33"
         )
