@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.metadata_server import messages as m
@@ -95,7 +96,5 @@ class OwnCache(Standing):
         shape: m.CacheShape,
         regions: Sequence[Region],
     ) -> None:
-        def show() -> None:
-            client.show_cache(instance, rank, shape, [region.fd for region in regions])
-
+        show = partial(client.show_cache, instance, rank, shape, [region.fd for region in regions])
         super().__init__(client, show, "this KV cache is not shared in place")
