@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.metadata_server import messages as m
@@ -96,5 +95,7 @@ class OwnCache(Standing):
         shape: m.CacheShape,
         regions: Sequence[Region],
     ) -> None:
-        show = partial(client.show_cache, instance, rank, shape, [region.fd for region in regions])
+        def show() -> None:
+            client.show_cache(instance, rank, shape, [region.fd for region in regions])
+
         super().__init__(client, show, "this KV cache is not shared in place")
