@@ -451,6 +451,22 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
         assert compat.unsupported(version) is None
 
 
+def test_who_returns_the_experts_of_each_token_is_refused_where_vllm_knows_none_of_loaded_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's worker looks for them, and raises. 0.33 takes the hit for none."""
+    config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
+    model = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
+    aux = compat.AuxOutputSchedulerConnector
+    for enabled, caps in ((False, False), (True, False), (True, True)):
+        config.aux_output_config.enabled = enabled
+        monkeypatch.setattr(aux, "cap_external_hit", None, raising=False)
+        if not caps:
+            monkeypatch.delattr(aux, "cap_external_hit")
+        said = compat.refusal(config, caches(spec()), model, settings) or ""
+        assert ("without --enable-return-routed-experts" in said) == (enabled and not caps)
+
+
 def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_named() -> None:
     config = vllm_config(use_v2_model_runner=False)
     for specs in ((spec(33), spec()), (spec(33),), (state(), spec())):

@@ -158,25 +158,18 @@ def test_a_chunk_that_lies_where_it_was_published_is_known_however_many_came_sin
         engine.finish(again)
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["of another's load", "of its own"])
-def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
-    engine: Engine, lost: bool
-) -> None:
-    """As after another connector's load that failed."""
+def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engine) -> None:
+    """As after another connector's load that failed. What lies behind it is never believed."""
     tokens = new_tokens(3 * CHUNK - 9)
     engine.finish(engine.add(tokens[: CHUNK + 1]))
     request, manager = engine.add(tokens, max_tokens=CHUNK), engine.scheduler.kv_cache_manager
     engine.step()
-    manager.block_pool.evict_blocks({manager.get_block_ids(request.request_id)[0][EACH]})
-    engine.step(
-        kv_connector_worker_meta=WorkerReport(failed={request.request_id} if lost else set())
-    )
+    evicted, *behind = manager.get_block_ids(request.request_id)[0][EACH:]
+    manager.block_pool.evict_blocks({evicted})
     engine.finish(request)
-    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [1] + [
-        0,
-        1,
-        2,
-    ] * lost
+    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [1]
+    numbers = engine.half.publications.generations.counters[behind]
+    assert (numbers & np.uint64(1)).tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
@@ -266,25 +259,59 @@ def test_blocks_whose_step_never_ran_are_not_found(
     """vLLM knows blocks by their tokens as soon as it plans the step that writes them. A request
     that goes before their owner takes that step away: they are computed again, and what ran before
     is not. stores: the owner does; others find its blocks in any case."""
+    engine, gone = without_its_step(make, hit, share, store=stores)
+    engine.step()
+    assert engine.hit(gone) == 9 * BLOCK
+    published = engine.published(gone)
+    assert [one.number for one in published] == ([4] if stores and share == "in_place" else [])
+    assert share == "pool" or engine.right(published)
+
+
+@pytest.mark.parametrize("share", ["in_place", "pool"])
+@pytest.mark.parametrize("fails", ["_evict_unwritten", "_track"])
+def test_where_they_are_found_after_a_failure_of_ours_nothing_that_builds_on_them_is_shared(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fails: str, share: str
+) -> None:
+    """fails: what looks for them, or what would have known their owner."""
+    engine, gone = without_its_step(make, 11, share, fails, monkeypatch)
+    engine.scheduler.finish_requests(gone.request_id, RequestStatus.FINISHED_ABORTED)
+    later = engine.add([*gone.prompt_token_ids, *new_tokens(20)])
+    engine.step()
+    assert engine.hit(later) == 11 * BLOCK
+    engine.finish(later)
+    shared = [engine.numbers(later, meta) + engine.stored(later, meta) for meta in engine.metas]
+    assert shared == [[]] * len(shared)
+
+
+def without_its_step(
+    make: Make,
+    hit: int,
+    share: str,
+    fails: str = "",
+    monkeypatch: pytest.MonkeyPatch | None = None,
+    **wishes: bool,
+) -> tuple[Engine, Request]:
+    """A request from which another one has taken a step, after which vLLM would find `hit` blocks
+    of it. fails: a method of ours that raises. wishes: the request's."""
     steps = {
         "scheduling_policy": "priority",
         "long_prefill_token_threshold": 2 * CHUNK,
         "max_num_batched_tokens": 5 * BLOCK + 8,
     }
     engine = make(blocks=hit + 3, arguments=steps, share=share)
-    gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1, store=stores)
+    if monkeypatch is not None:
+        monkeypatch.setattr(engine.half, fails, lambda *_: 1 / 0)
+    gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1, **wishes)
     engine.step()
+    if monkeypatch is not None and fails == "_track":
+        monkeypatch.undo()
     first = engine.add(new_tokens(BLOCK), max_tokens=8)
     engine.step()
     assert gone.num_computed_tokens // BLOCK == 9
     engine.step()
     assert gone.num_preemptions == 1
     engine.finish(first)
-    engine.step()
-    assert engine.hit(gone) == 9 * BLOCK
-    published = engine.published(gone)
-    assert [one.number for one in published] == ([4] if stores and share == "in_place" else [])
-    assert share == "pool" or engine.right(published)
+    return engine, gone
 
 
 # ---- resets

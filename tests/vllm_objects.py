@@ -59,6 +59,7 @@ def vllm_config(**changes: Any) -> Any:
             multimodal_config=None,
             use_mla=False,
             disable_sliding_window=False,
+            is_prefix_caching_supported=True,
             get_total_num_hidden_layers=lambda: 6,
             get_total_num_kv_heads=lambda: 4,
             get_head_size=lambda: 8,
@@ -85,6 +86,7 @@ def vllm_config(**changes: Any) -> Any:
         ),
         speculative_config=None,
         lora_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
         weight_transfer_config=None,
     )
     for path, value in changes.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import vllm
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
@@ -98,6 +99,12 @@ def refusal(
         reason = reason or (
             "the model's pooling needs every token of a prompt computed: set a pooling type of the "
             "last token in --pooler-config, if the model allows that"
+        )
+    caps = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
+    if vllm_config.aux_output_config.enabled and not caps:
+        reason = reason or (
+            "vLLM before 0.33 ends over a hit of whose tokens it was to return the experts: "
+            "start it without --enable-return-routed-experts, or take vLLM 0.33"
         )
     return reason
 

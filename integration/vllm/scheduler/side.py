@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count, dropwhile
 from math import inf
@@ -175,8 +176,6 @@ class SchedulerSide:
         self._resets.learn()
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
-        if self.publications is not None:
-            self.publications.matched(tracked)
         tokens = self._matched(tracked, local)
         if tokens is None:
             return None, False
@@ -191,7 +190,7 @@ class SchedulerSide:
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
-        self._stands(tracked, load, first)
+        self._stands(tracked, load, first, rows)
         if self._spans is not None:
             self._spans.loading(tracked, external)
         self._promises.loads(tracked)
@@ -255,8 +254,8 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if request_id in requests:
                 self._promises.ended(requests[request_id])
-                if self._steps_are_taken:
-                    self._evict_unwritten(requests[request_id])
+            if self._steps_are_taken:
+                self._evict_unwritten(requests.get(request_id))
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
             meta.echo = self._foreign.begin(begun, requests)
@@ -267,8 +266,6 @@ class SchedulerSide:
             if request_id in requests:
                 self._waits.over(requests[request_id])
                 self._promises.begun(requests[request_id], computed)
-        if publications is not None:
-            publications.show()
         if self.victims is not None:
             self.victims.plan(meta)
 
@@ -280,11 +277,11 @@ class SchedulerSide:
         meta.publications = []
         meta.victims = None
         meta.opaque = True
-        if self.publications is not None:
-            self.publications.show()
         for tracked in self._requests.values():
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
         self._completions.stop(self._requests.values())
+        # vLLM may find blocks that no step has written.
+        self._outdate()
 
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
@@ -365,6 +362,7 @@ class SchedulerSide:
             self.instance.announcer = self.instance.announcer.renewed()
 
     def _outdate(self) -> None:
+        """Store nothing that builds on what vLLM has. In place that is void or was not filled."""
         if self.publications is None:
             self._leftovers.reset(self.blocks, self._requests.values())
             for tracked in self._requests.values():
@@ -451,10 +449,11 @@ class SchedulerSide:
         settled = tracked.params.announced or tracked.wait.since
         return not settled and self._pace.computes(chunks)
 
-    def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
+    def _stands(
+        self, tracked: Tracked, load: LoadSpec, first: int, rows: Sequence[Sequence[int]]
+    ) -> None:
         """Mark chunks that need no store because the load brings them. first: the number of the
-        load's first chunk.
-        """
+        load's first chunk. rows: the request's blocks, by block table."""
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
         self._waits.loads(tracked)
         # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
@@ -467,7 +466,9 @@ class SchedulerSide:
             self._leftovers.loads(tracked)
         else:
             # Once loaded, these chunks are published as if computed here.
-            self.publications.loads(tracked, tracked.local // self._groups.block)
+            size = self._groups.block
+            loaded = slice(tracked.local // size, tracked.supplied // size)
+            self.publications.loads(array(NUMBERS, rows[0][loaded]))
         if partial:
             self._completions.expect(tracked, first, end)
 
@@ -487,8 +488,6 @@ class SchedulerSide:
             tracked.loads = False
             # vLLM may compute it from the start.
             self._completions.stored(tracked, 0)
-            if self.publications is not None:
-                self.publications.forget(tracked, tracked.local // self._groups.block)
         if lost and self.blocks is not None:
             self._evict(self.blocks, lost)
         self.instance.note(report.shards, report.links)
@@ -496,13 +495,15 @@ class SchedulerSide:
             self.instance.announcer.note(report.stored)
         self._resets.note(report)
 
-    def _evict_unwritten(self, tracked: Tracked) -> None:
+    def _evict_unwritten(self, tracked: Tracked | None) -> None:
         """Evict what a preempted request may not have computed from vLLM's prefix cache.
 
         vLLM caches blocks when it plans the step that writes them. If it then takes the step from
         the request, the next requests would compute from blocks that nobody has written. In this
-        step none does: vLLM lets no request begin in it."""
-        if self.blocks is not None:
+        step none does: vLLM lets no request begin in it. tracked: None after a failure of ours."""
+        if tracked is None:
+            self._outdate()
+        elif self.blocks is not None:
             hashes = tracked.request.block_hashes[tracked.store.written // self._hash_block :]
             self.blocks.evict_hashed(hashes, len(self._groups.sizes))
 
