@@ -39,9 +39,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.config import Config
-from vcache_backend.integration.vllm.in_place import exporter as exportable
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model import spec as model_spec
+from vcache_backend.integration.vllm.model.decision import decide, hinders
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
@@ -91,15 +91,10 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(getattr(config, section) if section else platform, name, value)
     model = model_spec.read_model(config)
-    line = exportable.refusal(config, tables, model)
-    shared = exportable.decide(Config(), config, tables, model).connector.share
-    if said is None:
-        assert (line, shared) == (None, "in_place")
-        return
-    assert line is not None
-    assert (shared, "\n" in line) == ("pool", False)
-    assert line.startswith(said)
-    assert line.endswith("; or set connector.share: pool")
+    line = hinders(config, tables, model)
+    shared = decide(config, tables, Config()).settings.connector.share
+    assert (shared, "\n" in line) == ("pool" if said else "in_place", False)
+    assert line.startswith(said) if said else not line
 
 
 def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
@@ -158,25 +153,18 @@ def test_a_chunk_that_lies_where_it_was_published_is_known_however_many_came_sin
         engine.finish(again)
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["of another's load", "of its own"])
-def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
-    engine: Engine, lost: bool
-) -> None:
-    """As after another connector's load that failed."""
+def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engine) -> None:
+    """As after another connector's load that failed. What lies behind it is never believed."""
     tokens = new_tokens(3 * CHUNK - 9)
     engine.finish(engine.add(tokens[: CHUNK + 1]))
     request, manager = engine.add(tokens, max_tokens=CHUNK), engine.scheduler.kv_cache_manager
     engine.step()
-    manager.block_pool.evict_blocks({manager.get_block_ids(request.request_id)[0][EACH]})
-    engine.step(
-        kv_connector_worker_meta=WorkerReport(failed={request.request_id} if lost else set())
-    )
+    evicted, *behind = manager.get_block_ids(request.request_id)[0][EACH:]
+    manager.block_pool.evict_blocks({evicted})
     engine.finish(request)
-    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [1] + [
-        0,
-        1,
-        2,
-    ] * lost
+    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [1]
+    numbers = engine.half.publications.generations.counters[behind]
+    assert (numbers & np.uint64(1)).tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
@@ -191,9 +179,9 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     def aborted(output: Any, ran: Any) -> Any:
         meta = output.kv_connector_metadata
         invalid = set(output.scheduled_new_reqs[0].block_ids[0][: 2 * EACH])
-        assert meta.echo
+        assert meta.echoes
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
-        report = WorkerReport(echoes={meta.echo})
+        report = WorkerReport(echoes=meta.echoes)
         ran.kv_connector_output = KVConnectorOutput(
             invalid_block_ids=invalid, kv_connector_worker_meta=report
         )
@@ -223,7 +211,7 @@ def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_foun
     assert any(schedule() and lost.num_preemptions for _ in range(9))
     first, cached = set(began.scheduled_new_reqs[0].block_ids[0]), engine.half.blocks.cached
     assert cached(lost.block_hashes[len(first)])
-    report = WorkerReport(echoes={began.kv_connector_metadata.echo})
+    report = WorkerReport(echoes=began.kv_connector_metadata.echoes)
     engine.end(began, invalid_block_ids=first, kv_connector_worker_meta=report)
     assert not any(map(cached, lost.block_hashes))
 
@@ -266,25 +254,59 @@ def test_blocks_whose_step_never_ran_are_not_found(
     """vLLM knows blocks by their tokens as soon as it plans the step that writes them. A request
     that goes before their owner takes that step away: they are computed again, and what ran before
     is not. stores: the owner does; others find its blocks in any case."""
+    engine, gone = without_its_step(make, hit, share, store=stores)
+    engine.step()
+    assert engine.hit(gone) == 9 * BLOCK
+    published = engine.published(gone)
+    assert [one.number for one in published] == ([4] if stores and share == "in_place" else [])
+    assert share == "pool" or engine.right(published)
+
+
+@pytest.mark.parametrize("share", ["in_place", "pool"])
+@pytest.mark.parametrize("fails", ["_evict_unwritten", "_track"])
+def test_where_they_are_found_after_a_failure_of_ours_nothing_that_builds_on_them_is_shared(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fails: str, share: str
+) -> None:
+    """fails: what looks for them, or what would have known their owner."""
+    engine, gone = without_its_step(make, 11, share, fails, monkeypatch)
+    engine.scheduler.finish_requests(gone.request_id, RequestStatus.FINISHED_ABORTED)
+    later = engine.add([*gone.prompt_token_ids, *new_tokens(20)])
+    engine.step()
+    assert engine.hit(later) == 11 * BLOCK
+    engine.finish(later)
+    shared = [engine.numbers(later, meta) + engine.stored(later, meta) for meta in engine.metas]
+    assert shared == [[]] * len(shared)
+
+
+def without_its_step(
+    make: Make,
+    hit: int,
+    share: str,
+    fails: str = "",
+    monkeypatch: pytest.MonkeyPatch | None = None,
+    **wishes: bool,
+) -> tuple[Engine, Request]:
+    """A request from which another one has taken a step, after which vLLM would find `hit` blocks
+    of it. fails: a method of ours that raises. wishes: the request's."""
     steps = {
         "scheduling_policy": "priority",
         "long_prefill_token_threshold": 2 * CHUNK,
         "max_num_batched_tokens": 5 * BLOCK + 8,
     }
     engine = make(blocks=hit + 3, arguments=steps, share=share)
-    gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1, store=stores)
+    if monkeypatch is not None:
+        monkeypatch.setattr(engine.half, fails, lambda *_: 1 / 0)
+    gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1, **wishes)
     engine.step()
+    if monkeypatch is not None and fails == "_track":
+        monkeypatch.undo()
     first = engine.add(new_tokens(BLOCK), max_tokens=8)
     engine.step()
     assert gone.num_computed_tokens // BLOCK == 9
     engine.step()
     assert gone.num_preemptions == 1
     engine.finish(first)
-    engine.step()
-    assert engine.hit(gone) == 9 * BLOCK
-    published = engine.published(gone)
-    assert [one.number for one in published] == ([4] if stores and share == "in_place" else [])
-    assert share == "pool" or engine.right(published)
+    return engine, gone
 
 
 # ---- resets

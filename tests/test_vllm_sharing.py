@@ -167,7 +167,7 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) 
 @pytest.mark.parametrize(
     ("place", "call"),
     [
-        ("in_place.publications:Publications.show", "build_connector_meta"),
+        ("in_place.publications:Publications.complete,stop", "build_connector_meta"),
         ("scheduler.load_specs:LoadSpecs.of", "update_state_after_alloc"),
         ("scheduler.side:SchedulerSide._stands", "update_state_after_alloc"),
         ("worker.loads:Loads.begin", "bind_connector_metadata"),

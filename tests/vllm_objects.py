@@ -56,6 +56,9 @@ def vllm_config(**changes: Any) -> Any:
             hf_text_config=hf_config,
             enable_prompt_embeds=False,
             enable_sleep_mode=False,
+            enable_cumem_allocator=False,
+            sleep_mode_backend="cumem",
+            is_prefix_caching_supported=True,
             multimodal_config=None,
             use_mla=False,
             disable_sliding_window=False,
@@ -71,6 +74,7 @@ def vllm_config(**changes: Any) -> Any:
         ),
         cache_config=SimpleNamespace(
             block_size=BLOCK,
+            enable_prefix_caching=True,
             cache_dtype="auto",
             gpu_memory_utilization=0.9,
             kv_cache_memory_bytes=None,
@@ -85,6 +89,7 @@ def vllm_config(**changes: Any) -> Any:
         ),
         speculative_config=None,
         lora_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
         weight_transfer_config=None,
     )
     for path, value in changes.items():

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
-
-import numpy as np
 
 from vcache_backend.metadata_server.messages import (
     INSTANCE_BYTES,
@@ -27,7 +25,7 @@ from vcache_backend.resident.generations import (
 
 from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
-from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
+from .block_pool import GENERATIONS, KVBlocks, ResidentPool
 from .duplicates import Duplicates, Ends
 
 
@@ -54,10 +52,6 @@ class Publications:
         """Called on a reset: voids publications with a lower sequence."""
         self._told: dict[ChunkKey, Ends] = {}
         """By chunk, the place where it was published last and others look for it."""
-        self._filling = array(NUMBERS)
-        """Blocks that the step being planned fills, and that the table does not show as
-        filled yet.
-        """
         self._pool: ResidentPool | None = None
         self.duplicates: Duplicates | None = None
         """Made when vLLM has shown its pool, if the instance could load again what it gives up."""
@@ -124,17 +118,10 @@ class Publications:
         self.epoch = heard
         return True
 
-    def loads(self, tracked: Tracked, first: int) -> None:
-        """Note that a load will fill the request's blocks from number `first` on. The request has
-        all its blocks.
-        """
+    def loads(self, blocks: array[int]) -> None:
+        """Note that a load will fill these blocks. vLLM caches them only if it does."""
         if self._pool is not None:
-            tracked.resident.loaded = first
-            tracked.resident.resets = self._pool.resets
-
-    def matched(self, tracked: Tracked) -> None:
-        """Forget an earlier load: vLLM looks for the request's tokens anew."""
-        tracked.resident.loaded = NEVER
+            self.generations.filled(blocks)
 
     def stop(self, tracked: Tracked) -> None:
         """Publish no more chunks of the request in its present blocks."""
@@ -143,76 +130,54 @@ class Publications:
     def begin(self, tracked: Tracked, computed: int) -> None:
         """Note the first step with these blocks of the request.
 
-        computed: how many blocks hold its tokens already, from a hit in vLLM's cache or a load.
-        vLLM's cache may also name blocks that no step has filled: these stay void, and no chunk
-        behind them is published."""
+        computed: how many blocks hold its tokens already, from a hit in vLLM's cache or a load. Of
+        these some may be void: vLLM keeps blocks over a reset that it refuses."""
         if self._pool is None:
             return
-        loaded = tracked.resident.loaded
-        tracked.resident.loaded = NEVER
-        late = loaded < NEVER and tracked.resident.resets != self._pool.resets
-        tracked.resident.resets = self._pool.resets
-        tracked.resident.evicted = self._pool.evicted
-        tracked.resident.filled = min(loaded, computed)
-        leading = tracked.store.rows[0][: tracked.resident.filled]
-        tracked.resident.generations = right = self._leading(leading)
-        if late or len(right) < len(leading):
-            tracked.resident.filled = NEVER
+        tracked.resident.filled, tracked.resident.resets = computed, self._pool.resets
+        self._check(tracked)
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
-        """Note that the step being planned fills the request's blocks up to number `blocks`."""
-        if self._pool is None or not self._counts(tracked):
+        """Note that the step being planned fills the request's blocks up to number `blocks`. They
+        are its own for good: vLLM has planned the step."""
+        if self._pool is None:
             return
-        filled = tracked.store.rows[0][tracked.resident.filled : blocks]
-        tracked.resident.generations += array(GENERATIONS, [self.generations.coming]) * len(filled)
-        self._filling += filled
-        tracked.resident.filled = blocks
-
-    def show(self) -> None:
-        """Show others the blocks that the step fills. They have new owners for good: vLLM has
-        planned the step.
-        """
-        if self._filling:
-            self.generations.filled(self._filling)
-            self._filling = array(NUMBERS)
+        state = tracked.resident
+        if state.resets != self._pool.resets:
+            state.filled = NEVER
+        elif state.evicted != self._pool.evicted:
+            self._check(tracked)
+        if state.filled < blocks:
+            self.generations.filled(tracked.store.rows[0][state.filled : blocks])
+            state.filled = blocks
 
     def complete(
         self, tracked: Tracked, first: int, ready: int, loaded: bool
     ) -> list[PublicationSpec]:
         """Make the publications of the request's chunks [first, ready), which the step completes.
 
-        Leaves out chunks that are published already, and chunks behind a block that was handed out
-        or voided since the request got it. loaded: the request loaded or hit all of these chunks.
-        """
+        Leaves out chunks that are published already, and a void block with all behind it. loaded:
+        the request loaded or hit all of these chunks."""
         if self._pool is None or self._pool.broken:
             return []
-        self._counts(tracked)
-        state, each = tracked.resident, self.each
-        stop = min(ready, len(state.generations) // each)
+        each, row = self.each, tracked.store.rows[0]
+        generations = self._leading(row[: ready * each])
+        stop = len(generations) // each
         if stop <= first:
             return []
         if len(self._told) * each > 4 * self.blocks:
             self._forget_gone()
-        keys = tracked.lookup.keys[first:stop]
-        if self._told.keys().isdisjoint(keys):
-            return [self._tell(tracked, first, stop, loaded)]
-        places = zip(keys, self._ends(tracked, first, stop), strict=True)
-        lie = enumerate((self._told.get(key) == ends for key, ends in places), first)
-        fresh = [number for number, told in lie if not told]
+        begin, end = first * each, stop * each
+        lasts = slice(begin + each - 1, end, each)
+        ends = zip(row[lasts], generations[lasts], row[begin:end:each], strict=True)
+        lie = dict(zip(tracked.lookup.keys[first:stop], ends, strict=True))
+        places = enumerate(lie.items(), first)
+        fresh = [number for number, (key, now) in places if self._told.get(key) != now]
+        self._told.update(lie)
         # Chunks that follow each other are all as far from their places among the fresh ones.
         runs = groupby(enumerate(fresh), lambda placed: placed[1] - placed[0])
-        ends = [[number for _, number in run] for _, run in runs]
-        return [self._tell(tracked, run[0], run[-1] + 1, loaded) for run in ends]
-
-    def forget(self, tracked: Tracked, first: int) -> None:
-        """Forget the request's publications, so that all chunks are published again: vLLM
-        recomputes blocks from number `first` on.
-        """
-        for key in tracked.lookup.keys:
-            self._told.pop(key, None)
-        if first < tracked.resident.filled < NEVER:
-            del tracked.resident.generations[first:]
-            tracked.resident.filled = first
+        numbers = [[number for _, number in run] for _, run in runs]
+        return [self._tell(tracked, generations, run[0], run[-1] + 1, loaded) for run in numbers]
 
     def close(self) -> None:
         """Idempotent."""
@@ -220,9 +185,17 @@ class Publications:
 
     # ---- inside
 
+    def _check(self, tracked: Tracked) -> None:
+        """Leave the request's further blocks void if one that it has filled, or hit, is void."""
+        assert self._pool is not None
+        state = tracked.resident
+        state.evicted = self._pool.evicted
+        filled = tracked.store.rows[0][: state.filled]
+        if len(self._leading(filled)) < len(filled):
+            state.filled = NEVER
+
     def _forget_gone(self) -> None:
         """Forget chunks of which the last block, which leaves first, holds something else now."""
-        self.show()
         counters, told = self.generations.counters.data, self._told
         gone = [key for key, (last, generation, _) in told.items() if counters[last] != generation]
         for key in gone:
@@ -230,59 +203,20 @@ class Publications:
 
     def _leading(self, blocks: array[int]) -> array[int]:
         """The generations of these blocks, up to the first void block."""
-        if not blocks:
-            return array(GENERATIONS)
-        self.show()
         right = packed(self.generations.counters, blocks)
         void = first_odd(right)
         return array(GENERATIONS, right)[: void if void >= 0 else None]
 
-    def _counts(self, tracked: Tracked) -> bool:
-        """Whether the request's new chunks can be published: not after a reset, nor behind an
-        evicted block.
-        """
-        assert self._pool is not None
-        if tracked.resident.resets != self._pool.resets:
-            tracked.resident.generations = array(GENERATIONS)
-            tracked.resident.filled = NEVER
-        elif tracked.resident.evicted != self._pool.evicted:
-            self.show()
-            tracked.resident.evicted = self._pool.evicted
-            if not self._right(tracked):
-                tracked.resident.filled = NEVER
-        return tracked.resident.filled < NEVER
-
-    def _right(self, tracked: Tracked) -> bool:
-        """Whether the request's leading blocks are unchanged. Forgets the first changed block and
-        all behind it.
-        """
-        generations = tracked.resident.generations
-        expected = np.frombuffer(generations, np.uint64)
-        row = tracked.store.rows[0][: len(expected)]
-        present = np.frombuffer(packed(self.generations.counters, row), np.uint64)
-        lost = np.flatnonzero((present != expected) | (expected & np.uint64(1) == 1))
-        # No array may view what is cut.
-        del expected
-        if len(lost):
-            del generations[int(lost[0]) :]
-        return not len(lost)
-
-    def _ends(self, tracked: Tracked, first: int, stop: int) -> Iterator[Ends]:
-        """The places of the request's chunks [first, stop)."""
-        row, generations, each = tracked.store.rows[0], tracked.resident.generations, self.each
-        begin, end = first * each, stop * each
-        lasts = slice(begin + each - 1, end, each)
-        return zip(row[lasts], generations[lasts], row[begin:end:each], strict=True)
-
-    def _tell(self, tracked: Tracked, first: int, stop: int, loaded: bool) -> PublicationSpec:
-        """Make a publication of the request's chunks [first, stop), and note where they lie."""
+    def _tell(
+        self, tracked: Tracked, generations: array[int], first: int, stop: int, loaded: bool
+    ) -> PublicationSpec:
+        """Make a publication of the request's chunks [first, stop). generations: of its blocks."""
         keys, begin, end = tracked.lookup.keys[first:stop], first * self.each, stop * self.each
         blocks = tracked.store.rows[0][begin:end].tobytes()
-        generations = tracked.resident.generations[begin:end].tobytes()
-        self._told.update(zip(keys, self._ends(tracked, first, stop), strict=True))
+        packs = blocks, generations[begin:end].tobytes()
         self.sequence += 1
         name, sequence = tracked.request.request_id, self.sequence - 1
-        return PublicationSpec(name, keys, blocks, generations, sequence, self.epoch, loaded)
+        return PublicationSpec(name, keys, *packs, sequence, self.epoch, loaded)
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count, dropwhile
 from math import inf
@@ -13,16 +14,15 @@ from typing import Any
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import served_at
-from ..in_place import exporter as exportable
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
 from ..in_place.victims import Victims
 from ..metadata import LoadSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
+from ..model.decision import Decision
 from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
@@ -53,14 +53,14 @@ class SchedulerSide:
         self,
         vllm_config: Any,
         kv_cache_config: Any,
-        config: Config,
+        decision: Decision,
         loads: bool,
         stores: bool,
         meter: Meter,
     ) -> None:
-        """loads, stores: the instance's role allows them."""
-        model = compat.read_model(vllm_config, kv_cache_config, config.connector)
-        config = exportable.decide(config, vllm_config, kv_cache_config, model)
+        """decision: to cache. loads, stores: the instance's role allows them. SegmentError if
+        memory is lacking."""
+        model, config, _ = decision
         self._loads_allowed = loads
         self._size = config.engine.chunk_size
         self._least = config.connector.min_hit_tokens
@@ -77,18 +77,15 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
-        refused = compat.refusal(vllm_config, kv_cache_config, model, config)
-        self._groups = (
-            groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
-        )
-        if config.connector.share == "in_place" and not refused:
-            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            refused = exportable.refusal(vllm_config, kv_cache_config, model)
-            refused = refused or self._share_in_place(config, kv_cache_config, step_tokens)
+        self._groups = groups.read(kv_cache_config, self._size)
+        if config.connector.share == "in_place":
+            count, each = kv_cache_config.num_blocks, self._groups.blocks
+            self.publications = Publications(count, each, loads)
+            if config.pool.lent:
+                step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+                self.victims = Victims(self.publications, step_tokens // self._groups.block)
         name = served_at(vllm_config)
-        self.instance = Introduction(
-            config, model, self._hash_block, refused, self.publications, name
-        )
+        self.instance = Introduction(config, model, self._hash_block, self.publications, name)
         self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
 
     def _make_parts(
@@ -122,7 +119,9 @@ class SchedulerSide:
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
-        self._resets = Resets(instance, self._drop_answers, self._outdate, self._rename)
+        self._resets = Resets(
+            instance, self._numbers, self._drop_answers, self._outdate, self._rename
+        )
         self._completions = Completions(
             config,
             stores,
@@ -133,8 +132,8 @@ class SchedulerSide:
             self.lookups,
             self._leftovers,
         )
-        self._spans = traces.begin(vllm_config, instance.workers)
-        self._foreign = ForeignLoads()
+        self._spans = traces.begin(vllm_config)
+        self._foreign = ForeignLoads(self._numbers)
 
     # ---- vLLM's questions
 
@@ -175,8 +174,6 @@ class SchedulerSide:
         self._resets.learn()
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
-        if self.publications is not None:
-            self.publications.matched(tracked)
         tokens = self._matched(tracked, local)
         if tokens is None:
             return None, False
@@ -191,9 +188,7 @@ class SchedulerSide:
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
-        self._stands(tracked, load, first)
-        if self._spans is not None:
-            self._spans.loading(tracked, external)
+        self._stands(tracked, load, first, rows)
         self._promises.loads(tracked)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
@@ -250,16 +245,16 @@ class SchedulerSide:
             if meta.introduce and publications is not None:
                 meta.instance = publications.instance
         if self._resets.clearing:
-            meta.flush = self._resets.number
+            meta.echoes.add(self._resets.number)
         self._resets.learn()
         for request_id in output.preempted_req_ids or ():
             if request_id in requests:
                 self._promises.ended(requests[request_id])
-                if self._steps_are_taken:
-                    self._evict_unwritten(requests[request_id])
+            if self._steps_are_taken:
+                self._evict_unwritten(requests.get(request_id))
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
-            meta.echo = self._foreign.begin(begun, requests)
+            meta.echoes |= self._foreign.begin(begun, requests)
         self._resets.last &= meta.idle and not meta.loads
         if not meta.idle:
             self._completions.plan(output, requests, meta, self._foreign.blocks)
@@ -267,8 +262,6 @@ class SchedulerSide:
             if request_id in requests:
                 self._waits.over(requests[request_id])
                 self._promises.begun(requests[request_id], computed)
-        if publications is not None:
-            publications.show()
         if self.victims is not None:
             self.victims.plan(meta)
 
@@ -280,11 +273,11 @@ class SchedulerSide:
         meta.publications = []
         meta.victims = None
         meta.opaque = True
-        if self.publications is not None:
-            self.publications.show()
         for tracked in self._requests.values():
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
         self._completions.stop(self._requests.values())
+        # vLLM may find blocks that no step has written.
+        self._outdate()
 
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
@@ -334,20 +327,6 @@ class SchedulerSide:
 
     # ---- inside
 
-    def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
-        """Set up sharing in place, with or without a pool. Returns why it is impossible, or None.
-        step_tokens: the most tokens of one step.
-        """
-        try:
-            self.publications = Publications(
-                kv_cache_config.num_blocks, self._groups.blocks, self._loads_allowed
-            )
-        except VCacheError as error:
-            return str(error)
-        if config.pool.lent:
-            self.victims = Victims(self.publications, step_tokens // self._groups.block)
-        return None
-
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
             self.lookups.forget(tracked)
@@ -365,6 +344,7 @@ class SchedulerSide:
             self.instance.announcer = self.instance.announcer.renewed()
 
     def _outdate(self) -> None:
+        """Store nothing that builds on what vLLM has. In place that is void or was not filled."""
         if self.publications is None:
             self._leftovers.reset(self.blocks, self._requests.values())
             for tracked in self._requests.values():
@@ -451,10 +431,11 @@ class SchedulerSide:
         settled = tracked.params.announced or tracked.wait.since
         return not settled and self._pace.computes(chunks)
 
-    def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
+    def _stands(
+        self, tracked: Tracked, load: LoadSpec, first: int, rows: Sequence[Sequence[int]]
+    ) -> None:
         """Mark chunks that need no store because the load brings them. first: the number of the
-        load's first chunk.
-        """
+        load's first chunk. rows: the request's blocks, by block table."""
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
         self._waits.loads(tracked)
         # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
@@ -467,7 +448,9 @@ class SchedulerSide:
             self._leftovers.loads(tracked)
         else:
             # Once loaded, these chunks are published as if computed here.
-            self.publications.loads(tracked, tracked.local // self._groups.block)
+            size = self._groups.block
+            loaded = slice(tracked.local // size, tracked.supplied // size)
+            self.publications.loads(array(NUMBERS, rows[0][loaded]))
         if partial:
             self._completions.expect(tracked, first, end)
 
@@ -487,8 +470,6 @@ class SchedulerSide:
             tracked.loads = False
             # vLLM may compute it from the start.
             self._completions.stored(tracked, 0)
-            if self.publications is not None:
-                self.publications.forget(tracked, tracked.local // self._groups.block)
         if lost and self.blocks is not None:
             self._evict(self.blocks, lost)
         self.instance.note(report.shards, report.links)
@@ -496,13 +477,15 @@ class SchedulerSide:
             self.instance.announcer.note(report.stored)
         self._resets.note(report)
 
-    def _evict_unwritten(self, tracked: Tracked) -> None:
+    def _evict_unwritten(self, tracked: Tracked | None) -> None:
         """Evict what a preempted request may not have computed from vLLM's prefix cache.
 
         vLLM caches blocks when it plans the step that writes them. If it then takes the step from
         the request, the next requests would compute from blocks that nobody has written. In this
-        step none does: vLLM lets no request begin in it."""
-        if self.blocks is not None:
+        step none does: vLLM lets no request begin in it. tracked: None after a failure of ours."""
+        if tracked is None:
+            self._outdate()
+        elif self.blocks is not None:
             hashes = tracked.request.block_hashes[tracked.store.written // self._hash_block :]
             self.blocks.evict_hashed(hashes, len(self._groups.sizes))
 

@@ -18,7 +18,6 @@ from vcache_backend.metadata_server.messages import (
     ResidentRun,
 )
 
-from ..in_place.block_pool import GENERATIONS
 from .request_params import RequestParams
 
 NEVER = 1 << 62
@@ -122,14 +121,11 @@ class StoreState(msgspec.Struct):
 class ResidentState(msgspec.Struct):
     """A request's blocks when KV caches are shared in place. Only `Publications` writes it.
 
-    generations: the generations of the leading blocks when the request computed or hit them.
-    filled: how many blocks have been filled; `NEVER`: publish no further blocks. loaded: the first
-    block that a load fills, until a step runs. resets, evicted: the counters of `ResidentPool` at
-    the last check of `generations`."""
+    filled: how many blocks have been filled; `NEVER`: the others stay void. resets, evicted: the
+    counters of `ResidentPool` when the request got its blocks, and when these were last looked at.
+    """
 
-    generations: array[int] = msgspec.field(default_factory=lambda: array(GENERATIONS))
     filled: int = 0
-    loaded: int = NEVER
     resets: int = 0
     evicted: int = 0
 
