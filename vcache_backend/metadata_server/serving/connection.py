@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import heapq
 import select
 import socket
+import termios
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +22,9 @@ from vcache_backend.metadata_server.descriptors import Descriptor, closing
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
 
+TOO_MANY_FDS = "too many fds are on their way to clients; ask again later"
+MOST_HANDED = 2 * m.MAX_FDS
+"""The most fds on their way to one client."""
 Holder = Descriptor | Ledger
 Answer = tuple[m.Reply, Sequence[Holder]]
 """A reply, and the owners of its fds."""
@@ -51,6 +56,8 @@ class Connection:
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
+        self.handed = 0
+        """Fds that have left since the client had last received all answers."""
         self.account = Account()
 
     @property
@@ -78,7 +85,7 @@ class Connection:
             data, held, _ = self.unsent[0]
             try:
                 if held:
-                    socket.send_fds(self.sock, [data], [each.fd for each in held])
+                    self._hand_over(data, [each.fd for each in held])
                 else:
                     self.sock.send(data)
             except BlockingIOError:
@@ -86,12 +93,19 @@ class Connection:
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:
                     raise
-                # Others do not read what they have asked for, and Linux counts the fds on their
-                # way to them.
-                refusal = m.Error("too many fds are on their way to clients; ask again later")
-                self.unsent[0] = wire.encode(refusal), (), 0
+                self.unsent[0] = wire.encode(m.Error(TOO_MANY_FDS)), (), 0
                 continue
             self.unsent.popleft()
+
+    def _hand_over(self, data: bytes, fds: list[int]) -> None:
+        """Send an answer with fds. OSError ETOOMANYREFS if this client, or all together, have not
+        received too many: Linux counts those on their way, and at its limit nobody gets any."""
+        unread = any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
+        handed = len(fds) + (self.handed if unread else 0)
+        if handed > MOST_HANDED:
+            raise OSError(errno.ETOOMANYREFS, TOO_MANY_FDS)
+        socket.send_fds(self.sock, [data], fds)
+        self.handed = handed
 
     def close_fds(self) -> None:
         """Close a request's unused fds in the background: each may be the last of much memory."""
