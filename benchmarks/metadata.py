@@ -33,7 +33,9 @@ def run(clients: int = 4) -> list[Row]:
     """All server cases against one server that holds CHUNKS chunks; about 20 seconds."""
     with metadata_server() as path, Client(path, PATIENT) as client:
         empty = client.stats().rss_bytes
-        _fill(client)
+        with segment.create(Device("host", "host"), CHUNKS * CHUNK_BYTES) as owned:
+            client.add_segment(owned.info, owned.fd)
+        store(client, CHUNKS)
         per_chunk = (client.stats().rss_bytes - empty) / CHUNKS
         times = _lookup_times(client)
         looked_up, put = _together(clients, path, "lookup"), _together(clients, path, "put")
@@ -60,13 +62,6 @@ def key(number: int) -> ChunkKey:
     """
     spread = number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128)
     return ChunkKey(spread.to_bytes(KEY_BYTES, "big"))
-
-
-def _fill(client: Client) -> None:
-    host = Device("host", "host")
-    with segment.create(host, CHUNKS * CHUNK_BYTES) as owned:
-        client.add_segment(owned.info, owned.fd)
-    store(client, CHUNKS)
 
 
 def store(client: Client, chunks: int) -> None:

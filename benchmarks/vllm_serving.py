@@ -163,7 +163,9 @@ def _measure(
     name, found, strange = runs[0].name, list[Figures](), 0
     for load in runs:
         servers.reset()
-        _step(servers.ports)
+        # Each server takes some steps: through a pool a reset is over after the next one.
+        job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
+        asyncio.run(send([job] * 2 * len(servers.ports), Balancer(servers.ports), 1, WARM_SECONDS))
         time.sleep(SETTLES)
         with way(arm, servers, sizes.scale.block, made.folder) as to:
             before = servers.counters()["preemptions"]
@@ -219,12 +221,6 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
         errors += [answer.error for answer in answers if answer.error]
         time.sleep(SETTLES)
     return errors
-
-
-def _step(ports: Sequence[int]) -> None:
-    """Have each server take some steps: through a pool a reset is over after the next one."""
-    job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
-    asyncio.run(send([job] * 2 * len(ports), Balancer(ports), 1, WARM_SECONDS))
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:

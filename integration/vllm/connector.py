@@ -32,6 +32,7 @@ from . import settings
 from .ends import LoadEnds
 from .metadata import QUIET, StepMetadata
 from .model import compat, versions
+from .model.decision import decide
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
 from .worker.side import WorkerSide
@@ -61,7 +62,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._half: SchedulerSide | WorkerSide | None = None
-        """Either half, also after it was refused, for `shutdown`."""
+        """Either half, also after it was refused, for `shutdown`; None if it never cached."""
         self._engine = str(transfer.engine_id)
         self._thread = 0
         """The thread in which vLLM runs the worker."""
@@ -81,13 +82,17 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ends = LoadEnds(vllm_config.parallel_config.world_size)
         versions.watch()
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        self._half = side = SchedulerSide(
-            vllm_config, kv_cache_config, config, loads, stores, self._meter
-        )
+        decision = decide(vllm_config, kv_cache_config, config)
+        try:
+            if decision.refused:
+                raise VCacheError(decision.refused)
+            side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
+        except VCacheError as error:
+            log.error("vcache caches nothing: %s. vLLM serves all the same", error)
+            return
+        self._half = self._scheduler = side
         if side.publications is not None and side.victims is None:
             self._cache_hit_source = compat.hit_source_of_peers()
-        if not side.instance.refused:
-            self._scheduler = side
 
     def _begin_worker(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
