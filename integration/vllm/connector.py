@@ -31,6 +31,7 @@ from . import settings
 from .ends import LoadEnds
 from .metadata import QUIET, StepMetadata
 from .model import compat, versions
+from .model.decision import decide
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
 from .worker.side import WorkerSide
@@ -59,8 +60,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.failures: set[str] = set()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._half: SchedulerSide | WorkerSide
-        """Either half, also after it was refused, for `shutdown`."""
+        self._half: SchedulerSide | WorkerSide | None = None
+        """Either half, also after it was refused, for `shutdown`; None if it never cached."""
         self._engine = str(transfer.engine_id)
         self._thread = 0
         """The thread in which vLLM runs the worker."""
@@ -70,14 +71,20 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-            self._half = self._scheduler = SchedulerSide(
-                vllm_config, kv_cache_config, config, loads, stores, self._meter
-            )
-            self._ends = LoadEnds(self._scheduler.instance.workers)
-            if self._scheduler.publications is not None and self._scheduler.victims is None:
+            self._ends = LoadEnds(vllm_config.parallel_config.world_size)
+            decision = decide(vllm_config, kv_cache_config, config)
+            try:
+                if decision.refused:
+                    raise VCacheError(decision.refused)
+                side = SchedulerSide(
+                    vllm_config, kv_cache_config, decision, loads, stores, self._meter
+                )
+            except VCacheError as error:
+                log.error("vcache caches nothing: %s. vLLM serves all the same", error)
+                return
+            self._half = self._scheduler = side
+            if side.publications is not None and side.victims is None:
                 self._cache_hit_source = compat.hit_source_of_peers()
-            if self._scheduler.instance.refused:
-                self._scheduler = None
         else:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -102,7 +109,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if isinstance(self._half, SchedulerSide):
             self._ends.close()
-        self._half.close()
+        if self._half is not None:
+            self._half.close()
 
     # ---- in the scheduler
 
