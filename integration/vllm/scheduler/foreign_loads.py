@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from itertools import product
 from typing import Any
 
 from ..model.groups import NULL
@@ -23,7 +24,8 @@ class ForeignLoads:
     def __init__(self) -> None:
         self._number = 0
         self._filling: dict[int, set[int]] = {}
-        """By step number: the blocks of requests that another connector may load in that step."""
+        """By step number: the blocks of requests that another connector may load in that step, and
+        the blocks computed behind them since."""
 
     @property
     def blocks(self) -> AbstractSet[int]:
@@ -48,9 +50,18 @@ class ForeignLoads:
         self._filling[self._number] = blocks
         return self._number
 
+    def follow(self, computing: Iterable[Tracked]) -> None:
+        """Note what a step computes behind these loads. computing: its requests, in vLLM's order,
+        with their blocks."""
+        for tracked, blocks in product(computing, self._filling.values()):
+            rows = tracked.store.rows
+            if not all(map(blocks.isdisjoint, rows)):
+                blocks.update(*rows)
+                blocks.discard(NULL)
+
     def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
         """End these steps, which all workers report as over. Returns the blocks of steps with a
-        failed load.
+        failed load, and those behind them.
 
         invalid: the blocks that vLLM reports as not filled."""
         failed = set[int]()
