@@ -151,7 +151,7 @@ def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None
 def test_a_store_that_would_wait_behind_too_many_others_is_skipped(
     shared: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_INFLIGHT", 2)
+    monkeypatch.setattr(store, "MAX_INFLIGHT", 2)
     copier, mine = UnfinishedCopier(), Cache()
     writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier)
     slots = places(mine.sizes, CHUNK)

@@ -417,7 +417,7 @@ def test_slow_connections_keep_nobody_away(
     """However many, from the address that asks and from others. A kubelet that asks for /healthz in
     vain restarts the server.
     """
-    monkeypatch.setattr(web, "MOST_AT_ONCE", 32)
+    monkeypatch.setattr(web, "MAX_AT_ONCE", 32)
     sources = ["127.0.0.1"] * 30 + [f"127.0.0.{last}" for last in range(2, 7)] * 3
 
     def what(served: web.Web) -> None:
@@ -426,7 +426,7 @@ def test_slow_connections_keep_nobody_away(
             assert answered == [200] * 3
             # There is no server: after a while that is not well.
             assert get(served.address, "/healthz")[0] in (200, 503)
-            assert len(served.served) <= web.MOST_AT_ONCE < len(sources)
+            assert len(served.served) <= web.MAX_AT_ONCE < len(sources)
 
     while_served(monkeypatch, tmp_path, 1000.0, what)
     assert not [one for one in caplog.records if one.name == "asyncio"]

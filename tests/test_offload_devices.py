@@ -39,7 +39,7 @@ def test_what_one_node_stored_another_reads_and_keeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # More than one call of the uploader's: its bounce buffer is written again.
-    monkeypatch.setattr(uploads, "BOUNCE_MOST", 2)
+    monkeypatch.setattr(uploads, "MAX_BOUNCE", 2)
     cache, tokens = cache_on(device, arrangement), prompt(LENGTH + 7)
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)

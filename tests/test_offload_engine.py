@@ -104,7 +104,7 @@ def test_without_a_master_everything_else_works(
 ) -> None:
     """Its port is dead: no exception, no wait, no look-up that costs anything."""
     settings = TIER | {"mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
-    monkeypatch.setattr(write, "MOST_WAITING", 3)
+    monkeypatch.setattr(write, "MAX_WAITING", 3)
     config = msgspec.structs.replace(
         nodes[0].config("host", ROOMY), offload=depot.offload(**settings)
     )

@@ -126,7 +126,7 @@ def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the first one: its step's end would be taken for the next one's."""
-    monkeypatch.setattr(publisher, "MOST_WAITING", 2)
+    monkeypatch.setattr(publisher, "MAX_WAITING", 2)
     owner = Owner(here)
     owner.join()
     steps = [Step(over=False) for _ in range(3)]

@@ -52,9 +52,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.round_trip import round_trip
-from vcache_backend.integration.vllm.in_place import exporter as exportable
-from vcache_backend.integration.vllm.model import compat, groups
+from vcache_backend.integration.vllm.model import compat, decision, groups
 from vcache_backend.integration.vllm.model import spec as model_spec
+from vcache_backend.integration.vllm.model.decision import decide
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
 from vcache_backend.vram_pool.copies.copier import HostCopier
@@ -441,40 +441,42 @@ def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
 def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
-    model = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
+    given = {"engine": {"chunk_size": 64}, "connector": {"model": "named"}}
+    config, settings = vllm_config(), from_dict(given)
     for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
         monkeypatch.setattr(vllm, "__version__", version)
-        said = compat.refusal(config, caches(spec()), model, settings)
+        said = decide(config, caches(spec()), settings).refused
         assert said == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
     for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
-        assert compat.unsupported(version) is None
+        monkeypatch.setattr(vllm, "__version__", version)
+        assert "is not supported" not in decide(config, caches(spec()), settings).refused
 
 
 def test_who_returns_the_experts_of_each_token_is_refused_where_vllm_knows_none_of_loaded_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM's worker looks for them, and raises. 0.33 takes the hit for none."""
-    config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
-    model = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
-    aux = compat.AuxOutputSchedulerConnector
+    given = {"engine": {"chunk_size": 64}, "connector": {"model": "named"}}
+    config, settings, aux = vllm_config(), from_dict(given), decision.AuxOutputSchedulerConnector
     for enabled, caps in ((False, False), (True, False), (True, True)):
         config.aux_output_config.enabled = enabled
         monkeypatch.setattr(aux, "cap_external_hit", None, raising=False)
         if not caps:
             monkeypatch.delattr(aux, "cap_external_hit")
-        said = compat.refusal(config, caches(spec()), model, settings) or ""
+        said = decide(config, caches(spec()), settings).refused
         assert ("without --enable-return-routed-experts" in said) == (enabled and not caps)
 
 
 def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_named() -> None:
     config = vllm_config(use_v2_model_runner=False)
     for specs in ((spec(33), spec()), (spec(33),), (state(), spec())):
-        model = compat.read_model(config, caches(*specs), ConnectorConfig(model="named"))
-        said = str(exportable.refusal(config, caches(*specs), model))
+        in_place, auto = (
+            decide(config, caches(*specs), from_dict({"connector": {"model": "named"} | share}))
+            for share in ({"share": "in_place"}, {})
+        )
+        said = in_place.refused
         assert said.endswith("is shared through a pool only: set connector.share: pool")
-        auto = exportable.decide(from_dict({}), config, caches(*specs), model)
-        assert auto.connector.share == "pool"
+        assert (auto.settings.connector.share, auto.refused) == ("pool", "")
 
 
 def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:

@@ -39,9 +39,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.config import Config
-from vcache_backend.integration.vllm.in_place import exporter as exportable
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model import spec as model_spec
+from vcache_backend.integration.vllm.model.decision import decide, hinders
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
@@ -91,15 +91,10 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(getattr(config, section) if section else platform, name, value)
     model = model_spec.read_model(config)
-    line = exportable.refusal(config, tables, model)
-    shared = exportable.decide(Config(), config, tables, model).connector.share
-    if said is None:
-        assert (line, shared) == (None, "in_place")
-        return
-    assert line is not None
-    assert (shared, "\n" in line) == ("pool", False)
-    assert line.startswith(said)
-    assert line.endswith("; or set connector.share: pool")
+    line = hinders(config, tables, model)
+    shared = decide(config, tables, Config()).settings.connector.share
+    assert (shared, "\n" in line) == ("pool" if said else "in_place", False)
+    assert line.startswith(said) if said else not line
 
 
 def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
@@ -184,9 +179,9 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     def aborted(output: Any, ran: Any) -> Any:
         meta = output.kv_connector_metadata
         invalid = set(output.scheduled_new_reqs[0].block_ids[0][: 2 * EACH])
-        assert meta.echo
+        assert meta.echoes
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
-        report = WorkerReport(echoes={meta.echo})
+        report = WorkerReport(echoes=meta.echoes)
         ran.kv_connector_output = KVConnectorOutput(
             invalid_block_ids=invalid, kv_connector_worker_meta=report
         )
@@ -222,7 +217,7 @@ def test_what_was_computed_behind_a_load_that_failed_is_not_found(
         schedule()
         engine.scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
     assert cached(lost.block_hashes[len(first)])
-    report = WorkerReport(echoes={began.kv_connector_metadata.echo})
+    report = WorkerReport(echoes=began.kv_connector_metadata.echoes)
     engine.end(began, invalid_block_ids=first, kv_connector_worker_meta=report)
     assert not any(map(cached, lost.block_hashes))
 

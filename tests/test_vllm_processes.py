@@ -198,24 +198,14 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         again = reader.again(tokens)
         assert again.cached == LENGTH
         assert again.said == own.said
-        spans = eventually(lambda: len(ended := reader.ask("spans")) == 8 and ended)
-        for found, *workers, load in (spans[:4], spans[4:]):
-            assert [found[0], load[0], *(name for name, *_ in workers)] == [
-                "vcache.lookup",
-                "vcache.load",
-                *["vcache.load.worker"] * 2,
-            ]
-            assert load[3]["vcache.tokens"] == LENGTH
-            assert (
-                load[1]
-                < min(begin for _, begin, *_ in workers)
-                <= max(end for _, _, end, _ in workers)
-                == load[2]
-            )
-            assert sorted(said["vcache.worker"] for *_, said in workers) == [0, 1]
-            assert {
-                said["vcache.bytes"] == said["vcache.bytes.resident"] > 0 for *_, said in workers
-            } == {True}
+        spans = eventually(lambda: len(ended := reader.ask("spans")) == 6 and ended)
+        for found, *loads in (spans[:3], spans[3:]):
+            names = [found[0], *(name for name, *_ in loads)]
+            assert names == ["vcache.lookup", "vcache.load", "vcache.load"]
+            assert found[3]["vcache.found_tokens"] == LENGTH
+            assert all(found[2] <= begin < end for _, begin, end, _ in loads)
+            assert sorted(said["vcache.worker"] for *_, said in loads) == [0, 1]
+            assert all(said["vcache.bytes.resident"] > 0 for *_, said in loads)
         longer = tokens + new_tokens(3 * CHUNK)
         lost, right = lost_by_one(reader, longer)
         assert lost.agrees(right)

@@ -74,14 +74,14 @@ def reset(engine: Engine, over: bool = True) -> int:
     """A reset that vLLM does not make itself where requests run; its number. over: the workers have
     said that no store of before is under way."""
     engine.scheduler.reset_prefix_cache(reset_connector=True)
-    number = engine.step().flush
+    (number,) = engine.step().echoes
     if over:
         flushed(engine, number)
     return number
 
 
 def flushed(engine: Engine, number: int) -> None:
-    engine.step(kv_connector_worker_meta=WorkerReport(flushed=number))
+    engine.step(kv_connector_worker_meta=WorkerReport(echoes={number}))
 
 
 def test_a_step_in_which_requests_only_run_on_sends_one_constant(engine: Engine) -> None:
@@ -609,18 +609,17 @@ def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
 
 def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) -> None:
     """Steps that were planned between the two may still store what is of weights before the later
-    one. Workers are asked until they have answered: a step that ran while vLLM slept, or whose
-    stores raised, says nothing."""
+    one. Workers are asked until they have answered."""
     first, second = reset(engine, over=False), reset(engine, over=False)
     flushed(engine, first)
     tokens = pooled(engine)
     engine.add(tokens)
     assert loaded(engine) == 0
-    assert engine.step(kv_connector_worker_meta=WorkerReport()).flush == second
+    assert engine.step(kv_connector_worker_meta=WorkerReport()).echoes == {second}
     flushed(engine, second)
     with engine.here.client() as client:
         assert not any(client.contains(engine.keys(engine.request(tokens))))
-    assert not engine.step().flush
+    assert not engine.step().echoes
     put(engine, again := new_tokens(PROMPT))
     engine.add(again)
     assert loaded(engine) == CHUNKS
@@ -671,10 +670,10 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
         ours.get_num_new_matched_tokens = lambda request, _: matched(request, local)
     with nullcontext() if local else engine.others_bring(BLOCK):
         request = engine.add(new_tokens(3 * CHUNK), max_tokens=CHUNK)
-        echo = engine.step().echo
-    engine.step(kv_connector_worker_meta=WorkerReport(echoes={echo}))
+        echoes = engine.step().echoes
+    engine.step(kv_connector_worker_meta=WorkerReport(echoes=echoes))
     engine.finish(request)
-    assert bool(echo) == (not local)
+    assert bool(echoes) == (not local)
     assert [engine.stored(request, meta) for meta in engine.metas] == [[]] * len(engine.metas)
     engine.finish(running)
 
@@ -689,15 +688,15 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
     engine = make(share="pool", states=table, blocks=64, arguments=steps)
     with engine.others_bring(CHUNK):
         request = engine.add([*tokens, 5], max_tokens=2 * CHUNK)
-        echo = engine.step().echo
-    assert echo
+        echoes = engine.step().echoes
+    assert echoes
     for _ in range(4):
         engine.step()
     same = engine.add([*tokens, *new_tokens(CHUNK), 6], max_tokens=2 * CHUNK)
     engine.step()
     assert engine.hit(same) > CHUNK
     assert [meta.stores for meta in engine.metas] == [[]] * len(engine.metas)
-    engine.step(kv_connector_worker_meta=WorkerReport(echoes={echo}))
+    engine.step(kv_connector_worker_meta=WorkerReport(echoes=echoes))
     for one in (request, same):
         engine.finish(one)
     stored = [spec for meta in engine.metas for spec in meta.stores]

@@ -41,11 +41,11 @@ _UNITS = (
 KV_AXES = ("part", "block", "token", "head", "dim")
 """Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of
 K and V if they are packed)."""
-MOST_SECONDS = 1_000_000
+MAX_SECONDS = 1_000_000
 """The longest time that can be set: eleven days. poll() takes at most 24."""
 
-Positive = Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 """A uid or gid. 2^32 - 1 means none to the kernel."""

@@ -94,25 +94,24 @@ class StepMetadata(msgspec.Struct):
     step, and msgspec makes it in C.
 
     fresh: lists of blocks that get a new owner in this step. cancelled: requests that ended during
-    their load. flush: report this number once the stores of earlier steps have begun; 0: none.
-    idle: the step runs no model. opaque: the blocks with a new owner are unknown. introduce: report
-    your shard. instance: the name under which to show the KV cache to others, in a step that
-    introduces; empty: do not show it. victims: chunks to save in the pool before
-    their blocks are used again. echo: report this number once this step's model run is over; 0:
-    none. ends: see `LoadEnds.address`, in a step with loads."""
+    their load. idle: the step runs no model. opaque: the blocks with a new owner are unknown.
+    introduce: report your shard. instance: the name under which to show the KV cache to others, in
+    a step that introduces; empty: do not show it. victims: chunks to save in the pool before
+    their blocks are used again. echoes: report these numbers with this step: once its model run is
+    over, and all stores of earlier steps have begun. ends: see `LoadEnds.address`, in a step with
+    loads."""
 
     loads: list[LoadSpec] = []
     stores: list[StoreSpec] = []
     fresh: list[list[int]] = []
     cancelled: set[str] = set()
-    flush: int = 0
     idle: bool = False
     opaque: bool = False
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = []
     victims: PublicationSpec | None = None
-    echo: int = 0
+    echoes: set[int] = set()
     ends: tuple[str, str] = "", ""
 
 
@@ -129,34 +128,25 @@ instance."""
 
 
 class LoadSpan(NamedTuple):
-    """One worker's part of a finished load.
-
-    began, ended: nanoseconds of the wall clock. nbytes: by the place of the bytes.
-    metadata_seconds, data_seconds: see `LoadStats`. failure: why the load failed; empty if it
-    succeeded."""
+    """One worker's part of a finished load. began, ended: nanoseconds of the wall clock. said: the
+    span's attributes."""
 
     request_id: str
-    worker: int
     began: int
     ended: int
-    nbytes: dict[str, int]
-    metadata_seconds: float
-    data_seconds: float
-    failure: str
+    said: dict[str, Any]
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The workers' report to the scheduler after a step. It also works under MultiConnector.
 
-    failed: requests with failed loads. flushed: the step's `flush`: all earlier stores have their
-    reservations, so a reset voids them. echoes: the step's `echo`; all workers report it in the
+    failed: requests with failed loads. echoes: those of the step; all workers report them in the
     same step. links: by worker number, the connections to the offload tier, if they changed.
     shards: by (pipeline rank, tensor rank), if the step asked. stored: by rank, the keys (rank 0's)
     of stored chunks, if anybody listens to KV events. spans: one for each finished load."""
 
     failed: set[str] = field(default_factory=set)
-    flushed: int = 0
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], ShardSpec] = field(default_factory=dict)
     stored: dict[int, list[ChunkKey]] = field(default_factory=dict)
@@ -173,7 +163,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         }
         return WorkerReport(
             self.failed | other.failed,
-            max(self.flushed, other.flushed),
             self.links | other.links,
             self.shards | other.shards,
             stored,

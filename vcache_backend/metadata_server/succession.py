@@ -11,7 +11,7 @@ from vcache_backend.metadata_server.pool.directory import Directory
 
 log = logging.getLogger(__name__)
 
-MOST_SERVERS = 256
+MAX_SERVERS = 256
 """How many earlier servers a ledger names, the latest ones."""
 
 
@@ -58,7 +58,7 @@ class Predecessors:
         state = ledger.read()
         if not ledger.same_pids:
             state.hide_processes()
-        state.servers = [*state.servers, ledger.epoch][-MOST_SERVERS:]
+        state.servers = [*state.servers, ledger.epoch][-MAX_SERVERS:]
         self._directory.restore(state)
         self._heard |= set(state.servers)
         self.until = time.monotonic() + self._seconds

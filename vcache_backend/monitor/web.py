@@ -32,9 +32,9 @@ from vcache_backend.status import summary, trouble
 
 log = logging.getLogger(__name__)
 
-MOST_AT_ONCE = 256
+MAX_AT_ONCE = 256
 BACKLOG = 64
-"""Connections that are accepted at a time. Far fewer than `MOST_AT_ONCE`, so that a burst does not
+"""Connections that are accepted at a time. Far fewer than `MAX_AT_ONCE`, so that a burst does not
 push out a client that has just asked."""
 ANSWER_SECONDS = 10.0
 """The most seconds that a connection may take, from its start to the last byte of its answer."""
@@ -118,7 +118,7 @@ class Web:
         task = asyncio.current_task()
         assert task is not None
         self.served[task] = None
-        if len(self.served) > MOST_AT_ONCE:
+        if len(self.served) > MAX_AT_ONCE:
             oldest = next(iter(self.served))
             del self.served[oldest]
             oldest.cancel()

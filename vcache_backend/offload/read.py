@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 128 << 20
 """Bytes of one store call: enough that fixed costs do not count, few enough that arrived chunks can
 be copied beside the next call."""
-BATCH_MOST = 16
+MAX_BATCH = 16
 BUFFER_SECONDS = 10.0
 """How long a thread waits for buffers, which come back when their chunks are copied."""
 READERS = 2
@@ -245,7 +245,7 @@ class Fetch:
 
 
 def batch_chunks(chunk_bytes: int) -> int:
-    return max(1, min(BATCH_BYTES // chunk_bytes, BATCH_MOST))
+    return max(1, min(BATCH_BYTES // chunk_bytes, MAX_BATCH))
 
 
 def parts(count: int, most: int) -> list[range]:

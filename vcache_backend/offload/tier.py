@@ -25,7 +25,7 @@ from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
 
-MOST_BUFFERS = 256
+MAX_BUFFERS = 256
 """The most buffers for reads, and for writes; more would not be faster."""
 START_SECONDS = 3.0
 """How long vLLM's start may wait for the offload process, which takes half a second to start:
@@ -70,7 +70,7 @@ class OffloadTier:
         codec_id = codec.id if codec else codecs.RAW_ID
         form = Format(layout.namespace().fingerprint, codec_id, chunk_bytes, payload)
         size = form.object_bytes
-        count = min(settings.staging_bytes // size, 2 * MOST_BUFFERS)
+        count = min(settings.staging_bytes // size, 2 * MAX_BUFFERS)
         if count < 4:
             need = f"must be at least {4 * size:,}, four chunks of {size:,} B each"
             given = int(settings.staging_bytes)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BOUNCE_BYTES = 256 << 20
 """The most device memory for chunks on their way into the KV cache: as much as crosses the link to
 the host in 5 ms."""
-BOUNCE_MOST = 64
+MAX_BOUNCE = 64
 """The most chunks of one call."""
 
 
@@ -35,7 +35,7 @@ class HostUploader:
 
     def __init__(self, copier: Copier, chunk_bytes: int) -> None:
         self._copier, self._chunk_bytes = copier, chunk_bytes
-        self.most = BOUNCE_MOST
+        self.most = MAX_BOUNCE
 
     def scatter(
         self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None
@@ -63,7 +63,7 @@ class CudaUploader:
     def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
         """Raises torch.OutOfMemoryError if there is no memory for the bounce buffer."""
         self._copier, self._device = copier, kv.device
-        self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, BOUNCE_MOST))
+        self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, MAX_BOUNCE))
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
             # From this stream's own pool: memory from the caller's stream may still be used by work

@@ -36,7 +36,7 @@ POLL_SECONDS = 0.05
 """How often an unreachable store or server is checked again."""
 WRITERS = 2
 """Threads: one puts chunks while the other copies the next ones."""
-MOST_WAITING = 4096
+MAX_WAITING = 4096
 """The most chunks that wait to be written. Further chunks are dropped and counted."""
 ATTEMPTS = 6
 RETRY_SECONDS = 0.05
@@ -82,7 +82,7 @@ class Writer:
         if self._stop.is_set():
             return
         with self._changed:
-            room = max(MOST_WAITING - len(self._waiting), 0)
+            room = max(MAX_WAITING - len(self._waiting), 0)
             self._waiting += keys[:room]
             self._changed.notify_all()
         self._dropped("backlog", len(keys) - room)

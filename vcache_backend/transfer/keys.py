@@ -32,7 +32,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -73,14 +73,6 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
     return ids.astype(np.uint32, copy=False)
 
 
-class _Hashed(NamedTuple):
-    """The sequence hashed last. tokens: the tokens of `keys`, as little-endian uint32."""
-
-    tokens: bytes
-    salt: bytes
-    keys: list[ChunkKey]
-
-
 class TokenHasher:
     """Makes the keys of one rank for the whole chunks of a token sequence, for one namespace and
     chunk size. Any thread.
@@ -97,15 +89,17 @@ class TokenHasher:
         self._chunk = blake2b(
             key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1"
         )
-        self._last = _Hashed(b"", b"", [])
+        self._last: tuple[bytes, bytes, list[ChunkKey]] = b"", b"", []
+        """The whole chunks of the sequence hashed last, its salt, its keys."""
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
         """Make one key for each whole chunk of `tokens` (see `as_tokens`)."""
-        ids, size, step, last = as_tokens(tokens), self.chunk_size, self._step, self._last
+        ids, size, step = as_tokens(tokens), self.chunk_size, self._step
+        known, known_salt, known_keys = self._last
         # Copy, since the caller may write into the array.
         raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
-        if salt == last.salt and last.tokens.startswith(raw):
-            return last.keys[: len(raw) // step]
+        if salt == known_salt and known.startswith(raw):
+            return known_keys[: len(raw) // step]
         root, view, keys = self._root.copy(), memoryview(raw), list[ChunkKey]()
         root.update(salt)
         digest = root.digest()
@@ -115,7 +109,7 @@ class TokenHasher:
             link.update(view[start : start + step])
             digest = link.digest()
             keys.append(ChunkKey(self._prefix + digest + self._suffix))
-        self._last = _Hashed(raw, salt, keys)
+        self._last = raw, salt, keys
         return list(keys)
 
 

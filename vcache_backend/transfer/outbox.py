@@ -14,7 +14,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
 
 log = logging.getLogger(__name__)
 
-MOST_MESSAGES = 4096
+MAX_MESSAGES = 4096
 """How many messages to keep until the server is back. Leases and reservations of dropped messages
 expire by themselves."""
 MANY_MESSAGES = 32
@@ -30,7 +30,7 @@ class Outbox:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._messages: deque[tuple[Callable[[], object], bool]] = deque(maxlen=MOST_MESSAGES)
+        self._messages: deque[tuple[Callable[[], object], bool]] = deque(maxlen=MAX_MESSAGES)
         """Calls of the client, and whether to repeat each until the server has answered."""
         self._changed = threading.Condition()
         self._busy = self._stopping = self._urgent = False

@@ -30,7 +30,7 @@ _SLICE_SECONDS = 0.05
 """How long to wait for a step's end before other work gets its turn."""
 _POLL_SECONDS = 0.002
 """Each look at a step under way takes the interpreter from the thread that launches the next."""
-MOST_WAITING = 1024
+MAX_WAITING = 1024
 """The most publications that wait for the end of their step. Further publications are dropped;
 other instances miss their chunks."""
 TOGETHER = 16
@@ -76,7 +76,7 @@ class Publisher(Outbox):
         `outbox.LATER_SECONDS`, or with later chunks, so that the thread does not take the
         interpreter from the present step."""
         with self._changed:
-            if len(self._queue) >= MOST_WAITING:
+            if len(self._queue) >= MAX_WAITING:
                 self._stats.failed("publication_dropped")
                 return
             self._queue.append(_Waiting(publication, written, soon))

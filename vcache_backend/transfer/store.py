@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_INFLIGHT = 64
+MAX_INFLIGHT = 64
 """The most stores that are copied and not yet committed. A further store is skipped and counted."""
 _SLICE_SECONDS = 0.05
 """How long to wait for a copy before other work gets its turn."""
@@ -60,7 +60,7 @@ class Committer(Outbox):
         super().__init__(client)
 
     def has_room(self) -> bool:
-        return len(self._queue) < MOST_INFLIGHT
+        return len(self._queue) < MAX_INFLIGHT
 
     def submit(self, store: PendingStore) -> None:
         """Queue a store whose copy was launched. Never blocks."""

@@ -6,8 +6,6 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
-import vllm
-from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
@@ -15,18 +13,9 @@ from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
 from vcache_backend.errors import LayoutError
-from vcache_backend.supported import VLLM
 
 from . import groups
 from . import spec as model_spec
-
-
-def unsupported(version: str) -> str | None:
-    """Say why this version of vLLM is refused, in one line with what to install; None if it is
-    supported."""
-    if VLLM.supports(version):
-        return None
-    return f"vLLM {version} is not supported: install {VLLM.name}{VLLM.wanted}"
 
 
 def hash_root() -> bytes:
@@ -78,50 +67,6 @@ def spec_kind(kv_cache_config: Any) -> str | None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     specs = [spec for spec in specs if groups.is_full(type(spec).__name__)] or specs
     return str(kv_cache_interface.get_kv_cache_spec_kind(specs[0]).value) if specs else None
-
-
-def refusal(
-    vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config
-) -> str | None:
-    """Say why this instance must not cache, in one line with what to change; None if it may. All of
-    its processes get the same answer."""
-    reason = unsupported(vllm.__version__)
-    if reason is not None:
-        return reason
-    reason = model_spec.refusal(model, hash_seed(vllm_config))
-    if model.sleep_mode:
-        reason = reason or _sleep_refusal(vllm_config.model_config)
-    try:
-        groups.read(kv_cache_config, settings.engine.chunk_size)
-    except LayoutError as error:
-        return reason or str(error)
-    if not vllm_config.model_config.is_prefix_caching_supported:
-        reason = reason or (
-            "the model's pooling needs every token of a prompt computed: set a pooling type of the "
-            "last token in --pooler-config, if the model allows that"
-        )
-    caps = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
-    if vllm_config.aux_output_config.enabled and not caps:
-        reason = reason or (
-            "vLLM before 0.33 ends over a hit of whose tokens it was to return the experts: "
-            "start it without --enable-return-routed-experts, or take vLLM 0.33"
-        )
-    return reason
-
-
-def _sleep_refusal(model_config: Any) -> str | None:
-    """Say why an instance with sleep mode must not cache, in one line with what to change; None if
-    it may."""
-    if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
-        return (
-            "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
-            "start vLLM without --enable-sleep-mode, "
-            "or take vLLM 0.33"
-        )
-    backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
-    if backend == "cumem":
-        return None
-    return f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
 
 
 def read_model(

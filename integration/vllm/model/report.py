@@ -39,8 +39,8 @@ from vcache_backend import config
 from vcache_backend.config import Config
 from vcache_backend.doctor.model import Layers, ModelReport
 
-from ..in_place import exporter as exportable
-from . import compat, groups
+from . import groups
+from .decision import decide
 
 BLOCKS = 1 << 20
 """Blocks of the described KV cache, enough for any model's longest request. The number does not
@@ -72,20 +72,15 @@ def report(name: str, settings: Config) -> ModelReport:
         nothing = "the model keeps nothing of its tokens: no setting changes that"
         return ModelReport(vllm.__version__, architecture, refused=nothing)
     kv_cache = _kv_cache(vllm_config, specs)
-    model = compat.read_model(vllm_config, kv_cache, settings.connector)
-    settings = exportable.decide(settings, vllm_config, kv_cache, model)
-    in_place = settings.connector.share == "in_place"
-    refused = compat.refusal(vllm_config, kv_cache, model, settings)
-    if not refused and in_place:
-        refused = exportable.refusal(vllm_config, kv_cache, model)
+    model, settings, refused = decide(vllm_config, kv_cache, settings)
     chunk, state = (0, 0) if refused else _sizes(kv_cache, settings.engine.chunk_size)
     return ModelReport(
         vllm.__version__,
         architecture,
         model.kv_cache_dtype,
         _layers(kv_cache),
-        refused=refused or "",
-        in_place=in_place,
+        refused=refused,
+        in_place=settings.connector.share == "in_place",
         chunk_bytes=chunk,
         state_bytes=state,
     )

@@ -4,7 +4,7 @@ such a load are stored only once the load is known to have succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import product
 from typing import Any
@@ -17,24 +17,22 @@ Beginning = tuple[str, int, Any]
 
 
 class ForeignLoads:
-    """Numbers the steps with foreign loads. Runs in the scheduler's thread. All workers report a
-    number once its step is over.
-    """
+    """Follows the steps with foreign loads by their echoes. Runs in the scheduler's thread."""
 
-    def __init__(self) -> None:
-        self._number = 0
+    def __init__(self, numbers: Iterator[int]) -> None:
+        """numbers: for echoes."""
+        self._numbers = numbers
         self._filling: dict[int, set[int]] = {}
-        """By step number: the blocks of requests that another connector may load in that step, and
-        the blocks computed behind them since."""
+        """By a step's echo: the blocks of requests that another connector may load in it, and the
+        blocks computed behind them since."""
 
     @property
     def blocks(self) -> AbstractSet[int]:
         """The blocks of all steps with foreign loads that are not over yet."""
         return frozenset().union(*self._filling.values())
 
-    def begin(self, begun: Iterable[Beginning], requests: Mapping[str, Tracked]) -> int:
-        """Return a number for the step if another connector may load in it, else 0. begun: see
-        `beginning`.
+    def begin(self, begun: Iterable[Beginning], requests: Mapping[str, Tracked]) -> set[int]:
+        """Return the step's echo if another connector may load in it. begun: see `beginning`.
 
         Another connector loads if a request begins with more tokens than vLLM's own cache and we
         supply. If that load fails, vLLM recomputes tokens that the step would store."""
@@ -45,10 +43,10 @@ class ForeignLoads:
                 blocks.update(*rows)
         blocks.discard(NULL)
         if not blocks:
-            return 0
-        self._number += 1
-        self._filling[self._number] = blocks
-        return self._number
+            return set()
+        echo = next(self._numbers)
+        self._filling[echo] = blocks
+        return {echo}
 
     def follow(self, computing: Iterable[Tracked]) -> None:
         """Note what a step computes behind these loads. computing: its requests, in vLLM's order,
@@ -59,14 +57,14 @@ class ForeignLoads:
                 blocks.update(*rows)
                 blocks.discard(NULL)
 
-    def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
-        """End these steps, which all workers report as over. Returns the blocks of steps with a
-        failed load, and those behind them.
+    def over(self, echoes: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
+        """End the steps with these echoes, which all workers report. Returns the blocks of steps
+        with a failed load, and those behind them.
 
         invalid: the blocks that vLLM reports as not filled."""
         failed = set[int]()
-        for number in numbers:
-            blocks = self._filling.pop(number, set())
+        for echo in echoes:
+            blocks = self._filling.pop(echo, set())
             if not blocks.isdisjoint(invalid):
                 failed |= blocks
         return failed

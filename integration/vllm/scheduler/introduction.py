@@ -53,9 +53,8 @@ class Introduction:
         config: Config,
         model: model_spec.ModelSpec,
         hash_block: int,
-        refused: str | None,
-        publications: Publications | None = None,
-        name: str = "",
+        publications: Publications | None,
+        name: str,
     ) -> None:
         """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV
         caches are shared in place. name: for the server's status."""
@@ -76,9 +75,6 @@ class Introduction:
         self.workers = model.pp_size * model.tp_size
         self.offload: OffloadLookup | None = None
         self.refused = ""
-        if refused:
-            self._refuse(refused)
-            return
         try:
             # Early, since connecting takes a moment, in the background.
             tier = make_tier(config.offload, EngineStats(), model.device_type != "cpu")

@@ -4,7 +4,7 @@ requests that still use KV from before, because vLLM kept it: what they compute 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..in_place.block_pool import KVBlocks
 from ..metadata import WorkerReport
@@ -24,20 +24,23 @@ class Resets:
     def __init__(
         self,
         instance: Introduction,
+        numbers: Iterator[int],
         drop: Callable[[], None],
         outdate: Callable[[], None],
         rename: Callable[[], None],
     ) -> None:
-        """drop: called on a reset to forget answers of look-ups. outdate: called on a reset to mark
-        the KV of running requests. rename: called when keys change, to forget those of requests.
+        """numbers: for echoes. drop: called on a reset to forget answers of look-ups. outdate:
+        called on a reset to mark the KV of running requests. rename: called when keys change, to
+        forget those of requests.
         """
         self._instance, self._drop, self._outdate = instance, drop, outdate
         self._rename = rename
+        self._numbers = numbers
         self.clearing = self.last = False
         self.number = 0
-        """The number of the last reset. Workers' reports with a lower number do not end it. While
-        it is `clearing`, every step repeats the number until the workers answer. They do not answer
-        while vLLM sleeps, or when the step's stores raise."""
+        """The last reset's echo. While it is `clearing`, every step asks for it until the workers
+        have answered: then all stores from before the reset have reservations, which another
+        clearing voids. Nobody waits for their copies."""
 
     def reset(self) -> bool:
         """Reset the namespace: remove all chunks, including those still being stored. For vLLM's
@@ -55,7 +58,7 @@ class Resets:
         self.last = True
         # Look nothing up until the running steps have ended and their stores are cleared, too.
         self.clearing = True
-        self.number += 1
+        self.number = next(self._numbers)
         self._drop()
         self._outdate()
         if self._instance.publications is not None:
@@ -94,9 +97,8 @@ class Resets:
 
     def note(self, report: WorkerReport) -> None:
         """Act on the workers' reports about their stores."""
-        if self.clearing and report.flushed == self.number:
-            # Clear again: steps from before the reset may have stored chunks since. Their
-            # uncommitted stores are void by now.
+        if self.clearing and self.number in report.echoes:
+            # Clear again: steps from before the reset may have stored chunks since.
             self.clearing = not self._instance.clear()
 
 

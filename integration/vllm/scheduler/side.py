@@ -14,16 +14,15 @@ from typing import Any
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import served_at
-from ..in_place import exporter as exportable
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
 from ..in_place.victims import Victims
 from ..metadata import LoadSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
+from ..model.decision import Decision
 from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
@@ -54,14 +53,14 @@ class SchedulerSide:
         self,
         vllm_config: Any,
         kv_cache_config: Any,
-        config: Config,
+        decision: Decision,
         loads: bool,
         stores: bool,
         meter: Meter,
     ) -> None:
-        """loads, stores: the instance's role allows them."""
-        model = compat.read_model(vllm_config, kv_cache_config, config.connector)
-        config = exportable.decide(config, vllm_config, kv_cache_config, model)
+        """decision: to cache. loads, stores: the instance's role allows them. SegmentError if
+        memory is lacking."""
+        model, config, _ = decision
         self._loads_allowed = loads
         self._size = config.engine.chunk_size
         self._least = config.connector.min_hit_tokens
@@ -78,18 +77,15 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
-        refused = compat.refusal(vllm_config, kv_cache_config, model, config)
-        self._groups = (
-            groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
-        )
-        if config.connector.share == "in_place" and not refused:
-            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            refused = exportable.refusal(vllm_config, kv_cache_config, model)
-            refused = refused or self._share_in_place(config, kv_cache_config, step_tokens)
+        self._groups = groups.read(kv_cache_config, self._size)
+        if config.connector.share == "in_place":
+            count, each = kv_cache_config.num_blocks, self._groups.blocks
+            self.publications = Publications(count, each, loads)
+            if config.pool.lent:
+                step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+                self.victims = Victims(self.publications, step_tokens // self._groups.block)
         name = served_at(vllm_config)
-        self.instance = Introduction(
-            config, model, self._hash_block, refused, self.publications, name
-        )
+        self.instance = Introduction(config, model, self._hash_block, self.publications, name)
         self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
 
     def _make_parts(
@@ -123,7 +119,9 @@ class SchedulerSide:
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
-        self._resets = Resets(instance, self._drop_answers, self._outdate, self._rename)
+        self._resets = Resets(
+            instance, self._numbers, self._drop_answers, self._outdate, self._rename
+        )
         self._completions = Completions(
             config,
             stores,
@@ -134,8 +132,8 @@ class SchedulerSide:
             self.lookups,
             self._leftovers,
         )
-        self._spans = traces.begin(vllm_config, instance.workers)
-        self._foreign = ForeignLoads()
+        self._spans = traces.begin(vllm_config)
+        self._foreign = ForeignLoads(self._numbers)
 
     # ---- vLLM's questions
 
@@ -191,8 +189,6 @@ class SchedulerSide:
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
         self._stands(tracked, load, first, rows)
-        if self._spans is not None:
-            self._spans.loading(tracked, external)
         self._promises.loads(tracked)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
@@ -249,7 +245,7 @@ class SchedulerSide:
             if meta.introduce and publications is not None:
                 meta.instance = publications.instance
         if self._resets.clearing:
-            meta.flush = self._resets.number
+            meta.echoes.add(self._resets.number)
         self._resets.learn()
         for request_id in output.preempted_req_ids or ():
             if request_id in requests:
@@ -258,7 +254,7 @@ class SchedulerSide:
                 self._evict_unwritten(requests.get(request_id))
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
-            meta.echo = self._foreign.begin(begun, requests)
+            meta.echoes |= self._foreign.begin(begun, requests)
         self._resets.last &= meta.idle and not meta.loads
         if not meta.idle:
             self._completions.plan(output, requests, meta, self._foreign.blocks)
@@ -333,20 +329,6 @@ class SchedulerSide:
         self.instance.close()
 
     # ---- inside
-
-    def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
-        """Set up sharing in place, with or without a pool. Returns why it is impossible, or None.
-        step_tokens: the most tokens of one step.
-        """
-        try:
-            self.publications = Publications(
-                kv_cache_config.num_blocks, self._groups.blocks, self._loads_allowed
-            )
-        except VCacheError as error:
-            return str(error)
-        if config.pool.lent:
-            self.victims = Victims(self.publications, step_tokens // self._groups.block)
-        return None
 
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():

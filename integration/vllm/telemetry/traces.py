@@ -14,29 +14,24 @@ from typing import Any
 from ..metadata import LoadSpan
 from ..scheduler.tracked import Tracked
 
-MOST_LOADS = 1024
-"""The most loads with an open span; beyond it the oldest span ends."""
-
 
 def wanted(vllm_config: Any) -> bool:
     """Whether vLLM traces."""
     return bool(vllm_config.observability_config.otlp_traces_endpoint)
 
 
-def begin(vllm_config: Any, workers: int) -> Spans | None:
+def begin(vllm_config: Any) -> Spans | None:
     """Make the spans' recorder; None if vLLM does not trace."""
     with suppress(ImportError):
-        return Spans(workers) if wanted(vllm_config) else None
+        return Spans() if wanted(vllm_config) else None
     return None
 
 
 class Spans:
-    """Makes one span `vcache.lookup` for each request, and one `vcache.load` for each load.
+    """Makes a span `vcache.lookup` for each request, and a span `vcache.load` for each worker's
+    part of a load. Runs in the scheduler's thread. Never raises."""
 
-    `vcache.load` lasts from the reservation of blocks until the last worker is done, and contains
-    one `vcache.load.worker` for each worker. Runs in the scheduler's thread. Never raises."""
-
-    def __init__(self, workers: int) -> None:
+    def __init__(self) -> None:
         """ImportError without OpenTelemetry."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -45,66 +40,43 @@ class Spans:
         self._context = TraceContextTextMapPropagator().extract
         if hasattr(self._tracer, "id_generator"):
             self._tracer.id_generator = _Names()
-        self._within, self._workers = trace.set_span_in_context, workers
-        self._known: set[str] = set()
-        self._loads: dict[str, tuple[Any, list[int]]] = {}
-        """By request: the span, and the times at which workers finished (nanoseconds of the wall
-        clock)."""
+        self._requests: dict[str, Any] = {}
+        """The contexts of the requests that were looked up and have not ended."""
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
         """Record a look-up that found so many tokens after the first `local`. Only a request's
         first look-up makes a span."""
-        name = tracked.request.request_id
-        if name in self._known:
+        name, answer, wait = tracked.request.request_id, tracked.lookup.answer, tracked.wait
+        if name in self._requests:
             return
-        self._known.add(name)
         with suppress(Exception):
-            seconds = tracked.lookup.answer.seconds if tracked.lookup.answer is not None else 0.0
-            said: dict[str, Any] = {"vcache.local_tokens": local, "vcache.found_tokens": found}
-            wait = tracked.wait
-            said["vcache.waited_seconds"] = wait.seconds
-            said["vcache.waited_tokens"] = wait.tokens
-            said["vcache.wait_end"] = wait.end
-            self._span("vcache.lookup", tracked, said, seconds).end()
+            self._requests[name] = self._context(tracked.request.trace_headers or {})
+            said = {
+                "vcache.local_tokens": local,
+                "vcache.found_tokens": found,
+                "vcache.waited_seconds": wait.seconds,
+                "vcache.waited_tokens": wait.tokens,
+                "vcache.wait_end": wait.end,
+            }
+            now, seconds = time.time_ns(), answer.seconds if answer is not None else 0.0
+            self._span("vcache.lookup", name, said, now - int(seconds * 1e9), now)
 
-    def loading(self, tracked: Tracked, tokens: int) -> None:
-        """Begin the span of a load of so many tokens."""
-        name = tracked.request.request_id
-        self._end(name)
-        if len(self._loads) == MOST_LOADS:
-            self._end(next(iter(self._loads)))
-        with suppress(Exception):
-            self._loads[name] = self._span("vcache.load", tracked, {"vcache.tokens": tokens}), []
-
-    def loaded(self, spans: Iterable[LoadSpan]) -> None:
-        """Add the workers' spans, and end a load's span after its last worker. The request may have
-        ended before."""
-        for part in spans:
-            span, ended = self._loads.get(part.request_id, (None, []))
-            if span is not None:
-                ended.append(part.ended)
-                with suppress(Exception):
-                    said = {"attributes": _said(part), "start_time": part.began}
-                    begin = self._tracer.start_span
-                    begin("vcache.load.worker", self._within(span), **said).end(part.ended)
-                if len(ended) == self._workers:
-                    self._end(part.request_id)
+    def loaded(self, loads: Iterable[LoadSpan]) -> None:
+        """Add the workers' spans of requests that have not ended."""
+        for load in loads:
+            with suppress(Exception):
+                self._span("vcache.load", load.request_id, load.said, load.began, load.ended)
 
     def finished(self, name: str) -> None:
         """Forget a request that has ended."""
-        self._known.discard(name)
+        self._requests.pop(name, None)
 
-    def _end(self, name: str) -> None:
-        span, ended = self._loads.pop(name, (None, []))
-        if span is not None:
-            with suppress(Exception):
-                span.end(max(ended) if ended else None)
-
-    def _span(self, what: str, tracked: Tracked, said: dict[str, Any], seconds: float = 0.0) -> Any:
-        context = self._context(tracked.request.trace_headers or {})
-        said = {"gen_ai.request.id": tracked.request.request_id} | said
-        began = time.time_ns() - int(seconds * 1e9)
-        return self._tracer.start_span(what, context, attributes=said, start_time=began)
+    def _span(self, what: str, name: str, said: dict[str, Any], began: int, ended: int) -> None:
+        """began, ended: in nanoseconds of the wall clock."""
+        if name in self._requests:
+            said = {"gen_ai.request.id": name} | said
+            begin = self._tracer.start_span
+            begin(what, self._requests[name], attributes=said, start_time=began).end(ended)
 
 
 class _Names:
@@ -119,17 +91,3 @@ class _Names:
 
     def is_trace_id_random(self) -> bool:
         return True
-
-
-def _said(part: LoadSpan) -> dict[str, Any]:
-    said = {
-        "gen_ai.request.id": part.request_id,
-        "vcache.worker": part.worker,
-        "vcache.bytes": sum(part.nbytes.values()),
-    }
-    said |= {f"vcache.bytes.{where}": nbytes for where, nbytes in part.nbytes.items()}
-    said |= {
-        "vcache.metadata_seconds": part.metadata_seconds,
-        "vcache.data_seconds": part.data_seconds,
-    }
-    return said | ({"vcache.failure": part.failure} if part.failure else {})

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -184,11 +185,16 @@ class Loads:
         began."""
         if not self._report.traces:
             return
-        name, number, now = spec.request_id, self._report.number, time.time_ns()
-        span = LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began")
-        if loading is not None:
-            stats, failure = loading.stats, loading.failure
-            nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
-            times = stats.metadata_seconds, stats.data_seconds
-            span = LoadSpan(name, number, loading.began, now, nbytes, *times, failure)
-        self._report.next.spans.append(span)
+        said: dict[str, Any] = {"vcache.worker": self._report.number}
+        began = now = time.time_ns()
+        if loading is None:
+            said["vcache.failure"] = "never began"
+        else:
+            began, stats = loading.began, loading.stats
+            for tier, tokens in stats.tokens.items():
+                said[f"vcache.bytes.{tier}"] = tokens * stats.token_bytes
+            said["vcache.metadata_seconds"] = stats.metadata_seconds
+            said["vcache.data_seconds"] = stats.data_seconds
+            if loading.failure:
+                said["vcache.failure"] = loading.failure
+        self._report.next.spans.append(LoadSpan(spec.request_id, began, now, said))

@@ -22,11 +22,12 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ... import amx, round_trip, vllm_memory
-from ..in_place import exporter as exportable
+from ..in_place.exporter import Exporter
 from ..in_place.worker import InPlace
 from ..metadata import StepMetadata
 from ..model import compat, groups
 from ..model import spec as model_spec
+from ..model.decision import decide
 from ..telemetry import traces
 from ..telemetry.stats import Meter
 from .loading import Attached
@@ -56,22 +57,19 @@ class WorkerSide:
     ) -> None:
         self._vllm, self._kv_config = vllm_config, kv_cache_config
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
-        self._model = compat.read_model(vllm_config, kv_cache_config, config.connector)
-        self._config = config = exportable.decide(config, vllm_config, kv_cache_config, self._model)
+        decision = decide(vllm_config, kv_cache_config, config)
+        self._model, self._config, self._refused = decision
+        config = self._config
         if self._model.device_type == "cpu":
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
-        self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config)
         self.in_place: InPlace | None = None
         """None unless KV caches are shared in place."""
         if config.connector.share == "in_place" and not self._refused:
-            self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
             each = config.engine.chunk_size // self._model.block_size
             shows = shards > 1 or not tp_rank
-            if not self._refused:
-                exporter = exportable.Exporter(self._model.device_type)
-                self.in_place = InPlace(exporter, each, shows)
+            self.in_place = InPlace(Exporter(self._model.device_type), each, shows)
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
@@ -154,7 +152,7 @@ class WorkerSide:
         self._meta = meta
         self.loads.expect(meta.loads)
         self.report.introduce |= meta.introduce
-        self.report.next.echoes |= {meta.echo} if meta.echo else set()
+        self.report.next.echoes |= meta.echoes
         worker = self._worker
         if worker is None:
             return
@@ -171,9 +169,6 @@ class WorkerSide:
         self._stores.start(self._meta.stores)
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(self._meta.publications)
-        # All stores so far have reservations, which a reset voids: the scheduler need not wait
-        # for the copies.
-        self.report.next.flushed = self._meta.flush or self.report.next.flushed
 
     def finished(self) -> set[str]:
         """Advance all loads. Returns the requests whose load is over, successful or not."""

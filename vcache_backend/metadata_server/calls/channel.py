@@ -35,7 +35,6 @@ AGAIN_SECONDS = 60.0
 """The shortest time between two such starts, if the servers do not last."""
 
 R = TypeVar("R", bound=m.Reply)
-T = TypeVar("T")
 
 
 class Sent(Generic[R]):
@@ -159,13 +158,7 @@ class Channel:
     ) -> R:
         """Send a request with `fds`, and wait for the answer, whose fds go into `received`."""
         data, sent = wire.encode(request), Sent(self, request, kind, received)
-
-        def exchange(link: ServerLink, deadline: float) -> None:
-            link.send(data, deadline, fds)
-            self._unread.append(sent)
-            self._read_unread(link, deadline, sent)
-
-        self._alone(request, exchange, seconds)
+        self._exchange(sent, seconds, data=data, fds=fds)
         return sent.answer()
 
     def _open(
@@ -190,22 +183,13 @@ class Channel:
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. Its answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
-
-        def send(link: ServerLink, deadline: float) -> None:
-            link.send(data, deadline)
-            self._unread.append(sent)
-
-        self._alone(request, send, seconds, drops=False)
+        self._exchange(sent, seconds, drops=False, data=data, reads=False)
         return sent
 
     def _collect(self, sent: Sent[Any], seconds: float | None = None, drops: bool = True) -> None:
-        """Wait until the answer has arrived, or can no longer arrive. See `_alone`."""
-
-        def read(link: ServerLink, deadline: float) -> None:
-            self._read_unread(link, deadline, sent)
-
+        """Wait until the answer has arrived, or can no longer arrive. See `_exchange`."""
         try:
-            self._alone(sent.request, read, seconds, drops)
+            self._exchange(sent, seconds, drops)
         except ServerUnavailable:
             if sent.reply is None:
                 raise
@@ -224,28 +208,35 @@ class Channel:
             if isinstance(reply, m.Error) and reply.fatal:
                 self._drop(link, f"server at {self._path} closed the connection: {reply.message}")
 
-    def _alone(
+    def _exchange(
         self,
-        request: m.Request,
-        work: Callable[[ServerLink, float], T],
-        seconds: float | None = None,
+        sent: Sent[Any],
+        seconds: float | None,
         drops: bool = True,
-    ) -> T:
-        """Run a step on the current connection under the lock, by a deadline. Drops the connection
-        if the step fails. drops: also if it is late."""
+        data: bytes = b"",
+        fds: Sequence[int] = (),
+        reads: bool = True,
+    ) -> None:
+        """Send `data` with `fds`, if there is any, and read answers up to that to `sent` if `reads`
+        says so: under the lock, by a deadline. Drops the connection if that fails. drops: also if
+        it is late."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
         self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
-            raise ServerTimeout(self._late(request, seconds, "waiting for other calls"))
+            raise ServerTimeout(self._late(sent.request, seconds, "waiting for other calls"))
         try:
             link = self._link
             if link is None:
                 raise ServerUnavailable(self._down)
             try:
-                return work(link, deadline)
+                if data:
+                    link.send(data, deadline, fds)
+                    self._unread.append(sent)
+                if reads:
+                    self._read_unread(link, deadline, sent)
             except TimeoutError as error:
-                late = self._late(request, seconds, "no answer")
+                late = self._late(sent.request, seconds, "no answer")
                 if drops:
                     self._drop(link, late)
                 raise ServerTimeout(late) from error

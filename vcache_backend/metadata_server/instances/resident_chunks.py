@@ -32,9 +32,9 @@ MAX_CELLS = 16_384
 """The most keys times instances in one look-up. Keys beyond it need another look-up."""
 COPY_BYTES = m.KEY_BYTES + m.INSTANCE_BYTES + m.NUMBER_BYTES + m.GENERATION_BYTES + 8
 """The most bytes of a `Copy` in a message."""
-MOST_COPIES = 256
+MAX_TOLD = 256
 """The most copies in one answer."""
-FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192 - MOST_COPIES * COPY_BYTES
+FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192 - MAX_TOLD * COPY_BYTES
 """Bytes for the resident chunks in one answer; the rest of the message is for its other fields."""
 _RESIDENT_BYTES = 36
 """The most bytes of a `ResidentRun` in a message, besides its blocks and generations."""
@@ -148,9 +148,9 @@ class ResidentDirectory:
 
     def copies(self, instance: m.InstanceId) -> list[m.Copy]:
         """Take the oldest news for an instance's scheduler: chunks that another instance holds as
-        well. At most `MOST_COPIES`."""
+        well. At most `MAX_TOLD`."""
         publications = self._of.get(instance)
-        taken = publications.take_copies(MOST_COPIES) if publications is not None else {}
+        taken = publications.take_copies(MAX_TOLD) if publications is not None else {}
         copies = list[m.Copy]()
         for key, other in taken.items():
             holder = self._of.get(other)
