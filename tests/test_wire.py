@@ -222,9 +222,18 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
     eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
 
 
-@pytest.mark.parametrize("nbytes", [1, m.MAX_MESSAGE_BYTES + 1], ids=["bytes", "too many bytes"])
+@pytest.mark.parametrize(
+    ("messages", "full"),
+    [
+        ([b"\xc1"], False),
+        ([bytes(m.MAX_MESSAGE_BYTES + 1)], False),
+        ([b"\xc1", b"\xc1"], False),
+        ([b"\xc1"], True),
+    ],
+    ids=["no message", "too long", "unread", "no descriptors"],
+)
 def test_a_socket_whose_close_waits_for_a_reader_holds_up_nothing(
-    alone: Stage, memfd: int, nbytes: int
+    alone: Stage, memfd: int, messages: list[bytes], full: bool
 ) -> None:
     server, bystander = alone.server(), alone.raw()
     with alone.raw() as guest, socket.create_server(("127.0.0.1", 0)) as never_reads:
@@ -234,7 +243,13 @@ def test_a_socket_whose_close_waits_for_a_reader_holds_up_nothing(
             with suppress(BlockingIOError):
                 while True:
                     sock.send(bytes(1 << 16))
-            guest.send_bytes(bytes(nbytes), (sock.fileno(),))
+            for message in messages[:-1]:
+                guest.send_bytes(message)
+            guest.send_bytes(messages[-1], (sock.fileno(),))
+            if full:
+                server.descriptors(limit=3)
+        assert bystander.ask("touch", [A]) == ["count", 0]
+        server.descriptors(limit=1000)
         assert bystander.ask("touch", [A], fds=(memfd,)) == ["count", 0]
         eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
 

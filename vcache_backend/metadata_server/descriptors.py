@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import os
-import socket
-import struct
+import signal
 import threading
 from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 
 
-@cache
-def closing() -> SimpleQueue[int]:
-    """Fds that a thread closes for the server's loop; their numbers stay taken until then.
+class Closer:
+    """A thread that closes fds for the server's loop; their numbers stay taken until then.
 
     Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
-    host memory."""
-    fds = SimpleQueue[int]()
+    host memory. Closing a socket may wait for hours, for somebody who reads nothing, if a client
+    has set it so (SO_LINGER)."""
 
-    def close_all() -> None:
+    def __init__(self) -> None:
+        self._fds = SimpleQueue[int]()
+        self.put = self._fds.put
+        self._thread = threading.Thread(target=self._run, name="vcache-closer", daemon=True)
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Interrupt a close for which other fds wait. (A signal ends such a wait.)"""
+        if self._fds.qsize() and self._thread.ident is not None:
+            signal.pthread_kill(self._thread.ident, signal.SIGURG)
+
+    def _run(self) -> None:
         while True:
-            fd = fds.get()
-            with suppress(OSError):
-                _let_go(socket.socket(fileno=fd))  # OSError: it is none, as most
-            os.close(fd)
-
-    threading.Thread(target=close_all, name="vcache-closer", daemon=True).start()
-    return fds
+            with suppress(OSError):  # of the file's own flush: the fd is closed all the same
+                os.close(self._fds.get())
 
 
-def _let_go(sock: socket.socket) -> None:
-    """Have the close of a client's socket wait for nobody, whatever the client has set. Detaches
-    the object from its fd."""
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
-    finally:
-        sock.detach()
+@cache
+def closing() -> Closer:
+    """The thread of this process."""
+    return Closer()
 
 
 class Descriptor:

@@ -235,6 +235,7 @@ class Clients:
     def _disconnect(self, connection: Connection) -> None:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
+        self._epoll.unregister(connection.sock)
         connection.close()
         self._admission.listen_again()
         if connection.client is not None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 
 from vcache_backend.errors import ProtocolError
@@ -98,9 +99,12 @@ class Connection:
             closing().put(self.fds.pop())
 
     def close(self) -> None:
+        """Hang up now, and close in the background: with the socket go fds that nobody received."""
         self.close_fds()
         self.closed = True
-        self.sock.close()
+        with suppress(OSError):  # the client has hung up
+            self.sock.shutdown(socket.SHUT_RDWR)
+        closing().put(self.sock.detach())
 
 
 class Turns:
