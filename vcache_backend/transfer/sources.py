@@ -14,7 +14,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
@@ -109,7 +109,7 @@ class LoadContext:
     them."""
 
     session: Session
-    places: Places
+    places: BlockPlaces
     keys: list[ChunkKey]
     mark: Mark | None
     stats: LoadStats
