@@ -138,7 +138,9 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     guesses |= {"prompt_lookup_min": 1}
     b, reader = start(IN_PLACE, speculative_config=guesses), start(IN_PLACE)
     prompt, before = new_tokens(40) * 3 + new_tokens(5), here.chunks()
-    following = prompt + b.one(prompt, max_tokens=3 * CHUNK + 17 - len(prompt)).tokens
+    rest = 3 * CHUNK + 17 - len(prompt)
+    # Of few different tokens some are guessed on any machine.
+    following = prompt + b.one(prompt, max_tokens=rest, among=3).tokens
     whole = 3 * CHUNK
     assert len(following) == whole + 17
     here.kept(b, before + whole // CHUNK)

@@ -22,8 +22,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from vcache_backend.metadata_server.processes import started
-
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
 """Keys of a Hugging Face configuration that say nothing about the model, besides those that begin
@@ -88,6 +86,8 @@ def _files(path: Path) -> list[Path]:
 def _changed_lately(path: Path) -> bool:
     """Whether one of the files at `path`, or a link on the way to them, has been written, replaced
     or renamed since this process began. OSError if that cannot be read."""
+    from vcache_backend.metadata_server.processes import started  # each process of vLLM imports us
+
     ways, times = [path.absolute()], list[float]()
     for way in ways:
         for link in filter(Path.is_symlink, (way, *way.parents)):
