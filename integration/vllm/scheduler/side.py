@@ -198,7 +198,7 @@ class SchedulerSide:
         """Have the workers report a failed load: `allocated` raised, but vLLM waits for
         the load.
         """
-        self._loads.append(LoadSpec(request.request_id, lost=True))
+        self._loads.append(LoadSpec(request.request_id))
 
     def begin(self) -> StepMetadata:
         """Make the metadata of a step, with the loads that begin in it. Never raises."""
