@@ -236,23 +236,42 @@ def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(
         assert right.differs(wrong)
 
 
+def fetch(serving: Any, request: Prompt, inplace: bool) -> bool:
+    """Add an adapter of which nothing is there until a worker fetches it, as from the hub."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    load = WorkerLoRAManager._load_adapter
+
+    def fetch_and_load(self: Any, lora_request: Any) -> Any:
+        write_lora(Path(lora_request.lora_path), request.lora_id)
+        return load(self, lora_request)
+
+    WorkerLoRAManager._load_adapter = fetch_and_load
+    try:
+        return bool(serving.adapt(request, inplace))
+    finally:
+        WorkerLoRAManager._load_adapter = load
+
+
 def test_an_adapter_is_what_it_was_when_vllm_read_it(
     here: Node, fleet: Fleet, tmp_path: Path
 ) -> None:
     """One is trained again between its loading and its first request. Another is replaced under a
-    request, which goes on with the new one.
+    request, which goes on with the new one. What a worker fetches is seen once it is there.
     """
     adapters, reader = fleet("adapters"), fleet("adapters-too")
-    old, new, other = (str(write_lora(tmp_path / f"{i}/sql", i)) for i in (1, 2, 3))
+    old, new = (str(write_lora(tmp_path / f"{i}/sql", i)) for i in (1, 2))
+    fetched = [str(tmp_path / f"{i}/sql") for i in (3, 5)]
     prompt, goes_on = Prompt(new_tokens(HITS), lora=old, lora_id=11), new_tokens(CHUNK)
     assert adapters.ask("adapt", prompt, False)
     write_lora(Path(old), 4)
     [wrong] = adapters.run(prompt)
     adapters.add("goes on", goes_on, lora=new, lora_id=12, max_tokens=2 * CHUNK + 1)
     adapters.step(2)
-    assert adapters.ask("adapt", Prompt([], lora=other, lora_id=12), True)
+    assert adapters.ask(fetch, Prompt([], lora=fetched[0], lora_id=12), True)
     goes_on += adapters.finish("goes on")["goes on"].tokens
-    here.keep(adapters, new_tokens(CHUNK))
+    assert adapters.ask(fetch, Prompt([], lora=fetched[1], lora_id=13), False)
+    here.keep(adapters, new_tokens(CHUNK), lora=fetched[1], lora_id=13)
     [right] = reader.run(prompt)
     assert right.cached == 0
     assert right.differs(wrong)

@@ -129,6 +129,7 @@ def test_the_weights_go_by_what_they_are(
     link = tmp_path.parent / "link"
     link.symlink_to(tmp_path)
     assert known(model=str(tmp_path)) == (str(tmp_path.resolve()), "")
+    assert known(model="/" + "x" * 300) == ("/" + "x" * 300, "")
     (tmp_path / "old").symlink_to(os.__file__)
     assert [known(model=str(path))[1] != "" for path in (os.__file__, tmp_path / "old")] == [1, 0]
     monkeypatch.setattr(weights, "_EXACT_SECONDS", float("inf"))

@@ -155,12 +155,12 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(), threading.Event()
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
-    loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6]))
+    loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
     assert copy.over
     # A second load of the same request. Each has a report of its own, since `LoadEnds` counts.
-    loads.expect([LoadSpec("r", lost=True)])
+    loads.expect([LoadSpec("r")])
     assert [loads.finished(idle=False) for _ in range(3)] == [{"r"}, {"r"}, set()]
 
 

@@ -452,6 +452,15 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
         assert "is not supported" not in decide(config, caches(spec()), settings).refused
 
 
+def test_who_goes_on_after_a_step_that_failed_is_refused() -> None:
+    """vLLM's prefix cache names the step's blocks, and what is computed from them would be shared."""
+    config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
+    said = "start it without --enable-fault-tolerance"
+    for enabled in (False, True):
+        config.parallel_config.enable_fault_tolerance = enabled
+        assert (said in decide(config, caches(spec()), settings).refused) == enabled
+
+
 def test_who_returns_the_experts_of_each_token_is_refused_where_vllm_knows_none_of_loaded_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -196,20 +196,26 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     assert engine.hit(again) == 0
 
 
-def test_what_a_preempted_request_computed_behind_a_load_that_failed_is_not_found(
-    make: Make,
+@pytest.mark.parametrize("share", ["in_place", "pool"])
+@pytest.mark.parametrize("then", ["preempted", "aborted"])
+def test_what_was_computed_behind_a_load_that_failed_is_not_found(
+    make: Make, then: str, share: str
 ) -> None:
-    """Another connector's load, whose failure vLLM hears of only afterwards. vLLM looks at the
-    blocks of requests that run."""
+    """Another connector's load, whose failure vLLM hears of when it has planned further steps. It
+    looks only at the blocks of requests that run."""
     steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
-    engine = make(blocks=10, arguments=steps)
+    engine = make(blocks=10, arguments=steps, share=share)
     engine.add(new_tokens(8 * BLOCK))
     engine.step()
     lost, schedule = engine.add(new_tokens(6 * BLOCK)), engine.scheduler.schedule
     with engine.others_bring(CHUNK):
         began = schedule()
-    assert any(schedule() and lost.num_preemptions for _ in range(9))
     first, cached = set(began.scheduled_new_reqs[0].block_ids[0]), engine.half.blocks.cached
+    if then == "preempted":
+        assert any(schedule() and lost.num_preemptions for _ in range(9))
+    else:
+        schedule()
+        engine.scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
     assert cached(lost.block_hashes[len(first)])
     report = WorkerReport(echoes=began.kv_connector_metadata.echoes)
     engine.end(began, invalid_block_ids=first, kv_connector_worker_meta=report)
@@ -463,20 +469,23 @@ def test_what_is_published_holds_what_it_should_whatever_happens(
     """Two instances of vLLM's scheduler compute, load from each other, fail to, preempt and reset
     at random. By priority steps are taken away from requests, too: nobody finds what these steps
     did not write, so that nothing is computed from it or stored."""
-    choice, seen = random.Random(5), Counter[str]()
+    choice, seen = random.Random(7), Counter[str]()
+
+    def some(count: int) -> list[int]:
+        return choice.choices(range(3, 1000), k=count)
+
     with ExitStack() as undo:
         both = [Written(here, undo, share, policy, choice) for _ in range(2)]
-        heads = [new_tokens(choice.randrange(2, 6) * CHUNK) for _ in range(3)]
+        heads = [some(choice.randrange(2, 6) * CHUNK) for _ in range(3)]
         loads = dict[int, list[LoadSpec]]({0: [], 1: []})
         for turn in range(1000):
             if turn % 50 == 0:
-                heads = [*heads[1:], new_tokens(choice.randrange(2, 6) * CHUNK)]
+                heads = [*heads[1:], some(choice.randrange(2, 6) * CHUNK)]
             engine, other = both[turn % 2], both[1 - turn % 2]
             if len(engine.scheduler.requests) < 4 and choice.random() < 0.5:
                 head = choice.choice(heads)
-                tokens = head[
-                    : choice.choice([len(head), choice.randrange(len(head))])
-                ] + new_tokens(choice.choice([5, 90, 200]))
+                tokens = head[: choice.choice([len(head), choice.randrange(len(head))])]
+                tokens += some(choice.choice([5, 90, 200]))
                 # The shorter ones go first.
                 engine.add(tokens, max_tokens=choice.choice([2, 80]), priority=len(tokens) // CHUNK)
             over = {spec.request_id: engine.load(spec, other) for spec in loads[turn % 2]}

@@ -262,6 +262,20 @@ def test_an_adapter_that_is_loaded_in_place_of_another_takes_the_name_from_it(
     assert serving.content(poet(one)) == ""
 
 
+def test_an_adapter_that_is_used_is_not_forgotten_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM still has its earlier weights."""
+    monkeypatch.setattr(adapters, "MOST", 4)
+    serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"
+    weights.write_text("ode")
+    for number in range(2, 6):
+        assert serving.content(poet(tmp_path))
+        assert serving.content(poet(tmp_path, number, f"writer {number}"))
+    weights.write_text("elegy")
+    assert serving.content(poet(tmp_path)) == ""
+
+
 def test_an_adapter_whose_files_cannot_be_seen_has_no_content() -> None:
     for path in ("/nowhere", "~nobody-here/x", "a\0b", "no repository at all", "x" * 5000):
         assert adapters.Adapters().content(poet(Path(path))) == ""

@@ -89,7 +89,7 @@ needs_vllm = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM i
 class Prompt(NamedTuple):
     """A request. params: its `kv_transfer_params`. lora: the folder of an adapter; lora_id: its
     number, if not the folder's own. rate: the prompt's own log probabilities too. fresh: nothing
-    may come from a cache."""
+    may come from a cache. among: the answer has only so many different tokens; 0: any."""
 
     tokens: list[int]
     max_tokens: int = 6
@@ -99,6 +99,7 @@ class Prompt(NamedTuple):
     lora_id: int = 0
     rate: bool = False
     fresh: bool = False
+    among: int = 0
 
 
 _asked = Counter[str]()

@@ -376,6 +376,7 @@ class Serving:
             ignore_eos=True,
             detokenize=False,
             max_tokens=request.max_tokens,
+            allowed_token_ids=list(range(3, 3 + request.among)) or None,
             logprobs=RANKED,
             prompt_logprobs=0 if request.rate else None,
             extra_args={"kv_transfer_params": request.params}

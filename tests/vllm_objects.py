@@ -71,6 +71,7 @@ def vllm_config(**changes: Any) -> Any:
             pipeline_parallel_size=2,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
+            enable_fault_tolerance=False,
         ),
         cache_config=SimpleNamespace(
             block_size=BLOCK,

@@ -28,7 +28,6 @@ from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Copier
-from vcache_backend.vram_pool.paged import PagedKV
 
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
@@ -120,10 +119,9 @@ class VCacheEngine:
             first = first_wanted(mask, len(ids)) // size
             slots = as_slots(slot_mapping, len(ids), offset)
             keys = self._hasher.keys(ids, as_salt(salt))
-            kv = self._bound("store", kvcaches)
-            if kv is None:
+            places = self._placed("store", kvcaches, slots, first * size, len(keys))
+            if places is None:
                 return
-            places = SlotPlaces.of_chunks(kv, size, slots, first * size, len(keys))
             prefix, keys = keys[:first], keys[first:]
             try:
                 chunks = [chunk for chunk in range(len(keys)) if places.holds(chunk)]
@@ -154,10 +152,10 @@ class VCacheEngine:
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids))
             start, keys = first // size, self._hasher.keys(ids, as_salt(salt))
-            slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
-            if kv is None:
+            slots = as_slots(slot_mapping, len(ids), 0)
+            places = self._placed("retrieve", kvcaches, slots, first, len(keys))
+            if places is None:
                 return torch.zeros(len(ids), dtype=torch.bool)
-            places = SlotPlaces.of_chunks(kv, size, slots, first, len(keys))
             load = Load(self._session, places, keys[start:])
             return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
 
@@ -221,15 +219,23 @@ class VCacheEngine:
 
     # ---- inside
 
-    def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
-        """The geometry of the KV caches. ValueError if they are none, or not what the layout says;
-        None, counted as a miss, if they cannot be bound for another reason."""
+    def _placed(
+        self, call: str, kvcaches: KVCaches, slots: npt.NDArray[np.int64], first: int, stop: int
+    ) -> SlotPlaces | None:
+        """The places of the chunks from token `first` to chunk `stop`. ValueError if the KV caches
+        are none, or not what the layout says, or two tokens have one slot; None, counted as a miss,
+        if they cannot be bound for another reason, or do not have all slots."""
         try:
-            return self._session.bind(kvcaches)
+            kv = self._session.bind(kvcaches)
         except LayoutError as error:
             raise ValueError(str(error)) from error
         except ValueError:
             raise
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
+            self._session.miss(call, error)
+            return None
+        try:
+            return SlotPlaces.of_chunks(kv, self._layout.chunk_size, slots, first, stop)
+        except LayoutError as error:
             self._session.miss(call, error)
             return None

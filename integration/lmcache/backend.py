@@ -35,22 +35,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     is_vcache = True
 
-    def __init__(
-        self,
-        dst_device: str = "cpu",
-        config: Any = None,
-        metadata: Any = None,
-        local_cpu_backend: Any = None,
-        loop: Any = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(
-            dst_device=dst_device,
-            config=config,
-            metadata=metadata,
-            local_cpu_backend=local_cpu_backend,
-            loop=loop,
-        )
+    def __init__(self, *, config: Any, metadata: Any, **given: Any) -> None:
+        super().__init__(config=config, metadata=metadata, **given)
         logs.join_vllm()
         self.worker: PoolWorker | None = None
         """None if the plugin stepped aside, and once it is closed."""

@@ -1,7 +1,7 @@
 """The connector class that vLLM loads. It passes each call to the scheduler's or the worker's half,
 and lets no error through to vLLM.
 
-A failure is logged and counts as a miss. Only the constructor raises, for bad settings
+A failure is logged and counts as a miss. Only the constructor raises, and only for bad settings
 (ConfigError)."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 
@@ -65,38 +66,46 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine = str(transfer.engine_id)
         self._thread = 0
         """The thread in which vLLM runs the worker."""
-        if role == KVConnectorRole.SCHEDULER:
-            versions.watch()
-            self._meter = stats.Meter()
-            # vLLM's scheduler reads the policy after this constructor has run.
-            transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
-            loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-            self._ends = LoadEnds(vllm_config.parallel_config.world_size)
-            decision = decide(vllm_config, kv_cache_config, config)
-            try:
-                if decision.refused:
-                    raise VCacheError(decision.refused)
-                side = SchedulerSide(
-                    vllm_config, kv_cache_config, decision, loads, stores, self._meter
-                )
-            except VCacheError as error:
-                log.error("vcache caches nothing: %s. vLLM serves all the same", error)
-                return
-            self._half = self._scheduler = side
-            if side.publications is not None and side.victims is None:
-                self._cache_hit_source = compat.hit_source_of_peers()
-        else:
-            from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+        try:
+            if role == KVConnectorRole.SCHEDULER:
+                self._begin_scheduler(vllm_config, kv_cache_config, config)
+            else:
+                self._begin_worker(vllm_config, kv_cache_config, config)
+        except Exception:  # vLLM serves without
+            log.exception("vcache caches nothing here")
 
-            ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
-            # All workers move the same tokens: only the first counts them.
-            self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
-            self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-            self._half = self._worker = WorkerSide(
-                vllm_config, kv_cache_config, config, *ranks, self._meter
-            )
-            if vllm_config.parallel_config.world_size == 1:
-                _workers[self._engine] = self
+    def _begin_scheduler(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+        transfer = vllm_config.kv_transfer_config
+        # vLLM's scheduler reads the policy after the constructor has run.
+        transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
+        self._meter = stats.Meter()
+        self._ends = LoadEnds(vllm_config.parallel_config.world_size)
+        versions.watch()
+        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        decision = decide(vllm_config, kv_cache_config, config)
+        try:
+            if decision.refused:
+                raise VCacheError(decision.refused)
+            side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
+        except VCacheError as error:
+            log.error("vcache caches nothing: %s. vLLM serves all the same", error)
+            return
+        self._half = self._scheduler = side
+        if side.publications is not None and side.victims is None:
+            self._cache_hit_source = compat.hit_source_of_peers()
+
+    def _begin_worker(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        # All workers move the same tokens: only the first counts them.
+        self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
+        self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
+        self._half = self._worker = WorkerSide(
+            vllm_config, kv_cache_config, config, *ranks, self._meter
+        )
+        if vllm_config.parallel_config.world_size == 1:
+            _workers[self._engine] = self
 
     def note_failure(self, name: str, error: Exception) -> None:
         """Log a failure with its traceback, once for each call and type of exception."""

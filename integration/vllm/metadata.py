@@ -42,9 +42,8 @@ class LoadSpec(_Spec, frozen=True):
     keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
     offload tier in the pool again. prefix, tenant: as of a store, if `offload`. residents:
-    chunks in other instances' KV caches, numbered within the load. lost: the scheduler could not
-    describe the load; load nothing and report a failure. number: of the load, never used again; 0
-    for a lost one."""
+    chunks in other instances' KV caches, numbered within the load. number: of the load, never used
+    again; 0: the scheduler could not describe the load, so load nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -54,7 +53,6 @@ class LoadSpec(_Spec, frozen=True):
     prefix: list[ChunkKey] = []
     tenant: bytes = b""
     residents: list[ResidentRun] = []
-    lost: bool = False
     number: int = 0
 
 

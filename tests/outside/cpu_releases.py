@@ -25,7 +25,7 @@ FILES = ("sharing", "connector", "modes", "in_place", "groups")
 MINUTES = 5
 """For one of them."""
 LACKS = (
-    ("sharing", "go_on_in_the_pool", (0, 32), "counts hits by their source"),
+    ("sharing", "own_prefix_cache_would_have_given", (0, 32), "counts hits by their source"),
     ("modes", "a_model_with_states", (0, 32), "runs short convolutions of 3 tokens on CPUs"),
     (
         "groups",

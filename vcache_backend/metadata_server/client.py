@@ -214,11 +214,8 @@ class Client(Channel):
             request = msgspec.structs.replace(whole, keys=part)
             more = self._call(request, m.Found, deadline - time.perf_counter())
             answer = _joined(answer, more) if answer.pooled else more
-            if (
-                len(answer.pooled) == len(whole.keys)
-                or not more.pooled
-                or (len(more.pooled) < len(part) and not more.cut)
-            ):
+            ends = len(more.pooled) < len(part) and not more.cut
+            if ends or not more.pooled or len(answer.pooled) == len(whole.keys):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
     def send_find(self, request: m.Find, seconds: float) -> Sent[m.Found] | None:

@@ -79,7 +79,8 @@ def _start(config: Config, path: Path, deadline: float) -> str:
         time.sleep(_PAUSE_SECONDS)
     if not processes.lives(server):
         return f"the metadata server at {path} was started by another process"
-    return f"metadata server started at {path}, pid {server.pid}, log {log}; it outlives you"
+    where = f"{path}, pid {server.pid}, log {log}"
+    return f"metadata server started at {where}; it outlives this process"
 
 
 def _silence(path: Path, trusted: int | None) -> str:

@@ -15,7 +15,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.memory import MemorySource
-from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.pooled import Pooled
 from vcache_backend.transfer.resident_runs import ResidentRuns
 from vcache_backend.transfer.session import Session
@@ -51,7 +51,7 @@ class Load:
     def __init__(
         self,
         session: Session,
-        places: Places,
+        places: BlockPlaces,
         keys: list[ChunkKey],
         *,
         lease: Lease | None = None,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks, whole_blocks
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -70,7 +67,7 @@ class BlockPlaces:
         return mask
 
 
-class SlotPlaces:
+class SlotPlaces(BlockPlaces):
     """Places by a slot mapping: the tokens of chunk i are in `slots[starts[i] : starts[i] +
     chunk_size]`; -1: no place."""
 
@@ -85,38 +82,31 @@ class SlotPlaces:
         whole: bool = False,
     ) -> None:
         """skip: a load wants only the tokens of `slots[skip:]`. whole: round `skip` down to a
-        block, and raise LayoutError if wanted tokens do not fill a block; without `whole` such
-        tokens are left out."""
-        self.kv, self.slots = kv, slots
-        self._skip = skip // kv.block_size * kv.block_size if whole else skip
-        self._size, self._starts, self._whole = chunk_size, starts, whole
-        self._begin = starts[0] if starts else 0
+        block, and let plans raise LayoutError if wanted tokens do not fill a block; without `whole`
+        such tokens are left out. LayoutError for slots outside of the KV cache."""
+        block = kv.block_size
+        self.slots, self._starts, self._begin = slots, starts, starts[0] if starts else 0
+        self._first = skip // block * block if whole else skip
+        ids = whole_blocks(kv, chunk_size, slots, starts, self._first)
+        left_alone = -(-max(self._first - self._begin, 0) // block)
+        super().__init__(kv, chunk_size, ids, block, left_alone, holes=not whole)
 
     @classmethod
     def of_chunks(
         cls, kv: PagedKV, chunk_size: int, slots: Int64s, first: int, stop: int
     ) -> SlotPlaces:
         """Return the places of the chunks from the one with token `first` to chunk `stop`, without
-        it. ValueError if two tokens have one slot."""
+        it. ValueError if two tokens have one slot, LayoutError for slots outside of `kv`."""
         starts = range(first // chunk_size * chunk_size, stop * chunk_size, chunk_size)
         places = cls(kv, chunk_size, slots, starts, first)
         places._refuse_shared()
         return places
 
-    @cached_property
-    def _blocks(self) -> BlockPlaces:
-        """The same places by block numbers. Raises LayoutError."""
-        ids = whole_blocks(self.kv, self._size, self.slots, self._starts, self._skip)
-        block = self.kv.block_size
-        left_alone = -(-max(self._skip - self._begin, 0) // block)
-        return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
-
     def _refuse_shared(self) -> None:
         """Raise ValueError if two wanted tokens have one slot: readers would mix up their KV."""
-        with suppress(LayoutError):
-            if self._blocks.distinct():
-                return
-        first = max(self._skip, self._begin)
+        if self.distinct():
+            return
+        first = max(self._first, self._begin)
         wanted = self.slots[first : self._starts[-1] + self._size if self._starts else first]
         ordered = np.sort(wanted)
         twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
@@ -125,25 +115,11 @@ class SlotPlaces:
             given = f"slot_mapping gives slot {twice[0]} to the tokens at {tokens}"
             raise ValueError(f"{given}; each token needs a slot of its own")
 
-    def load_plan(self, first: int, count: int) -> CopyPlan:
-        return self._blocks.load_plan(first, count)
-
     def loaded(self, chunks: int) -> npt.NDArray[np.bool_]:
         """Shape of `slots`: the tokens that a load of the leading `chunks` chunks brings. Only for
         chunks that are adjacent in `slots`."""
         mask = np.zeros(len(self.slots), dtype=np.bool_)
         if chunks:
-            blocks = np.repeat(self._blocks.there(chunks), self.kv.block_size)
+            blocks = np.repeat(self.there(chunks), self.kv.block_size)
             mask[self._begin : self._begin + chunks * self._size] = blocks
         return mask
-
-    def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
-        return self._blocks.store_plan(chunks)
-
-    def holds(self, chunk: int) -> bool:
-        return self._blocks.holds(chunk)
-
-
-Places = BlockPlaces | SlotPlaces
-"""The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for places
-outside the KV cache."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
@@ -99,28 +99,23 @@ class Part(ABC):
         return self.copy.seconds * self.count / self.copy.count
 
 
+@dataclass(eq=False)
 class LoadContext:
     """The state that the sources of one load share.
 
     mark: a point in the model's stream. Behind it the places' previous owners have no queued work,
-    so copies may start there."""
+    so copies may start there. idle_since: the time (perf_counter) since which the load only waits.
+    fetched: numbers of the chunks that came from the offload tier. epochs: in which it stored
+    them."""
 
-    def __init__(
-        self,
-        session: Session,
-        places: Places,
-        keys: list[ChunkKey],
-        mark: Mark | None,
-        stats: LoadStats,
-    ) -> None:
-        self.session, self.places, self.keys = session, places, keys
-        self.mark, self.stats = mark, stats
-        self.idle_since = perf_counter()
-        """The time (perf_counter) since which the load only waits."""
-        self.fetched: list[int] = []
-        """Numbers of the chunks that came from the offload tier."""
-        self.epochs: set[int] = set()
-        """The epochs in which the offload tier stored the chunks in `fetched`."""
+    session: Session
+    places: BlockPlaces
+    keys: list[ChunkKey]
+    mark: Mark | None
+    stats: LoadStats
+    idle_since: float = field(default_factory=perf_counter)
+    fetched: list[int] = field(default_factory=list)
+    epochs: set[int] = field(default_factory=set)
 
 
 def launch(

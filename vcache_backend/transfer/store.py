@@ -12,7 +12,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal, Reserved
 from vcache_backend.transfer.outbox import Outbox
-from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
 
@@ -126,7 +126,7 @@ _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full
 
 def store(
     session: Session,
-    places: Places,
+    places: BlockPlaces,
     keys: Sequence[ChunkKey],
     chunks: Sequence[int],
     prefix: Sequence[ChunkKey] = (),
@@ -193,7 +193,7 @@ def store(
 
 def _gather(
     session: Session,
-    places: Places,
+    places: BlockPlaces,
     slots: dict[int, Location],
     launch_by: float,
     mark: Mark | None,

@@ -86,9 +86,9 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     """The instance that `vllm_config` describes. In the scheduler's process or a worker's, before
     or after the KV caches are made.
 
-    name: the user's name for the weights; it also replaces their revision. Reads the names, sizes
-    and times of local weights; OSError if it cannot. A model's code may change its configuration
-    while it loads, so only the scheduler's reading goes into the layout."""
+    name: the user's name for the weights; it also replaces their revision. A model's code may
+    change its configuration while it loads, so only the scheduler's reading goes into the
+    layout."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config

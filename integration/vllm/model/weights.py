@@ -6,7 +6,8 @@ whether vLLM names the repository or a folder of the hub's cache. Local files: t
 digest of file names, sizes and times, because the pool outlives weights that are overwritten in
 place. So equal copies under two paths do not share, unless the user names them alike. The revision
 is empty if nothing tells which weights vLLM has loaded: in object storage, and of local files that
-changed after this process began, since vLLM loads them before they are looked at here."""
+cannot be read, or changed after this process began, since vLLM loads them before they are looked at
+here."""
 
 from __future__ import annotations
 
@@ -20,8 +21,6 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
-
-from vcache_backend.metadata_server.processes import started
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
@@ -41,16 +40,19 @@ _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 
 
 def weights(model: Any) -> tuple[str, str]:
-    """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring. OSError
-    if their folder cannot be read."""
+    """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring."""
     # For weights in object storage vLLM copies the small files into a folder, and keeps the
     # address in `model_weights`.
     name = str(getattr(model, "model_weights", "") or model.model)
-    identity = located(name)
-    if identity is not None:
-        files = identity[1].startswith("files-")
+    try:
+        identity = located(name)
         # Look at the times last: what changes meanwhile counts, too.
-        return (identity[0], "") if files and _changed_lately(Path(name)) else identity
+        if identity and identity[1].startswith("files-") and _changed_lately(Path(name)):
+            return identity[0], ""
+    except OSError:
+        return name, ""
+    if identity is not None:
+        return identity
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     return name, str(commit or getattr(model, "revision", None) or "")
 
@@ -84,6 +86,8 @@ def _files(path: Path) -> list[Path]:
 def _changed_lately(path: Path) -> bool:
     """Whether one of the files at `path`, or a link on the way to them, has been written, replaced
     or renamed since this process began. OSError if that cannot be read."""
+    from vcache_backend.metadata_server.processes import started  # each process of vLLM imports us
+
     ways, times = [path.absolute()], list[float]()
     for way in ways:
         for link in filter(Path.is_symlink, (way, *way.parents)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from ..model.weights import located
 log = logging.getLogger("vllm.vcache")
 
 MOST = 8192
-"""Names and numbers remembered; beyond it the oldest are forgotten."""
+"""Names and numbers remembered. Beyond it those are forgotten that were not used for the longest
+time: vLLM's workers keep fewer adapters."""
 
 
 class Adapters:
@@ -46,22 +48,16 @@ class Adapters:
         known_as = _known_as(lora_request)
         path = lora_request.lora_path
         adapter = known_as, path, _content(path)
-        if not adapter[-1]:
-            log.debug(
-                "adapter %s: its files at %s cannot be read; its requests are not cached",
-                lora_request.lora_name,
-                path,
-            )
-            return ""
         before = self._first.get(number)
         if getattr(lora_request, "load_inplace", False) and before != adapter:
             # Requests that began with the earlier weights may now run with the new weights.
             self._first |= {before[0]: None} if before else {}
             self._first.pop(number, None)
         for key in (number, known_as):
-            while len(self._first) >= MOST and key not in self._first:
+            first = self._first.pop(key, adapter)
+            while len(self._first) >= MOST:
                 del self._first[next(iter(self._first))]
-            self._first.setdefault(key, adapter)
+            self._first[key] = first
         remembered = self._first[number], self._first[known_as]
         if remembered == (adapter, adapter):
             return adapter[-1]
@@ -74,6 +70,14 @@ class Adapters:
             )
         self._first |= {number: None, known_as: None}
         return ""
+
+    def added(self, lora_request: Any) -> None:
+        """Look again at an adapter whose files were not here before vLLM added it: it may have
+        fetched them."""
+        first = self._first.get(lora_request.lora_int_id)
+        if first is not None and not first[-1] and self._first[first[0]] == first:
+            del self._first[lora_request.lora_int_id], self._first[first[0]]
+            self.content(lora_request)
 
 
 _all: WeakSet[Adapters] = WeakSet()
@@ -89,15 +93,20 @@ def _watch(engine: Any) -> None:
         return
     add = engine.add_lora
 
-    @functools.wraps(add)
-    def add_lora(self: Any, lora_request: Any) -> Any:
+    def look(does: Callable[[Adapters, Any], object], lora_request: Any) -> None:
         try:
-            # Before the call: files that change meanwhile have changed at the next look.
             for adapters in list(_all):
-                adapters.content(lora_request)
+                does(adapters, lora_request)
         except Exception:  # nothing of ours raises into vLLM
             log.exception("vcache: the files of an adapter were not looked at")
-        return add(self, lora_request)
+
+    @functools.wraps(add)
+    def add_lora(self: Any, lora_request: Any) -> Any:
+        # Before the call: files that change meanwhile have changed at the next look.
+        look(Adapters.content, lora_request)
+        added = add(self, lora_request)
+        look(Adapters.added, lora_request)
+        return added
 
     engine.add_lora = add_lora
 

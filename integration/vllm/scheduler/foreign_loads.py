@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from itertools import product
 from typing import Any
 
 from ..model.groups import NULL
@@ -22,7 +23,8 @@ class ForeignLoads:
         """numbers: for echoes."""
         self._numbers = numbers
         self._filling: dict[int, set[int]] = {}
-        """By a step's echo: the blocks of requests that another connector may load in it."""
+        """By a step's echo: the blocks of requests that another connector may load in it, and the
+        blocks computed behind them since."""
 
     @property
     def blocks(self) -> AbstractSet[int]:
@@ -46,9 +48,18 @@ class ForeignLoads:
         self._filling[echo] = blocks
         return {echo}
 
+    def follow(self, computing: Iterable[Tracked]) -> None:
+        """Note what a step computes behind these loads. computing: its requests, in vLLM's order,
+        with their blocks."""
+        for tracked, blocks in product(computing, self._filling.values()):
+            rows = tracked.store.rows
+            if not all(map(blocks.isdisjoint, rows)):
+                blocks.update(*rows)
+                blocks.discard(NULL)
+
     def over(self, echoes: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
         """End the steps with these echoes, which all workers report. Returns the blocks of steps
-        with a failed load.
+        with a failed load, and those behind them.
 
         invalid: the blocks that vLLM reports as not filled."""
         failed = set[int]()

@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from itertools import count, dropwhile
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -198,7 +198,7 @@ class SchedulerSide:
         """Have the workers report a failed load: `allocated` raised, but vLLM waits for
         the load.
         """
-        self._loads.append(LoadSpec(request.request_id, lost=True))
+        self._loads.append(LoadSpec(request.request_id))
 
     def begin(self) -> StepMetadata:
         """Make the metadata of a step, with the loads that begin in it. Never raises."""
@@ -258,6 +258,9 @@ class SchedulerSide:
         self._resets.last &= meta.idle and not meta.loads
         if not meta.idle:
             self._completions.plan(output, requests, meta, self._foreign.blocks)
+            if self._foreign.blocks:
+                names = output.num_scheduled_tokens
+                self._foreign.follow([requests[name] for name in names if name in requests])
         for request_id, computed, _ in begun:
             if request_id in requests:
                 self._waits.over(requests[request_id])
@@ -471,7 +474,9 @@ class SchedulerSide:
             # vLLM may compute it from the start.
             self._completions.stored(tracked, 0)
         if lost and self.blocks is not None:
-            self._evict(self.blocks, lost)
+            # vLLM recomputes them, unless their request ends or is preempted first. It does not
+            # cache them again for it, so the next request with this prompt computes them, too.
+            self.blocks.evict(lost)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
@@ -488,14 +493,3 @@ class SchedulerSide:
         elif self.blocks is not None:
             hashes = tracked.request.block_hashes[tracked.store.written // self._hash_block :]
             self.blocks.evict_hashed(hashes, len(self._groups.sizes))
-
-    def _evict(self, blocks: KVBlocks, lost: set[int]) -> None:
-        """Evict blocks that another connector's load did not fill, and the blocks computed after
-        them, from vLLM's prefix cache.
-
-        vLLM recomputes the blocks, unless their request ends or is preempted first. It does not
-        cache them again for the same request (`num_cached_block`), so the next request with this
-        prompt computes them once more."""
-        rows = [row for tracked in self._requests.values() for row in tracked.store.rows]
-        behind = [dropwhile(lambda block: block not in lost, row) for row in rows]
-        blocks.evict(lost.union(*behind) - {groups.NULL})

@@ -65,7 +65,7 @@ class Loads:
         """Begin the loads passed to `expect`. Cancel earlier loads whose requests have ended."""
         if meta.loads:
             self._ends.open(meta.ends)
-        specs = [spec for spec in meta.loads if not spec.lost]
+        specs = [spec for spec in meta.loads if spec.number]
         mark = worker.session.copier.mark() if specs and not self.at_once else NOTHING
         for spec in specs:
             self._under_way.append(Loading(worker, spec, mark))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load import Load
-from vcache_backend.transfer.places import Places
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion
 
@@ -121,7 +121,7 @@ class Stores:
     def _store(
         self,
         worker: Attached,
-        places: Places,
+        places: BlockPlaces,
         keys: list[ChunkKey],
         chunks: Sequence[int],
         prefix: list[ChunkKey],

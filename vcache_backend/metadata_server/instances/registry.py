@@ -158,9 +158,8 @@ class InstanceRegistry:
         if instance is None:
             return m.Count(0)
         ranks = instance.join.ranks if instance.join is not None else 0
-        if not any(
-            part.peer.id == client.id and rank < ranks for rank, part in instance.parts.items()
-        ):
+        own = [rank for rank, part in instance.parts.items() if part.peer.id == client.id]
+        if not any(rank < ranks for rank in own):
             raise Refused("this connection does not belong to it")
         return m.Count(self._residents.retract(request.instance, request.sequence))
 
