@@ -17,7 +17,7 @@ from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
 from vcache_backend.vram_pool.exports.host_memory import HostExportable
 from vcache_backend.vram_pool.exports.memory import Region
 
-from ..model.decision import POOL
+from ..model.groups import POOL
 
 log = logging.getLogger("vllm.vcache")
 

@@ -23,8 +23,6 @@ from .spec import ModelSpec
 
 log = logging.getLogger("vllm.vcache")
 
-POOL = "connector.share: pool"
-
 
 class Decision(NamedTuple):
     """How an instance caches. settings: with `connector.share` decided. refused: why it caches
@@ -46,7 +44,7 @@ def decide(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Decision
     refused = next(_refusals(vllm_config, kv_cache_config, model, settings), "")
     if hindrance and settings.connector.share == "in_place" and not refused:
         also = ":" if groups.several(kv_cache_config) else "; or"
-        refused = f"{hindrance}{also} set {POOL}"
+        refused = f"{hindrance}{also} set {groups.POOL}"
     return Decision(model, settings, refused)
 
 

@@ -15,6 +15,8 @@ from vcache_backend.vram_pool.paged import Share
 
 from .weights import digest, text
 
+POOL = "connector.share: pool"
+"""The setting for models, and for memory, that cannot be shared in place."""
 NULL = 0
 """vLLM's null block. It replaces blocks in a block table once a window has passed."""
 STATES = "MambaSpec"

@@ -17,7 +17,6 @@ import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
 from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.instances.published_chunks import shape
@@ -59,7 +58,9 @@ class SharedInstance:
         ranks = range(self.join.ranks)
         return next((f"rank {rank}" for rank in ranks if rank not in self.parts), "")
 
-    def stats(self, instance: m.InstanceId, resident: int) -> m.InstanceStats:
+    def stats(
+        self, instance: m.InstanceId, resident: int, stopped: Callable[[ProcessId], bool]
+    ) -> m.InstanceStats:
         join, scheduler = self.join, self.parts.get(m.SCHEDULER)
         return m.InstanceStats(
             id=instance.hex(),
@@ -71,17 +72,17 @@ class SharedInstance:
             missing=self.missing(),
             name=scheduler.peer.name if scheduler is not None else "",
             namespace=join.namespace.hex() if join is not None else "",
-            **liveness(part.peer for part in self.parts.values()),
+            **liveness((part.peer for part in self.parts.values()), stopped),
         )
 
 
-def liveness(peers: Iterable[Peer]) -> dict[str, Any]:
+def liveness(peers: Iterable[Peer], stopped: Callable[[ProcessId], bool]) -> dict[str, Any]:
     """Fill `InstanceStats.silent` and `.stopped` for an instance with these connections."""
     peers = list(peers)
     heard = min((peer.heard for peer in peers), default=0.0)
     own = dict.fromkeys(peer.process for peer in peers)
-    stopped = next((process.pid for process in own if processes.stopped(process)), 0)
-    return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": stopped}
+    pid = next((process.pid for process in own if stopped(process)), 0)
+    return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": pid}
 
 
 class InstanceRegistry:
@@ -230,8 +231,10 @@ class InstanceRegistry:
             for read, client in most
         ]
 
-    def stats(self) -> list[m.InstanceStats]:
-        return [each.stats(id_, len(self._residents.of(id_))) for id_, each in self._of.items()]
+    def stats(self, stopped: Callable[[ProcessId], bool]) -> list[m.InstanceStats]:
+        return [
+            each.stats(id_, len(self._residents.of(id_)), stopped) for id_, each in self._of.items()
+        ]
 
     # ---- inside
 

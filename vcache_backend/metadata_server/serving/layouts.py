@@ -81,7 +81,9 @@ class Layouts:
             if len(self.hits) > MAX_NAMESPACES:
                 del self.hits[next(iter(self.hits))]
 
-    def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
+    def through_pool(
+        self, in_place: Container[ProcessId], stopped: Callable[[ProcessId], bool]
+    ) -> list[m.InstanceStats]:
         """The instances that share through the pool only. in_place: the others' processes.
 
         Children of an instance's process that sent no layout are its workers. Processes with the
@@ -107,7 +109,7 @@ class Layouts:
                 0,
                 name=peers[0].name,
                 namespace=namespace,
-                **liveness(peers[: m.MAX_RANKS]),
+                **liveness(peers[: m.MAX_RANKS], stopped),
             )
             for namespace, peers in list(instances.values())[:MAX_NAMESPACES]
         ]

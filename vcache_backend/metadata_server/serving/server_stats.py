@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 import time
+from functools import cache
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
 
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.serving.service import Service
@@ -18,7 +20,9 @@ def server_stats(service: Service) -> m.ServerStats:
     """Collect all statistics but the number of connections."""
     directory, layouts = service.directory, service.layouts
     open_, quarantined = directory.reservations.counts()
-    instances = service.instances.stats() + layouts.through_pool(service.instances.processes())
+    # One process may belong to a hundred instances.
+    stopped, in_place = cache(processes.stopped), service.instances
+    instances = in_place.stats(stopped) + layouts.through_pool(in_place.processes(), stopped)
     counters = dict(directory.counters) | {"expired_leases": directory.leases.expired}
     stats = m.ServerStats(
         epoch=service.epoch,
