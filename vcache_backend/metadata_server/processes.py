@@ -112,8 +112,9 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 def is_pidfd(fd: int, pid: int) -> bool:
     """Whether `fd` is a pidfd of process `pid`, or may be (pid 0: not visible; -1: ended)."""
-    if os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[pidfd]":
-        return False  # what is told of another file may be long
+    # Linux 6.9 says `pidfd:[…]`. What is told of another file may be long.
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith(("anon_inode:[pidfd]", "pidfd:[")):
+        return False
     for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
         if line.startswith(b"Pid:"):
             return pid == 0 or int(line.split()[1]) in (pid, -1)
