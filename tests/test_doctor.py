@@ -154,7 +154,10 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
         "gpu_memory_utilization <= 0.93"
     )
     unset = only(doctor.check_memory(from_dict({})))
-    said = "a worker lends nothing if it shares in place, 8 GiB if it uses a pool"
+    said = (
+        "pool.segment_bytes is not set: a worker lends nothing if it shares in place, 8 GiB if it "
+        "uses a pool"
+    )
     assert unset == Finding("memory", "ok", said)
 
 

@@ -87,7 +87,7 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
     for made in (link, beside(tmp_path / "other", ".lock")):
         made.symlink_to(file)
     for taken in (file, link):
-        assert "is not a socket; name another" in refused(taken)
+        assert "exists and is not a socket" in refused(taken)
     assert "server.socket: cannot use" in refused(tmp_path / "other")
     assert (file.read_text(), link.is_symlink()) == ("mine", True)
 
@@ -111,7 +111,7 @@ def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path
 
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
-    both_say(f"{folder} belongs to uid {NOBODY}; ")
+    both_say(f"{folder} belongs to uid {NOBODY}, not to uid ")
     os.chown(folder, 0, 0)
     folder.chmod(0o777)
     both_say(f"`chmod go-w {folder}`")

@@ -181,7 +181,7 @@ def test_a_server_that_cannot_start_is_told_with_its_own_words(path: Path) -> No
     """The socket's place is taken by a folder."""
     (path / "in the way").mkdir(parents=True)
     with pytest.raises(
-        ServerUnavailable, match=r"log, .*, ends with: .*is not a socket; name another"
+        ServerUnavailable, match=r"log, .*, ends with: .*exists and is not a socket"
     ):
         ensure(config(path))
 

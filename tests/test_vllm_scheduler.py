@@ -678,6 +678,26 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
     engine.finish(running)
 
 
+def test_of_requests_that_share_a_block_of_anothers_load_that_failed_nothing_more_is_stored(
+    make: Make,
+) -> None:
+    """With steps planned ahead vLLM does not compute anew all that it has computed behind it."""
+    steps = {"long_prefill_token_threshold": CHUNK}
+    engine = make(share="pool", blocks=64, asynchronous=True, arguments=steps)
+    common, schedule = new_tokens(BLOCK), engine.scheduler.schedule
+    both = [engine.add([*common, *new_tokens(4 * CHUNK)]) for _ in range(2)]
+    with engine.others_bring(BLOCK):
+        began = schedule()
+    ahead, first = schedule(), began.scheduled_new_reqs[0].block_ids[0][0]
+    assert engine.hit(both[1]) == BLOCK
+    report = WorkerReport(echoes=began.kv_connector_metadata.echoes)
+    engine.end(began, invalid_block_ids={first}, kv_connector_worker_meta=report)
+    engine.end(ahead)
+    for request in both:
+        engine.finish(request)
+    assert [meta.stores for meta in engine.metas] == [[]] * len(engine.metas)
+
+
 @pytest.mark.parametrize("table", [0, 1])
 def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
     make: Make, table: int

@@ -219,6 +219,9 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
             guest.send("touch", [A], fds=(memfd,) * m.MAX_FDS)
             assert guest.receive() == ["count", 0]
         guest.send_bytes(b"no message", (memfd,))
+    with Raw(stage_.path, hello=False) as guest:
+        assert "3 fds came along" in guest.hello(fds=(memfd,) * 3)[1], "each may be a ledger"
+        assert guest.closed()
     eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
 
 

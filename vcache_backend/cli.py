@@ -116,7 +116,9 @@ def clear(
     """Forget every chunk. Segments stay."""
     offload = config.load(config_file).offload
     if offloaded and offload.policy == "off":
-        raise ConfigError("no offload tier: offload.policy is off; --config names another file")
+        raise ConfigError(
+            "no offload tier: offload.policy is off; name the file that sets it with --config"
+        )
     with command.client(config_file, socket) as client:
         typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
     if offloaded:

@@ -37,7 +37,9 @@ def add_segment(
     # Pages are allocated on first write: without this check a lack of memory would hit whoever
     # writes there later.
     if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
-        raise SegmentError(f"--bytes {nbytes}: {available.about} of host memory are free")
+        raise SegmentError(
+            f"--bytes {nbytes}: {available.about} of host memory are free; lend less"
+        )
     with command.client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
         client.add_segment(owned.info, owned.fd)
         info = owned.info

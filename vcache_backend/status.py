@@ -19,7 +19,10 @@ from vcache_backend.metadata_server import messages as m
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0
 """An instance that is silent for so long does not answer: heartbeats come every second."""
-ABSENT = "absent: lost unless a worker offers it again; `vcache segment add` lends anew"
+ABSENT = (
+    "absent: lost when the server was restarted, unless a worker still maps it and offers "
+    "it again; `vcache segment add` lends anew"
+)
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 """A GPU's UUID. Tables show its start."""
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}

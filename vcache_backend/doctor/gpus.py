@@ -85,7 +85,10 @@ def check_memory(config: Config) -> Iterator[Finding]:
     """Compare `pool.segment_bytes` with the free memory of the pool's device."""
     wanted = config.pool.lent
     if config.connector.share == "auto" and config.pool.segment_bytes is None:
-        detail = f"a worker lends nothing if it shares in place, {wanted} if it uses a pool"
+        detail = (
+            "pool.segment_bytes is not set: a worker lends nothing if it shares in "
+            f"place, {wanted} if it uses a pool"
+        )
         yield ok("memory", detail)
         return
     if wanted == 0:

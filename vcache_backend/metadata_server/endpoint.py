@@ -34,7 +34,10 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "a file"
         return f"{folder} is not a folder but {kind}; {other}, or remove {folder}"
     if status.st_uid not in trusted:
-        return f"{folder} belongs to uid {status.st_uid}; {other}, or remove {folder}"
+        return (
+            f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, "
+            f"or remove {folder}"
+        )
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
         mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
@@ -132,7 +135,10 @@ class Endpoint:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
-            raise ConfigError(f"server.socket: {self._path} is not a socket; name another path")
+            raise ConfigError(
+                f"server.socket: {self._path} exists and is not a socket, so it stays; remove it, "
+                "or name another path"
+            )
         self._path.unlink()
 
     def _bind(self, undo: ExitStack) -> None:

@@ -53,7 +53,9 @@ def digest(data: Buffer | bytes) -> int:
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as cause:
-        raise ConfigError("the offload tier needs xxhash: pip install xxhash") from cause
+        raise ConfigError(
+            "the offload tier needs xxhash: pip install 'vcache-backend[mooncake]'"
+        ) from cause
     value: int = xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
     return value
 

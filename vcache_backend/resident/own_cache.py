@@ -19,7 +19,10 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> m.Cac
     Raises LayoutError if `kv` is on another kind of device, pages lie outside of the regions or
     across two of them, planes have different strides, or planes or regions are too many."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
-        raise LayoutError(f"KV cache on {kv.device}, pool on {device.name}: set pool.device: auto")
+        raise LayoutError(
+            f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they "
+            "must not differ: set pool.device: auto"
+        )
     kinds, planes = list[m.LayerKind](), list[tuple[int, int]]()
     for kind in kv.kinds:
         strides = {int(stride) for _, stride in kind.planes}

@@ -54,7 +54,9 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
         raise ValueError(f"slot_mapping names slot {given.max()}; expected 64-bit signed integers")
     slots = np.ascontiguousarray(given, dtype=np.int64)
     if slots.ndim != 1 or len(slots) != size - offset or offset < 0:
-        raise ValueError(f"slot_mapping is {slots.shape}, not ({size} tokens - offset {offset},)")
+        raise ValueError(
+            f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)"
+        )
     return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])
 
 

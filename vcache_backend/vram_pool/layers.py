@@ -130,7 +130,10 @@ class LayerTensor:
             ):
                 fits.append(names)
         if not fits:
-            raise self.error("no known layout has this shape; check block_size, or pass axes")
+            raise self.error(
+                "no known layout has this shape; check block_size, or pass axes, such as 'block "
+                "token head dim'"
+            )
         if len(fits) == 1:
             return fits[0]
         raise self.error(

@@ -110,6 +110,7 @@ class SchedulerSide:
         loads_wait = not compat.loads_at_once(vllm_config, config)
         ahead = bool(scheduling.async_scheduling)
         self._pace = Pace(self._requests, self._size, ahead, loads_wait)
+        self._plans_ahead = ahead or vllm_config.parallel_config.pipeline_parallel_size > 1
         self._steps_are_taken = scheduling.policy == "priority"
         """vLLM may take the step being planned from a request."""
         step_tokens = scheduling.max_num_batched_tokens
@@ -477,6 +478,12 @@ class SchedulerSide:
             # vLLM recomputes them, unless their request ends or is preempted first. It does not
             # cache them again for it, so the next request with this prompt computes them, too.
             self.blocks.evict(lost)
+            free = (lost & invalid).isdisjoint
+            rows = [one.store.rows for one in self._requests.values()]
+            if self._plans_ahead and sum(not all(map(free, row)) for row in rows) > 1:
+                # Of all but one request with such a block, vLLM does not compute again what a
+                # further step has computed behind it.
+                self._outdate()
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)

@@ -170,7 +170,10 @@ class Channel:
         try:
             reply = self._call(request, kind, received=fds)
             if len(fds) != due(reply):
-                raise ProtocolError(f"{len(fds)} fds came, {due(reply)} were due (see ulimit -n)")
+                raise ProtocolError(
+                    f"{len(fds)} fds came along, {due(reply)} were due; if fewer came, this "
+                    "process has reached its limit of descriptors (ulimit -n)"
+                )
         except VCacheError:
             wire.close_fds(fds)
             raise

@@ -47,7 +47,10 @@ class ServerLink:
         self._socket.setblocking(False)
         _, uid = processes.peer(self._socket)
         if uid not in self._trusted:
-            raise ConnectionError(f"uid {uid} serves there; client.server_uid: {uid} trusts it")
+            raise ConnectionError(
+                f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set "
+                f"client.server_uid: {uid} to trust it"
+            )
         # The pidfd tells the server when this process ends.
         pidfd = processes.own_pidfd()
         try:

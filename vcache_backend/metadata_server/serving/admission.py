@@ -33,8 +33,12 @@ class Admission:
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
         if self._max_clients < config.max_clients:
-            said = "%d descriptors are enough for %d clients: raise ulimit -n (server.max_clients)"
-            log.warning(said, limit, self._max_clients)
+            log.warning(
+                "the limit of %d descriptors is enough for %d clients, not for "
+                "server.max_clients: raise ulimit -n",
+                limit,
+                self._max_clients,
+            )
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll = endpoint.listener, epoll
         self._numbers = 0

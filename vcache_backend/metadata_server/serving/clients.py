@@ -205,6 +205,8 @@ class Clients:
             raise ProtocolError(
                 f"client: protocol {theirs}, server: {ours}; install the same vcache-backend"
             )
+        if len(connection.fds) > 2:
+            raise ProtocolError(f"{len(connection.fds)} fds came along; a hello has 2 at most")
         uid, pid = connection.caller
         process = processes.identity(pid, request.token)
         pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)

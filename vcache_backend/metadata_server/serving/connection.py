@@ -23,7 +23,7 @@ from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
 
 TOO_MANY_FDS = "too many fds are on their way to clients; ask again later"
-MOST_HANDED = 2 * m.MAX_FDS
+MAX_HANDED = 2 * m.MAX_FDS
 """The most fds on their way to one client."""
 Holder = Descriptor | Ledger
 Answer = tuple[m.Reply, Sequence[Holder]]
@@ -102,7 +102,7 @@ class Connection:
         received too many: Linux counts those on their way, and at its limit nobody gets any."""
         unread = any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
         handed = len(fds) + (self.handed if unread else 0)
-        if handed > MOST_HANDED:
+        if handed > MAX_HANDED:
             raise OSError(errno.ETOOMANYREFS, TOO_MANY_FDS)
         socket.send_fds(self.sock, [data], fds)
         self.handed = handed

@@ -191,9 +191,14 @@ class Service:
         if segment and segment.state != "absent":
             return m.Count(0)
         if request.again and not segment:
-            raise Refused(f"segment {id_} is in no ledger; `vcache segment add` lends anew")
+            raise Refused(
+                f"segment {id_} is in no ledger. A worker lends fresh memory; what `vcache "
+                "segment add` lent, add again"
+            )
         if segment and not request.again:
-            raise Refused(f"segment {id_} is from before a restart: make a new one")
+            raise Refused(
+                f"segment {id_} is known from before a restart: offer it again, or make a new one"
+            )
         if segment is None and len(self.directory.segments) >= MAX_SEGMENTS:
             raise Refused(f"{MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 0:
