@@ -21,6 +21,7 @@ from vcache_backend.errors import LayoutError
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.integration.vllm.model.groups import Groups, LayerGroup
 from vcache_backend.integration.vllm.model.spec import ModelSpec, ShardSpec
+from vcache_backend.integration.vllm.model.weights import weights
 
 CHUNK = 16
 ROOT = bytes(range(32))
@@ -150,7 +151,7 @@ class Quantization:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_config__hf_config": HFConfig(_commit_hash="abc123", hidden_size=512)},
+        {"model_config__hf_config": HFConfig(hidden_size=512)},
         {"model_config__quantization_config": Quantization()},
         {
             "load_config": SimpleNamespace(
@@ -260,10 +261,25 @@ def real(served: object, folder: str) -> tuple[ModelSpec, str | None]:
     return model, model_spec.refusal(model, "0")
 
 
+def of_the_hub(served: object, folder: str) -> tuple[str, str]:
+    """The name and revision of weights that vLLM knows by their repository, cached in `folder`."""
+    from huggingface_hub import constants
+    from vllm.config import ModelConfig
+
+    constants.HF_HUB_CACHE = folder
+    config: Any = ModelConfig(model="org/model", hf_config_path=folder, skip_tokenizer_init=True)
+    return weights(config)
+
+
 @needs_vllm
 def test_real_vllm_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(LLAMA)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    refs = tmp_path / "models--org--model/refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(commit)
     with beside_vllm() as worker:
+        assert worker.ask(of_the_hub, str(tmp_path)) == ("org/model", commit)
         model, refused = worker.ask(real, str(tmp_path))
     assert (model.layers, model.kv_heads, model.head_dim, model.block_size) == (4, 2, 64, 32)
     assert (model.dtype, model.kv_cache_dtype, model.device_type, model.hash_algorithm) == (

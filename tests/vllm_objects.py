@@ -42,14 +42,12 @@ LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
 
 def vllm_config(**changes: Any) -> Any:
     """`changes`: `section__name=value`."""
-    hf_config = HFConfig(
-        _name_or_path="org/model", _commit_hash="abc123", transformers_version="5.0"
-    )
+    hf_config = HFConfig(_name_or_path="org/model", transformers_version="5.0")
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model="org/model",
             model_weights="",
-            revision=None,
+            revision="abc123",
             dtype=torch.bfloat16,
             quantization=None,
             hf_config=hf_config,

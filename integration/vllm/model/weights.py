@@ -53,8 +53,9 @@ def weights(model: Any) -> tuple[str, str]:
         return name, ""
     if identity is not None:
         return identity
-    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    return name, str(commit or getattr(model, "revision", None) or "")
+    revision = getattr(model, "revision", None)
+    # As text, what vLLM has found a branch to be is the branch's name.
+    return name, str(getattr(revision, "resolved", revision) or "")
 
 
 def located(name: str) -> tuple[str, str] | None:
