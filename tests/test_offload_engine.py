@@ -164,7 +164,7 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
         said = vcache("clear", "--socket", str(nodes[0].path), *arguments, expect=expect)
         return str(said.stdout + said.stderr)
 
-    assert "offload.policy is off; --config" in clear("--offload", expect=1)
+    assert "offload.policy is off; name the file" in clear("--offload", expect=1)
     assert int(clear().split(" chunks forgotten\n")[0]) >= 5
     assert "--offload removes them" in clear("--config", "on.yaml")
     assert reader.contains(one.keys(tokens)[0]) == 1
