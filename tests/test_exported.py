@@ -70,7 +70,7 @@ def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> Non
 
 def test_a_cache_lies_where_the_pool_does(cache: SharedCache) -> None:
     """`pool.device: host` beside a GPU's KV cache: readers would take that for host memory."""
-    with pytest.raises(LayoutError, match="on cpu, pool on GPU-0: set pool.device: auto"):
+    with pytest.raises(LayoutError, match="on cpu, the pool on GPU-0; .*: set pool.device: auto"):
         cache_shape(cache.kv, cache.regions, Device("GPU-0", "cuda", 0))
 
 
