@@ -89,6 +89,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
         except VCacheError as error:
             log.error("vcache caches nothing: %s. vLLM serves all the same", error)
+            self._ends.close()
             return
         self._half = self._scheduler = side
         if side.publications is not None and side.victims is None:
