@@ -284,6 +284,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "set store_location: pool": {"lmcache": RENAMED},
     "context parallel": {"model": {"context_parallel": 2}},
+    "without --enable-fault-tolerance": {"model": {"fault_tolerance": True}},
     "LMCache does not hear of them": {"model": {"new_weights": True, "named": True}},
     "set save_only_first_rank: false": {
         "lmcache": {"extra_config": {}},

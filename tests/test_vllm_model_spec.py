@@ -79,7 +79,7 @@ def test_kv_caches_that_are_not_understood_are_an_error(
 
 # ---- who shares
 
-UNCHANGED = {"prompt_embeds", "sleep_mode", "unnamed_inputs"}
+UNCHANGED = {"prompt_embeds", "sleep_mode", "unnamed_inputs", "fault_tolerance"}
 UNCHANGED |= {"new_weights", "named", "gpu_memory_utilization"}
 """Fields that say nothing of the bytes: any other one does."""
 

@@ -106,11 +106,6 @@ def _refusals(
             "the model's pooling needs every token of a prompt computed: set a pooling type of the "
             "last token in --pooler-config, if the model allows that"
         )
-    if vllm_config.parallel_config.enable_fault_tolerance:
-        yield (
-            "after a step that failed vLLM's prefix cache names blocks that nobody wrote: "
-            "start it without --enable-fault-tolerance"
-        )
     caps = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
     if vllm_config.aux_output_config.enabled and not caps:
         yield (

@@ -49,6 +49,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope: str = ""
     pp_size: int = 1
     prompt_embeds: bool = False
+    fault_tolerance: bool = False
     context_parallel: int = 1
     sleep_mode: bool = False
     unnamed_inputs: bool = False
@@ -108,6 +109,7 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
         pp_size=parallel.pipeline_parallel_size,
         use_mla=bool(model.use_mla),
         prompt_embeds=bool(model.enable_prompt_embeds),
+        fault_tolerance=bool(parallel.enable_fault_tolerance),
         context_parallel=parallel.decode_context_parallel_size
         * parallel.prefill_context_parallel_size,
         sleep_mode=bool(model.enable_sleep_mode),
@@ -250,6 +252,11 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
         yield (
             "prompts given as embeddings have no tokens to tell them apart: start vLLM "
             "without --enable-prompt-embeds"
+        )
+    if instance.fault_tolerance:
+        yield (
+            "after a step that failed vLLM's prefix cache names blocks that nobody wrote: "
+            "start it without --enable-fault-tolerance"
         )
     if instance.kv_cache_dtype.endswith("per_token_head"):
         yield (
