@@ -291,6 +291,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model": {"use_mla": True},
     },
     'with "kv_connector":"VCacheConnector"': {"instance": {"several": True}},
+    "without --scheduling-policy priority": {
+        "instance": {"vllm_config": vllm_config(scheduler_config__policy="priority")}
+    },
 }
 """What is said of which change, in LMCache's settings, the model's or the instance."""
 

@@ -81,6 +81,7 @@ def vllm_config(**changes: Any) -> Any:
             kv_cache_dtype_skip_layers=[],
         ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
         compilation_config=SimpleNamespace(

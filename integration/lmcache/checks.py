@@ -78,6 +78,12 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str]:
             "start vLLM without it, or with "
             '"kv_connector":"VCacheConnector"'
         )
+    if instance.vllm_config.scheduler_config.policy == "priority":
+        yield (
+            "vLLM may take a step from a request, whose blocks its prefix cache then names though "
+            "nobody wrote them: start it without --scheduling-policy priority, or with "
+            '"kv_connector":"VCacheConnector"'
+        )
     if instance.several:
         yield (
             "the model has several block tables, or one of a sliding window, of which LMCache "
