@@ -59,7 +59,7 @@ def watch() -> None:
     @functools.wraps(call)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         # Before the call: it may fail halfway.
-        if getattr(method, "__name__", method) in CHANGES:
+        if str(getattr(method, "__name__", method)) in CHANGES:
             for connector in _connectors(self):
                 connector.weights_change()
         return call(self, method, *args, **kwargs)
@@ -70,7 +70,7 @@ def watch() -> None:
 
 def _connectors(engine: Any) -> Iterator[Any]:
     """The engine's connectors that want to hear, also those inside a MultiConnector."""
-    inside = [engine.scheduler.connector]
+    inside = [getattr(engine.scheduler, "connector", None)]
     for connector in inside:
         inside += getattr(connector, "_connectors", ())
         if hasattr(connector, "weights_are"):
