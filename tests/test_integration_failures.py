@@ -193,6 +193,8 @@ def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, c
     # A slow machine may miss so short a deadline at any other time.
     reader.ask("hurry", 0.2, 0.2)
     with here.server.stopped():
+        # Beside others it may compute a short hit, and ask nobody.
+        assert reader.one(new_tokens(HITS + 17)).cached == 0
         case.right(reader.run(case.prompt, case.beside, together=True))
         with meddled(reader, LATE, "count here"):
             other = reader.one(new_tokens(HITS + 17))

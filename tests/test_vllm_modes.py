@@ -6,6 +6,7 @@ Instance `a` stores what it computes; for everything else an instance of its own
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,10 +252,14 @@ def moving(arguments: dict[str, Any]) -> Any:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm_inside import Serving
 
+    from vcache_backend.integration.vllm.model import weights
+
     then, load = arguments.pop("then"), CPUWorker.load_model
 
     def load_model(self: Any, **given: Any) -> None:
         load(self, **given)
+        # A process that was forked a moment ago is as old as this.
+        time.sleep(2 * weights._EXACT_SECONDS)
         Path(arguments["model"]).unlink()
         Path(arguments["model"]).symlink_to(then)
 
