@@ -221,7 +221,8 @@ def test_a_model_that_pools_is_cached_if_it_looks_at_the_last_token_alone(
     b.forget()
     again, found = b.ask(classified, tokens)
     assert (found, here.chunks()) == (cached, before + cached // CHUNK)
-    assert again == pytest.approx(computed, rel=0.05)
+    # Its head has no weights of its own, so some numbers may be none.
+    assert again == pytest.approx(computed, rel=0.05, nan_ok=True)
     assert ("the model's pooling needs every token" in b.log) == (not cached)
 
 
