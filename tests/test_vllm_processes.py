@@ -220,7 +220,7 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         first, second = (one.finish("together")["together"] for one in (owner, reader))
         assert second.agrees(first)
         assert promises_kept(here) >= 12
-        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) == 1
+        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) <= 1
 
 
 # ---- another connector
