@@ -160,6 +160,13 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             here.stored(before + 2 * 2)
 
 
+def waiting_for_little(serving: Any) -> None:
+    """What a wait takes besides the computing, 10 ms, is more than it may on a quick machine."""
+    from vcache_backend.integration.vllm.scheduler import waits
+
+    waits.WAY_SECONDS = 0.0
+
+
 @pytest.mark.parametrize(
     "isolated",
     [
@@ -216,11 +223,13 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         # Of a prompt that both get at once, the second waits for what the first computes.
         together = new_tokens(12 * CHUNK + 5)
         for one in (owner, reader):
+            one.ask(waiting_for_little)
+        for one in (owner, reader):
             one.add("together", together)
         first, second = (one.finish("together")["together"] for one in (owner, reader))
         assert second.agrees(first)
         assert promises_kept(here) >= 12
-        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) <= 1
+        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) == 1
 
 
 # ---- another connector

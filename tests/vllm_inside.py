@@ -290,15 +290,22 @@ class Serving:
 
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
+        for client in self._clients():
+            client._config = msgspec.structs.replace(
+                client._config, connect_seconds=connect_seconds, request_seconds=request_seconds
+            )
+
+    def connected(self) -> int:
+        """How many clients of this process have a connection to the metadata server."""
+        return sum(client.connected for client in self._clients())
+
+    def _clients(self) -> list[Any]:
         from vcache_backend.metadata_server.client import Client
 
         gc.unfreeze()  # vLLM hides from it all that it has made at its start
         clients = [one for one in gc.get_objects() if type(one) is Client]
         assert clients
-        for client in clients:
-            client._config = msgspec.structs.replace(
-                client._config, connect_seconds=connect_seconds, request_seconds=request_seconds
-            )
+        return clients
 
     # ---- places
 
