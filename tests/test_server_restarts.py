@@ -7,20 +7,10 @@ import time
 from itertools import islice
 from typing import Any
 
+import processes
 import pytest
 from model import chunk_key
-from processes import (
-    IN_A_CONTAINER,
-    QUICK,
-    Child,
-    Raw,
-    Stage,
-    containers,
-    eventually,
-    info,
-    make_memfd,
-    running,
-)
+from processes import QUICK, Child, Raw, Stage, containers, eventually, info, make_memfd, running
 from server_cases import KIB, few_descriptors, has_room, offer, offering, put, reserving
 
 from vcache_backend.errors import ServerUnavailable
@@ -207,7 +197,7 @@ def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     reserving(stage_)
     before = client.epoch
     server.kill()
-    stage_.server(within=IN_A_CONTAINER)
+    stage_.server(within=processes.IN_A_CONTAINER)
     eventually(
         lambda: (
             client.connected

@@ -13,24 +13,14 @@ from typing import Any, NamedTuple
 
 import cpu_sleep
 import pytest
+import vllm_cases
 from processes import eventually
-from vllm_cases import (
-    CHUNK,
-    PULL,
-    SCATTER,
-    Answer,
-    Instance,
-    Node,
-    Prompt,
-    meddled,
-    needs_vllm,
-    new_tokens,
-)
+from vllm_cases import CHUNK, PULL, SCATTER, Answer, Instance, Node, Prompt, meddled, new_tokens
 from vllm_cases import quick as here
 from vllm_models import write_model
 
 __all__ = ["here"]
-pytestmark = needs_vllm
+pytestmark = vllm_cases.needs_vllm
 
 MODELS = 4
 _numbers = count()
