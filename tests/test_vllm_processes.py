@@ -142,13 +142,6 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             here.stored(before + 2 * 2)
 
 
-def waiting_for_little(serving: Any) -> None:
-    """What a wait takes besides the computing, 10 ms, is more than it may on a quick machine."""
-    from vcache_backend.integration.vllm.scheduler import waits
-
-    waits.WAY_SECONDS = 0.0
-
-
 @pytest.mark.parametrize(
     "isolated",
     [
@@ -202,16 +195,15 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         after = owner.again(longer)
         assert after.cached == LENGTH + 3 * CHUNK
         assert after.agrees(right)
-        # Of a prompt that both get at once, the second waits for what the first computes.
-        together = new_tokens(12 * CHUNK + 5)
-        for one in (owner, reader):
-            one.ask(waiting_for_little)
-        for one in (owner, reader):
-            one.add("together", together)
-        first, second = (one.finish("together")["together"] for one in (owner, reader))
-        assert second.agrees(first)
+        # What is announced is waited for, until the other's ranks have computed it.
+        coming, asked = new_tokens(12 * CHUNK + 5), here.asked("Find")
+        reader.add("waits", coming, params={"vcache": {"announced": True, "wait_seconds": 60}})
+        eventually(lambda: here.asked("Find") > asked)
+        computed, waited = owner.one(coming), reader.finish("waits")["waits"]
+        assert waited.cached == 12 * CHUNK
+        assert waited.agrees(computed)
         assert promises_kept(here) >= 12
-        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) == 1
+        assert reader.counter("vllm:vcache_waits", end="kept") == 1
 
 
 # ---- another connector
