@@ -23,11 +23,12 @@ from page_commands import COMMANDS, commands
 from processes import ROOT, containers, eventually
 from test_start_server import end_servers
 from vllm_cases import BLOCK, CHUNK, IN_PLACE, Answer, Instance, Node, complete, here, new_tokens
-from vllm_models import write_experts
+from vllm_models import write_experts, write_states
 
 from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
+from vcache_backend.transfer.keys import state_keys
 
 NO_SERVER = vllm_cases.missing(
     ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
@@ -140,6 +141,26 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
                 == LENGTH + 3 * CHUNK
             )
             here.stored(before + 2 * 2)
+
+
+def test_a_hit_ends_where_every_rank_has_a_state(here: Node) -> None:
+    few = {"block_size": CHUNK, "max_num_batched_tokens": 2 * CHUNK}
+    few |= {"prefix_cache_retention_interval": CHUNK}
+    model = str(write_states(here.folder / "states"))
+    with here.connect("states", environment=OPEN, model=model, **few, **RANKS) as ranks:
+        tokens, known = new_tokens(LENGTH + 5), set(here.chunk_keys())
+        ranks.one(tokens)
+        # Each step leaves a state.
+        here.stored(len(known) + 2 * (4 + 2))
+        own, again = ranks.one(tokens), ranks.again(tokens)
+        assert (again.cached, again.said) == (own.cached, own.said) == (LENGTH, own.said)
+        here.unleased()
+        new = [key for key in here.chunk_keys() if key not in known]
+        states = [key for key in state_keys(new, 1) if key in new and key.endswith(b"\0\1")]
+        with here.connection() as client:
+            assert client.remove(states) == 2
+        assert ranks.again(tokens, params={"vcache": {"store": False}}).cached == 0
+        assert ranks.counter("vllm:vcache_failures") == 0
 
 
 @pytest.mark.parametrize(
