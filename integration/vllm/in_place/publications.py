@@ -127,14 +127,17 @@ class Publications:
         """Publish no more chunks of the request in its present blocks."""
         tracked.resident.filled = NEVER
 
-    def begin(self, tracked: Tracked, computed: int) -> None:
-        """Note the first step with these blocks of the request.
+    def begin(self, tracked: Tracked, computed: int, partial: bool) -> None:
+        """Note the first step with these blocks of the request, or of a turn of a session.
 
         computed: how many blocks hold its tokens already, from a hit in vLLM's cache or a load. Of
-        these some may be void: vLLM keeps blocks over a reset that it refuses."""
+        these some may be void: vLLM keeps blocks over a reset that it refuses. partial: the next
+        block holds some, too, from the session's last turn or another connector's load."""
         if self._pool is None:
             return
-        tracked.resident.filled, tracked.resident.resets = computed, self._pool.resets
+        state = tracked.resident
+        strange = partial and state.resets != self._pool.resets
+        state.filled, state.resets = NEVER if strange else computed, self._pool.resets
         self._check(tracked)
 
     def fill(self, tracked: Tracked, blocks: int) -> None:

@@ -184,7 +184,8 @@ class Completions:
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:
-            self._publications.begin(tracked, computed // self._block)
+            blocks, rest = divmod(computed, self._block)
+            self._publications.begin(tracked, blocks, rest > 0)
             self.stored(tracked, 0)
         else:
             self._leftovers.begin(tracked, computed)

@@ -122,11 +122,12 @@ class ResidentState(msgspec.Struct):
     """A request's blocks when KV caches are shared in place. Only `Publications` writes it.
 
     filled: how many blocks have been filled; `NEVER`: the others stay void. resets, evicted: the
-    counters of `ResidentPool` when the request got its blocks, and when these were last looked at.
+    counters of `ResidentPool` when the request got its blocks, and when these were last looked at;
+    -1 before.
     """
 
     filled: int = 0
-    resets: int = 0
+    resets: int = -1
     evicted: int = 0
 
 
