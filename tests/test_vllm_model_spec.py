@@ -216,6 +216,15 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
         for most in (4096, 65_536)
     )
     assert (namespace(short, [SHARD]) == namespace(long, [SHARD])) == (not model)
+    untuned = model_spec.read_model(
+        vllm_config(
+            **sections,
+            model_config__max_model_len=4096,
+            model_config__override_generation_config={"attn_temperature_tuning": False},
+        )
+    )
+    scales = model.get("model_type") == "llama4"
+    assert (namespace(short, [SHARD]) == namespace(untuned, [SHARD])) == (not scales)
 
 
 # ---- reasons not to cache

@@ -58,6 +58,8 @@ def vllm_config(**changes: Any) -> Any:
             sleep_mode_backend="cumem",
             is_prefix_caching_supported=True,
             multimodal_config=None,
+            generation_config="auto",
+            override_generation_config={},
             use_mla=False,
             disable_sliding_window=False,
             get_total_num_hidden_layers=lambda: 6,
