@@ -142,6 +142,32 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     assert guessed > b.counter("vllm:spec_decode_num_accepted_tokens") > 0
 
 
+@pytest.mark.parametrize("share", ["in_place", "pool"])
+def test_a_session_that_guesses_stores_nothing_after_its_first_turn(
+    here: Node, start: Start, share: str
+) -> None:
+    """vLLM takes tokens that it has guessed rightly for computed ones of the next turn, also those
+    behind the end of the last turn, where other tokens are now."""
+    guesses = {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2}
+    guesses |= {"prompt_lookup_min": 1}
+    settings = {"connector": {"share": share}}
+    b, reader = start(settings, speculative_config=guesses), start(settings)
+    # It may say one token only: each guess is right, and most are behind the end.
+    first, second = new_tokens(20) + [3] * 20, new_tokens(LENGTH)
+    said = b.ask("turn", vllm_cases.Prompt(first, max_tokens=4, among=1))
+    after = b.ask("turn", vllm_cases.Prompt(second, max_tokens=50, among=1))
+    b.ask("hang_up")
+    whole = first + said + second + after
+    # Neither by itself, nor by a request that finds its blocks in vLLM's own cache.
+    for _ in range(2):
+        b.one(new_tokens(5))
+        assert b.ask("told")
+        reader.forget()
+        found = reader.one(whole, params={"vcache": {"store": False}})
+        assert found.agrees(reader.one(whole, fresh=True, params={"vcache": {"store": False}}))
+        b.one(whole)
+
+
 @pytest.mark.parametrize(("kinds", "layers", "share"), [("fsfs", 6, "pool"), ("", 4, "in_place")])
 def test_the_kv_of_a_draft_comes_with_its_targets(
     here: Node, start: Start, kinds: str, layers: int, share: str

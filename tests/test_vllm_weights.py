@@ -166,29 +166,6 @@ def resume(serving: Any) -> None:
     core(serving).resume_scheduler()
 
 
-def turn(serving: Any, tokens: list[int], count: int) -> list[int]:
-    """One more turn of a session whose prompt comes piece by piece; the answer."""
-    engine = serving.llm.llm_engine
-    made = engine.input_processor.process_inputs(
-        "session",
-        {"prompt_token_ids": tokens},
-        serving._sampling(Prompt(tokens, max_tokens=count)),
-        supported_tasks=engine.get_supported_tasks(),
-        resumable=True,
-    )
-    made.external_req_id = "session"
-    engine.engine_core.add_request(made)
-    said: list[int] = []
-    while len(said) < count:
-        for output in engine.engine_core.get_output().outputs:
-            said += output.new_token_ids
-    return said
-
-
-def hang_up(serving: Any) -> None:
-    core(serving).abort_requests(["session"])
-
-
 def sleep(serving: Any) -> None:
     serving.llm.sleep(level=1)
     serving.llm.wake_up()
@@ -320,11 +297,11 @@ def test_what_runs_over_an_update_goes_into_no_version(two: Two) -> None:
 def test_a_session_that_waits_over_an_update_goes_into_no_version(two: Two) -> None:
     """Its first turn fills a part of a block, which the second one completes with new weights."""
     first, second = new_tokens(20), new_tokens(4 * CHUNK)
-    said = two.a.ask(turn, first, 2)
+    said = two.a.ask("turn", Prompt(first, max_tokens=2))
     two.a.ask(load, two.models[1])
     two.a.ask(name_version, two.new)
-    said_then = two.a.ask(turn, second, 2)
-    two.a.ask(hang_up)
+    said_then = two.a.ask("turn", Prompt(second, max_tokens=2))
+    two.a.ask("hang_up")
     assert two.a.ask("told")
     two.b.ask(update, two.models[1], two.new)
     # vLLM drops a turn's last token, which no step has computed.

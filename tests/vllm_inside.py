@@ -264,6 +264,28 @@ class Serving:
             done |= self.step(1)
         return done
 
+    def turn(self, request: Prompt) -> list[int]:
+        """The answer to one more turn of a session, whose prompt comes piece by piece."""
+        engine = self.llm.llm_engine
+        made = engine.input_processor.process_inputs(
+            "session",
+            self._prompt(request),
+            self._sampling(request),
+            supported_tasks=engine.get_supported_tasks(),
+            resumable=True,
+        )
+        made.external_req_id = made.request_id
+        engine.engine_core.add_request(made)
+        said: list[int] = []
+        while len(said) < request.max_tokens:
+            for output in engine.engine_core.get_output().outputs:
+                said += output.new_token_ids
+        return said
+
+    def hang_up(self) -> None:
+        """End the session."""
+        self.llm.llm_engine.engine_core.abort_requests(["session"])
+
     def adapt(self, request: Prompt, inplace: bool) -> bool:
         """Have the workers read the request's adapter now, in place of one of its number."""
         adapter = self._lora(request)

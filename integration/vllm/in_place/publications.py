@@ -124,8 +124,9 @@ class Publications:
             self.generations.filled(blocks)
 
     def stop(self, tracked: Tracked) -> None:
-        """Publish no more chunks of the request in its present blocks."""
-        tracked.resident.filled = NEVER
+        """Publish no more chunks of the request in its present blocks, nor of a session's next turn
+        if that completes one of them."""
+        tracked.resident.filled, tracked.resident.resets = NEVER, -1
 
     def begin(self, tracked: Tracked, computed: int, partial: bool) -> None:
         """Note the first step with these blocks of the request, or of a turn of a session.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count
 from math import inf
@@ -113,6 +113,7 @@ class SchedulerSide:
         self._plans_ahead = ahead or vllm_config.parallel_config.pipeline_parallel_size > 1
         self._steps_are_taken = scheduling.policy == "priority"
         """vLLM may take the step being planned from a request."""
+        self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", 0))
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -255,6 +256,8 @@ class SchedulerSide:
                 self._evict_unwritten(requests.get(request_id))
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             begun = beginning(output)
+            if self._guesses:
+                self._distrust_turns([name for name, _, _ in begun])
             meta.echoes |= self._foreign.begin(begun, requests)
         self._resets.last &= meta.idle and not meta.loads
         if not meta.idle:
@@ -488,6 +491,18 @@ class SchedulerSide:
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
         self._resets.note(report)
+
+    def _distrust_turns(self, names: Iterable[str]) -> None:
+        """Store nothing more of sessions that go on with another turn.
+
+        vLLM takes all accepted guesses for computed tokens of the new turn, even those behind the
+        last turn's end, where other tokens stand now. names: of the requests that begin."""
+        for name in names:
+            tracked = self._requests.get(name)
+            if tracked and tracked.store.rows[0] and getattr(tracked.request, "resumable", False):
+                tracked.params = msgspec.structs.replace(tracked.params, store=False)
+                self._completions.stop([tracked])
+                self._evict_unwritten(tracked)
 
     def _evict_unwritten(self, tracked: Tracked | None) -> None:
         """Evict what a preempted request may not have computed from vLLM's prefix cache.
