@@ -10,19 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import vllm_cases
 from processes import eventually
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    SCATTER,
-    Node,
-    Prompt,
-    Router,
-    meddled,
-    needs_vllm,
-    new_tokens,
-    node,
-)
+from vllm_cases import BLOCK, CHUNK, SCATTER, Node, Prompt, Router, meddled, needs_vllm, new_tokens
 from vllm_models import TOKEN_BYTES
 
 pytestmark = needs_vllm
@@ -36,7 +26,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Router:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory, router: Router) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm")) as made:
+    with vllm_cases.node(tmp_path_factory.mktemp("vllm")) as made:
         made.a = made.connect("a", **router.settings)
         made.b = made.connect("b", {"connector": {"min_hit_tokens": 2 * CHUNK}})
         made.aside = made.alone("aside")

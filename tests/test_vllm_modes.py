@@ -12,22 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    IN_PLACE,
-    TOKEN_BYTES,
-    Answer,
-    Instance,
-    Node,
-    here,
-    needs_vllm,
-    new_tokens,
-)
+import vllm_cases
+from vllm_cases import BLOCK, CHUNK, IN_PLACE, TOKEN_BYTES, Answer, Instance, Node, here, new_tokens
 from vllm_models import LAYERS, write_classifier, write_eagle, write_guessed, write_model
 
 __all__ = ["here"]
-pytestmark = needs_vllm
+pytestmark = vllm_cases.needs_vllm
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
 """vLLM has a seed of its own for its default hash, the same everywhere."""
 LENGTH = 4 * CHUNK
