@@ -306,7 +306,7 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
     del extra["pool"]
     b = start(transfer={"kv_connector_extra_config": extra}, file_bytes=2048 * TOKEN_BYTES)
     caches_nothing(
-        here, b, "File too large); or set connector.share: pool. vLLM serves all the same"
+        here, b, "File too large); or set connector.share: pool. vLLM serves without it"
     )
 
 

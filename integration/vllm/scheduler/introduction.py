@@ -230,4 +230,4 @@ class Introduction:
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        log.error("vcache caches nothing: %s. vLLM serves all the same", reason)
+        log.error("vcache caches nothing: %s. vLLM serves without it", reason)
