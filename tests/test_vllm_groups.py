@@ -433,6 +433,14 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
         assert "is not supported" not in decide(config, caches(spec()), settings).refused
 
 
+def test_chunks_that_no_request_can_fill_are_refused() -> None:
+    said = "engine.chunk_size is 2064, and no request has more than 2048 tokens (max_model_len)"
+    for size in (2048, 2064):
+        settings = from_dict({"engine": {"chunk_size": size}, "connector": {"model": "named"}})
+        refused = decide(vllm_config(), caches(spec()), settings).refused
+        assert refused.startswith(said) == (size > 2048)
+
+
 def test_who_goes_on_after_a_step_that_failed_is_refused() -> None:
     """vLLM's prefix cache names the step's blocks, and what is computed from them would be shared."""
     config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
