@@ -143,8 +143,11 @@ class Publications:
         are its own for good: vLLM has planned the step."""
         if self._pool is None:
             return
-        self._look(tracked)
         state = tracked.resident
+        if state.resets != self._pool.resets:
+            state.filled = NEVER
+        elif state.evicted != self._pool.evicted:
+            self._read(tracked, len(state.generations))
         if state.filled < blocks:
             number = self.generations.filled(tracked.store.rows[0][state.filled : blocks])
             state.generations.extend(repeat(number, blocks - state.filled))
@@ -155,11 +158,11 @@ class Publications:
     ) -> list[PublicationSpec]:
         """Make the publications of the request's chunks [first, ready), which the step completes.
 
-        Leaves out chunks that are published already, and a void block with all behind it. loaded:
-        the request loaded or hit all of these chunks."""
+        Leaves out chunks that are published already, and what lies behind a block that was void when
+        the request got it. What was voided later readers refuse, by the table. loaded: the request
+        loaded or hit all of these chunks."""
         if self._pool is None or self._pool.broken:
             return []
-        self._look(tracked)
         each, row, generations = self.each, tracked.store.rows[0], tracked.resident.generations
         stop = min(ready, len(generations) // each)
         if stop <= first:
@@ -181,17 +184,6 @@ class Publications:
         self.generations.close()
 
     # ---- inside
-
-    def _look(self, tracked: Tracked) -> None:
-        """Leave the request's further blocks void if one that it has filled, or hit, became void
-        since its blocks were last looked at."""
-        assert self._pool is not None
-        state = tracked.resident
-        if state.resets != self._pool.resets:
-            state.filled = NEVER
-            del state.generations[:]
-        elif state.evicted != self._pool.evicted:
-            self._read(tracked, len(state.generations))
 
     def _read(self, tracked: Tracked, blocks: int) -> None:
         """Read the generations of the request's first blocks, so many. Leave its further blocks
