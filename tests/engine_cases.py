@@ -19,14 +19,8 @@ from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, 
 from nursery import listen, say
 from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
 
-from vcache_backend.config import (
-    ByteSize,
-    ClientConfig,
-    Config,
-    EngineConfig,
-    PoolConfig,
-    ServerConfig,
-)
+from vcache_backend import config as configuration
+from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
@@ -276,7 +270,7 @@ class Node:
             server=ServerConfig(socket=str(self.path)),
             client=self._client,
             pool=PoolConfig(device=device, segment_bytes=ByteSize(segment_bytes)),
-            engine=EngineConfig(chunk_size=chunk_size),
+            engine=configuration.EngineConfig(chunk_size=chunk_size),
         )
 
     def engine(

@@ -34,11 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vcache_backend.integration.vllm.metadata import (
-    PublicationSpec,
-    StepMetadata,
-    WorkerReport,
-)
+from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import lookups, tracked
 from vcache_backend.metadata_server.messages import Publish

@@ -21,16 +21,9 @@ from processes import Raw, Stage
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
+from vcache_backend.metadata_server import client_lines, processes, wire
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
-from vcache_backend.metadata_server.client_lines import (
-    LINES,
-    MAX_CALLERS,
-    SECONDS,
-    Caller,
-    ClientLines,
-    caused_by,
-)
+from vcache_backend.metadata_server.client_lines import LINES, MAX_CALLERS, SECONDS
 from vcache_backend.metadata_server.instances import resident_chunks as residents
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
@@ -265,7 +258,7 @@ def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(
 def lines() -> Iterator[tuple[Callable[[int, int], None], list[str], list[float]]]:
     """A log with a clock: says a line of a process of a user."""
     said, now = list[str](), [0.0]
-    kept = ClientLines(lambda: now[0])
+    kept = client_lines.ClientLines(lambda: now[0])
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     handler.addFilter(kept)
@@ -274,7 +267,7 @@ def lines() -> Iterator[tuple[Callable[[int, int], None], list[str], list[float]
     log.setLevel(logging.INFO)
 
     def say(uid: int, pid: int, text: str = "a line") -> None:
-        with caused_by(Caller(uid, pid)):
+        with client_lines.caused_by(client_lines.Caller(uid, pid)):
             log.warning("%s", text)
 
     yield say, said, now

@@ -18,13 +18,8 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd
 
-from vcache_backend.errors import (
-    ProtocolError,
-    Refused,
-    ServerTimeout,
-    ServerUnavailable,
-    VCacheError,
-)
+from vcache_backend import errors
+from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.calls.channel import Sent
@@ -122,7 +117,7 @@ def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
     client = stage_.client()
     with pytest.raises(Refused, match="segment nowhere was dropped"):
         client.open_segment(m.SegmentId("nowhere"))
-    with pytest.raises(ProtocolError, match=r"200,\d\d\d B exceed 200,000 B"):
+    with pytest.raises(errors.ProtocolError, match=r"200,\d\d\d B exceed 200,000 B"):
         client.open_segment(m.SegmentId("s" * m.MAX_MESSAGE_BYTES))
     assert client.connected
     assert client.lookup([A]) == client.connections_lost == 0

@@ -201,10 +201,7 @@ def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(
         assert cuda.holds()["mapped"] == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [("plain", "-rw"), ("small", "-rw"), ("socket", "srw")],
-)
+@pytest.mark.parametrize(("kind", "what"), [("plain", "-rw"), ("small", "-rw"), ("socket", "srw")])
 def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(
     cuda: FakeCuda, kind: str, what: str
 ) -> None:

@@ -9,22 +9,10 @@ import os
 import threading
 from pathlib import Path
 
+import engine_cases
 import pytest
 import torch
-from engine_cases import (
-    ROOMY,
-    Node,
-    Pair,
-    UnfinishedCopier,
-    folder,
-    fresh,
-    get,
-    node,
-    pair,
-    put,
-    said,
-    shared,
-)
+from engine_cases import ROOMY, Node, Pair, folder, fresh, get, node, pair, put, said, shared
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS, eventually, ran
 
@@ -152,7 +140,7 @@ def test_a_store_that_would_wait_behind_too_many_others_is_skipped(
     shared: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MAX_INFLIGHT", 2)
-    copier, mine = UnfinishedCopier(), Cache()
+    copier, mine = engine_cases.UnfinishedCopier(), Cache()
     writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier)
     slots = places(mine.sizes, CHUNK)
     for family in range(1, 5):

@@ -12,35 +12,15 @@ from contextlib import closing
 from typing import NamedTuple
 
 import pytest
+import vllm_cases
 from processes import eventually
-from vllm_cases import (
-    ANSWER_SECONDS,
-    CHUNK,
-    CLIENT,
-    COMMIT,
-    FOREVER,
-    LATE,
-    LEASE,
-    LEASE_SECONDS,
-    OURS,
-    RELEASE,
-    SCATTER,
-    Answer,
-    Instance,
-    Node,
-    Prompt,
-    meddled,
-    missing,
-    needs_vllm,
-    new_tokens,
-    stopped_at,
-)
+from vllm_cases import CHUNK, CLIENT, RELEASE, Answer, Instance, Node, Prompt, meddled, new_tokens
 from vllm_cases import quick as here
 
 from vcache_backend.metadata_server.messages import ChunkKey
 
 __all__ = ["here"]
-pytestmark = needs_vllm
+pytestmark = vllm_cases.needs_vllm
 
 HITS = 4 * CHUNK
 OWN, LMCACHE = "own", "lmcache"
@@ -73,13 +53,15 @@ class Fleet:
 def fleet(here: Node) -> Fleet:
     made = Fleet(here)
     # All of them are connected before the first server dies.
-    started = [made(name) for name in ("a", OWN, *(() if missing() else (LMCACHE, "lmcache-a")))]
+    started = [
+        made(name) for name in ("a", OWN, *(() if vllm_cases.missing() else (LMCACHE, "lmcache-a")))
+    ]
     for instance in started:
         instance.one(new_tokens(CHUNK + 1))
     return made
 
 
-with_lmcache = pytest.mark.skipif(bool(missing()), reason="no LMCache")
+with_lmcache = pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
 
 
 @pytest.fixture(params=[OWN])
@@ -156,7 +138,7 @@ def test_chunks_that_leave_between_look_up_and_lease_are_computed(
     """The first half is left. The request does not look again, so it cannot go round in circles."""
     left = 2
     asked, acquired, lost = here.asked("Find"), here.asked("Acquire"), recomputed(reader)
-    with stopped_at(reader, LEASE) as place:
+    with vllm_cases.stopped_at(reader, vllm_cases.LEASE) as place:
         answers = place.while_there(
             lambda: remove(here, place.seen[0][left:]), case.prompt, case.beside
         )
@@ -173,14 +155,14 @@ def test_chunks_that_leave_between_look_up_and_lease_are_computed(
 
 @pytest.mark.parametrize(
     ("reader", "place"),
-    [(OWN, LEASE), (OWN, RELEASE), pytest.param(LMCACHE, RELEASE, marks=with_lmcache)],
+    [(OWN, vllm_cases.LEASE), (OWN, RELEASE), pytest.param(LMCACHE, RELEASE, marks=with_lmcache)],
     indirect=["reader"],
     ids=["before lease", "before release", "before release, LMCache"],
 )
 def test_a_server_killed_at_any_moment_costs_a_computation(
     here: Node, reader: Instance, case: Case, place: str
 ) -> None:
-    with stopped_at(reader, place) as moment:
+    with vllm_cases.stopped_at(reader, place) as moment:
         answers = moment.while_there(here.kill, case.prompt, case.beside)
     case.right(answers)
     case.unpolluted(reader)
@@ -196,9 +178,9 @@ def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, c
         case.right(reader.run(case.prompt, case.beside, together=True))
         # Its scheduler and its worker have a client each, and one may not have asked anything yet.
         eventually(lambda: not reader.ask("connected"))
-        with meddled(reader, LATE, "count here"):
+        with meddled(reader, vllm_cases.LATE, "count here"):
             other = reader.one(new_tokens(HITS + 17))
-            assert reader.ask("calls")[LATE] == 0
+            assert reader.ask("calls")[vllm_cases.LATE] == 0
         assert other.cached == 0
         case.unpolluted(reader)
     reader.ask("hurry", CLIENT["connect_seconds"], CLIENT["request_seconds"])
@@ -210,7 +192,7 @@ def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, c
 
 def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case: Case) -> None:
     renewed = here.asked("Renew")
-    with meddled(reader, SCATTER, "slow", LEASE_SECONDS + 0.5, times=1):
+    with meddled(reader, vllm_cases.SCATTER, "slow", vllm_cases.LEASE_SECONDS + 0.5, times=1):
         answers = reader.run(case.prompt, case.beside, together=True)
     case.right(answers)
     assert answers[0].cached == HITS
@@ -230,17 +212,20 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
     victim.forget()
     fresh, chunks = new_tokens(HITS + 17), here.chunks()
     with closing(victim):
-        for place in (COMMIT, RELEASE):
-            victim.ask("meddle", place, "stop", here.folder / place.rpartition(".")[2], FOREVER)
+        for place in (vllm_cases.COMMIT, RELEASE):
+            victim.ask(
+                "meddle", place, "stop", here.folder / place.rpartition(".")[2], vllm_cases.FOREVER
+            )
         victim.add("1", fresh)
         victim.step(2)
         victim.add("0", case.tokens)
         victim.tell("step", 4)
-        eventually((here.folder / RELEASE.rpartition(".")[2]).exists, ANSWER_SECONDS)
+        eventually((here.folder / RELEASE.rpartition(".")[2]).exists, vllm_cases.ANSWER_SECONDS)
         eventually(lambda: here.stats().reservations >= 1)
         eventually(lambda: here.stats().leases >= 1)
     eventually(
-        lambda: (stats := here.stats()).reservations == stats.leases == 0, LEASE_SECONDS + 20
+        lambda: (stats := here.stats()).reservations == stats.leases == 0,
+        vllm_cases.LEASE_SECONDS + 20,
     )
     assert here.chunks() == chunks
     case.hits_again(fleet(OWN))
@@ -251,14 +236,14 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
 
 PLACES = [
     *(
-        f"{OURS}.scheduler.side:SchedulerSide.{name}"
+        f"{vllm_cases.OURS}.scheduler.side:SchedulerSide.{name}"
         for name in ("arrived", "matched", "allocated", "plan", "update", "finished")
     ),
-    *(f"{OURS}.worker.side:WorkerSide.{name}" for name in ("store", "measured")),
-    *(SCATTER, RELEASE),
+    *(f"{vllm_cases.OURS}.worker.side:WorkerSide.{name}" for name in ("store", "measured")),
+    *(vllm_cases.SCATTER, RELEASE),
 ]
 """Methods that run with every request. Those around a load: test_vllm_sharing."""
-RAISED = [*((OWN, place, 1) for place in PLACES), (OWN, PLACES[3], FOREVER)]
+RAISED = [*((OWN, place, 1) for place in PLACES), (OWN, PLACES[3], vllm_cases.FOREVER)]
 
 
 @pytest.mark.parametrize(

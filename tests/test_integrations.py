@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    TINY,
-    Answer,
-    Instance,
-    Node,
-    Prompt,
-    here,
-    missing,
-    needs_vllm,
-    new_tokens,
-)
+import vllm_cases
+from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, here, missing, new_tokens
 from vllm_models import write_lora
 
 from vcache_backend.integration.lmcache.scope import TAG, scope
@@ -49,7 +38,10 @@ def aside(here: Node) -> Instance:
     return here.alone("aside")
 
 
-WAYS = [pytest.param("vllm", marks=needs_vllm), pytest.param("lmcache", marks=lmcache_here)]
+WAYS = [
+    pytest.param("vllm", marks=vllm_cases.needs_vllm),
+    pytest.param("lmcache", marks=lmcache_here),
+]
 only_lmcache = pytest.mark.parametrize("fleet", WAYS[1:], indirect=True)
 
 

@@ -211,9 +211,7 @@ def allocators(inside: Inside) -> tuple[bool, list[str]]:
     return inside.manager.allocator_backend is inside.backend, list(inside.manager.storage_backends)
 
 
-def test_another_tier_gets_nothing_and_what_it_has_under_our_keys_is_not_read(
-    served: Pool,
-) -> None:
+def test_another_tier_gets_nothing_and_what_it_has_under_our_keys_is_not_read(served: Pool) -> None:
     """Its keys say nothing of the layout of the bytes."""
     engine = served.engine(**HOST_TIER)
     assert engine.ask(allocators) == (True, ["LocalCPUBackend", "vcache"])

@@ -311,19 +311,12 @@ def test_what_cannot_work_is_named_with_what_to_set(
 @pytest.mark.parametrize(
     ("changes", "policy", "said"),
     [
-        (
-            {"max_local_cpu_size": 1},
-            "recompute",
-            "set local_cpu: false and max_local_cpu_size: 0",
-        ),
+        ({"max_local_cpu_size": 1}, "recompute", "set local_cpu: false and max_local_cpu_size: 0"),
         ({}, "fail", '"kv_load_failure_policy":"recompute"'),
     ],
 )
 def test_a_setting_that_surprises_is_remarked(
-    under_vllm: Callable[..., Instance],
-    changes: dict[str, Any],
-    policy: str,
-    said: str,
+    under_vllm: Callable[..., Instance], changes: dict[str, Any], policy: str, said: str
 ) -> None:
     instance = under_vllm(kv_transfer_config__kv_load_failure_policy=policy)
     (line,) = checks.remarks(lm_config(**changes), instance)

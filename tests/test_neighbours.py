@@ -10,25 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
+import neighbour_cases
 import pytest
 from engine_cases import said
 from kv_cases import SMALL
-from neighbour_cases import (
-    EACH,
-    HOST,
-    Reader,
-    SharedCache,
-    added_to,
-    descriptors,
-    enters,
-    instance,
-    kv_mapped,
-    mapped,
-    owner,
-    read,
-    still,
-    threads,
-)
+from neighbour_cases import EACH, Reader, enters, kv_mapped, mapped, owner, read, still, threads
 from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
 from server_cases import few_descriptors
 
@@ -38,7 +24,7 @@ from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.resident.unmapper import LOOK_SECONDS, Unmapper
 
-ONE, TWO = instance(1), instance(2)
+ONE, TWO = neighbour_cases.instance(1), neighbour_cases.instance(2)
 
 
 @pytest.fixture
@@ -51,14 +37,14 @@ class Owners:
     """KV caches that this process maps as if they were others'."""
 
     def __init__(self) -> None:
-        self.cache = SharedCache()
-        self.shape = cache_shape(self.cache.kv, self.cache.regions, HOST)
+        self.cache = neighbour_cases.SharedCache()
+        self.shape = cache_shape(self.cache.kv, self.cache.regions, neighbour_cases.HOST)
         self.table = Generations(ONE, self.shape.num_blocks)
 
     def neighbour(self, fd: int | None = None) -> Neighbour:
         view = GenerationView.open(self.table.fd, ONE, self.shape.num_blocks)
         made = Neighbour(ONE, self.shape, view, EACH)
-        made.map([self.cache.regions[0].fd if fd is None else fd], HOST)
+        made.map([self.cache.regions[0].fd if fd is None else fd], neighbour_cases.HOST)
         return made
 
     def close(self) -> None:
@@ -216,7 +202,7 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
         there.ask("write", [3], 40)
         eventually(lambda: [one for one in reader.client.stats().instances if not one.missing])
         gc.collect()
-        before, tries = descriptors(), 0
+        before, tries = neighbour_cases.descriptors(), 0
         with few_descriptors() as taken:
             while mapped(reader.neighbours, ONE) is None:
                 os.close(taken.pop())
@@ -224,7 +210,7 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
         assert tries > 5
         assert (kv_mapped(), threads()) == (3, 1)
         # Two processes' ends; Python's mappings of a table and three regions.
-        eventually(lambda: added_to(before).total() == 6)
+        eventually(lambda: neighbour_cases.added_to(before).total() == 6)
         assert read(reader.there(ONE), reader.cache, 3) == 40
 
 
@@ -263,7 +249,7 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
     with owner(stage), owner(stage, 2):
         client = stage.client()
         client.stats()
-        running, before = threads(), descriptors()
+        running, before = threads(), neighbour_cases.descriptors()
         reader = Reader(client)
         neighbours = [reader.there(ONE), reader.there(TWO)]
         reader.close()
@@ -272,7 +258,7 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
         assert (kv_mapped(), threads()) == (0, running)
         neighbours.clear()
         del reader
-        assert not added_to(before)
+        assert not neighbour_cases.added_to(before)
 
 
 def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(

@@ -11,23 +11,10 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import instance_cases
 import msgspec
 import pytest
-from instance_cases import (
-    EACH,
-    NAMESPACE,
-    chunk_blocks,
-    chunk_generations,
-    instance_id,
-    join,
-    keys,
-    make_table,
-    numbers,
-    publish,
-    shape,
-    share,
-    show,
-)
+from instance_cases import EACH, chunk_blocks, instance_id, join, keys, numbers, publish, show
 from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, make_memfd, running
 
 from vcache_backend.errors import Refused, VCacheError
@@ -103,7 +90,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     there = reader.find(m.Find(keys(5), 1, B))
     assert there.pooled == b"\0\0\0"
     blocks = [chunk_blocks(4 * at) for at in range(3)]
-    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * chunk_generations(2))
+    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * instance_cases.chunk_generations(2))
     assert there.residents == [here]
     assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
     sent = reader.send_find(m.Find(keys(2)), SECONDS)
@@ -113,7 +100,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     assert joined == m.Joined(64, 1, EACH)
     assert [is_pidfd(fd, os.getpid()) for fd in pidfds] == [True, True]
     described, regions = reader.open_cache(A, 0)
-    assert described == shape(64, 2)
+    assert described == instance_cases.shape(64, 2)
     assert [os.fstat(fd).st_size for fd in (table, *regions)] == [
         4096 + 64 * 8,
         4 * 64 * 64,
@@ -124,7 +111,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     stats = reader.stats()
     (told,) = stats.instances
     assert msgspec.structs.replace(told, silent=0.0) == m.InstanceStats(
-        A.hex(), "host", os.getpid(), 64, 3, namespace=NAMESPACE.hex()
+        A.hex(), "host", os.getpid(), 64, 3, namespace=instance_cases.NAMESPACE.hex()
     )
     assert stats.counters["published"] == 3
     assert stats.counters["resident_hits"] == 5
@@ -239,7 +226,7 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
     owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
     for owner, instance in zip(owners, ids, strict=True):
-        share(owner, instance, 8)
+        instance_cases.share(owner, instance, 8)
     firsts = set()
     for _ in range(50):
         there = reader.find(m.Find(keys(8)))
@@ -278,7 +265,7 @@ def test_the_same_process_takes_its_place_again_while_its_old_connection_is_stil
     alone: Stage, reader: Client
 ) -> None:
     before, after = alone.client(), alone.client()
-    share(before, A)
+    instance_cases.share(before, A)
     show(after, A)
     assert found(reader) == 3
     with pytest.raises(Refused, match="has shown no cache"):
@@ -342,7 +329,7 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
     assert publish(owner, A, keys(3), sequence=6) == 3
     assert reader.clear(b"elsewher") == 0
     assert found(reader) == 3
-    assert reader.clear(NAMESPACE, reset=True) == 3
+    assert reader.clear(instance_cases.NAMESPACE, reset=True) == 3
     assert found(reader) == 0
     # computed before, told after
     assert publish(owner, A, keys(3), sequence=7) == found(reader) == 0
@@ -359,6 +346,22 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
         reader.listen(A)
 
 
+def test_a_retraction_looks_at_no_more_than_the_newest_publications_and_voids_all_others(
+    alone: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of before are unknown from then on, and make way."""
+    monkeypatch.setattr(residence, "RETRACT_LOOKS", 1)
+    with running(alone.path):
+        owner, reader = alone.client(), alone.client()
+        instance_cases.share(owner, A, 0)
+        for at in range(4):
+            publish(owner, A, keys(1, start=at), first=4 * at, sequence=5 + at // 2)
+        assert owner.retract(A, 6) == 3
+        there = [len(reader.find(m.Find(keys(1, start=at))).pooled) for at in range(4)]
+        assert there == [0, 0, 0, 1]
+        assert publish(owner, A, keys(3), sequence=6) == found(reader) == 3
+
+
 # ---- what others hold as well
 
 
@@ -373,7 +376,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     """With any answer to their schedulers, not to others who use their name."""
     a, b = alone.client(), alone.client()
     for client, name, count in ((a, A, 3), (b, B, 2)):
-        share(client, name, count)
+        instance_cases.share(client, name, count)
     assert reader.find(m.Find(keys(1), 1, A)).copies == []
     assert a.listen(A).copies == copies(B, 1, 0)
     assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
@@ -387,7 +390,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     with running(alone.path):
         a, b = alone.client(), alone.client()
         for client, name in ((a, A), (b, B)):
-            share(client, name)
+            instance_cases.share(client, name)
         assert a.listen(A).copies == copies(B, 1, 0)
 
 
@@ -399,7 +402,7 @@ def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
-            share(client, name, 1)
+            instance_cases.share(client, name, 1)
             client.listen(name)
         (last, name), silent = clients[2], {A, B}
         for sequence in range(2, 200):
@@ -413,9 +416,9 @@ def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"blocks": chunk_blocks(0)[:-1]}, "of numbers and generations for"),
-    ({"generations": chunk_generations(2)[:-8]}, "of numbers and generations for"),
+    ({"generations": instance_cases.chunk_generations(2)[:-8]}, "of numbers and generations for"),
     (
-        {"blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)},
+        {"blocks": chunk_blocks(0, 2), "generations": instance_cases.chunk_generations(2, 2)},
         "of numbers and generations for",
     ),
     ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance with 64"),
@@ -428,15 +431,18 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(
     alone: Stage, reader: Client
 ) -> None:
-    raw, table, memory = alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
-    assert raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
-    assert raw.ask("show_cache", A, 0, packed(shape()), fds=(memory,)) == ["count", 1]
+    raw, table, memory = alone.raw(), instance_cases.make_table(64), make_memfd(4 * 64 * 64)
+    assert raw.ask("join", A, instance_cases.NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
+    assert raw.ask("show_cache", A, 0, packed(instance_cases.shape()), fds=(memory,)) == [
+        "count",
+        1,
+    ]
     good = {"instance": A, "sequence": 1, "keys": keys(1), "blocks": chunk_blocks(0)}
-    good |= {"generations": chunk_generations(2)}
+    good |= {"generations": instance_cases.chunk_generations(2)}
     mixed = {
         "keys": [*keys(1), *keys(1, rank=1)],
         "blocks": chunk_blocks(0, 2),
-        "generations": chunk_generations(2, 2),
+        "generations": instance_cases.chunk_generations(2, 2),
     }
     for changed, why in [*MISFITS, (mixed, "keys not of namespace")]:
         refused = raw.ask("publish", *(good | changed).values())
@@ -453,19 +459,20 @@ def test_a_cache_comes_with_one_fd_for_each_region_and_every_other_number_is_ref
     alone: Stage, server: Child, reader: Client
 ) -> None:
     memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
-    refused = raw.ask("join", B, NAMESPACE, 64, 1, EACH)
+    refused = raw.ask("join", B, instance_cases.NAMESPACE, 64, 1, EACH)
     assert "0 fds came along; exactly 1 is needed" in refused[1]
     for regions, fds in ((2, 1), (2, 3), (most, most - 1)):
-        refused = raw.ask("show_cache", A, 0, packed(shape(regions=regions)), fds=(memory,) * fds)
+        refused = raw.ask(
+            "show_cache", A, 0, packed(instance_cases.shape(regions=regions)), fds=(memory,) * fds
+        )
         assert f"{fds} fds came along; its {regions} regions need one each" in refused[1]
         assert not refused[2]
     assert not reader.stats().instances
     eventually(lambda: not memories(server))
     join(reader, A)
-    assert raw.ask("show_cache", A, 0, packed(shape(regions=most)), fds=(memory,) * most) == [
-        "count",
-        most,
-    ]
+    assert raw.ask(
+        "show_cache", A, 0, packed(instance_cases.shape(regions=most)), fds=(memory,) * most
+    ) == ["count", most]
     described, fds = reader.open_cache(A, 0)
     number = os.fstat(memory).st_ino
     assert (len(described.regions), {os.fstat(fd).st_ino for fd in fds}) == (most, {number})
@@ -529,9 +536,9 @@ def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
 
     with running(alone.path):
         owner, other = alone.client(), alone.client()
-        table = make_table(64)
+        table = instance_cases.make_table(64)
         number = os.fstat(table).st_ino
-        owner.join(A, NAMESPACE, 64, 1, EACH, table)
+        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, table)
         monkeypatch.setattr(os, "close", closed)
         owner.close()
         eventually(lambda: not other.stats().instances)
@@ -576,7 +583,7 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
     owner, each, count = alone.client(), 64, 300
     join(owner, A, blocks=each * count, each=each)
     show(owner, A)
-    packed = chunk_blocks(0, count, each), chunk_generations(2, count, each)
+    packed = chunk_blocks(0, count, each), instance_cases.chunk_generations(2, count, each)
     assert owner.publish(m.Publish(A, 1, keys(count), *packed)) == count
     sent = reader.send_find(m.Find(keys(count)), SECONDS)
     part = sent.answer()

@@ -14,20 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import processes
 import pytest
 from model import chunk_key
-from processes import (
-    IN_A_CONTAINER,
-    QUICK,
-    SECONDS,
-    Child,
-    Stage,
-    containers,
-    eventually,
-    hasty,
-    hung,
-    info,
-)
+from processes import IN_A_CONTAINER, QUICK, SECONDS, Child, Stage, containers, eventually, info
 from server_cases import KIB, RESERVE_AND_HANG_UP, RESERVE_AND_WAIT, has_room, pool
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
@@ -59,7 +49,7 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(
     ]
     clients = [stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=30)) for _ in calls]
     eventually(lambda: all(client.connected for client in clients))
-    with hung(server, *clients):
+    with processes.hung(server, *clients):
         for client, call in zip(clients, calls, strict=True):
             with pytest.raises(ServerTimeout):
                 call(client)
@@ -67,7 +57,7 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(
                 with pytest.raises(ServerUnavailable):
                     client.lookup([A])
         with pytest.raises(ServerUnavailable, match=r"did not answer in 0\.5 s: it is stopped"):
-            stage_.client(hasty(QUICK), reconnect=False).require()
+            stage_.client(processes.hasty(QUICK), reconnect=False).require()
         clients[-1].close()
     for client in clients[:-1]:
         eventually(lambda client=client: answers(client))

@@ -10,19 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import vllm_cases
 from processes import eventually
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    SCATTER,
-    Node,
-    Prompt,
-    Router,
-    meddled,
-    needs_vllm,
-    new_tokens,
-    node,
-)
+from vllm_cases import BLOCK, CHUNK, SCATTER, Node, Prompt, Router, meddled, needs_vllm, new_tokens
 from vllm_models import TOKEN_BYTES
 
 pytestmark = needs_vllm
@@ -36,7 +26,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Router:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory, router: Router) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm")) as made:
+    with vllm_cases.node(tmp_path_factory.mktemp("vllm")) as made:
         made.a = made.connect("a", **router.settings)
         made.b = made.connect("b", {"connector": {"min_hit_tokens": 2 * CHUNK}})
         made.aside = made.alone("aside")
@@ -139,11 +129,12 @@ def test_requests_that_are_computed_whatever_is_there(here: Node) -> None:
 
 
 def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
-    """Which those are, test_vllm_settings says."""
-    tokens = new_tokens(3 * CHUNK + 5)
+    """Which those are, test_vllm_settings says. Clients choose the names of their requests."""
+    tokens, name = new_tokens(3 * CHUNK + 5), "mine\n\x1b[2J"
     computed = here.keep(here.a, tokens)
     before, chunks, said = here.asked(), here.chunks(), len(here.b.log)
-    answer = here.b.one(tokens + new_tokens(CHUNK), params=vcache(anounced=True))
+    here.b.ask("add", name, Prompt(tokens + new_tokens(CHUNK), params=vcache(anounced=True)))
+    answer = here.b.ask("finish", [name])[name]
     assert (answer.cached, here.asked(), here.chunks()) == (0, before, chunks)
     lines = [
         line
@@ -151,6 +142,7 @@ def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
         if "is served uncached: kv_transfer_params: vcache: " in line
     ]
     assert len(lines) == 1
+    assert r"request mine\n\x1b[2J" in lines[0]
     assert here.b.again(tokens, params={"another": 1}).agrees(computed)
 
 

@@ -14,21 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_cases
 from processes import PATIENT, eventually
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    LEASE,
-    VIEWS,
-    Answer,
-    Node,
-    Prompt,
-    here,
-    meddled,
-    needs_vllm,
-    new_tokens,
-    stopped_at,
-)
+from vllm_cases import BLOCK, CHUNK, VIEWS, Node, Prompt, here, meddled, needs_vllm, new_tokens
 from vllm_models import TOKEN_BYTES, write_model, write_states
 from vllm_objects import vllm_config
 
@@ -39,12 +27,8 @@ import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as kinds
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_request_block_hasher,
-    init_none_hash,
-)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -119,7 +103,7 @@ class Case:
         )
         self.groups = groups.read(self.config, self.size)
         self.length = choice.randrange(self.size, 1200)
-        hasher = get_request_block_hasher(min(sizes), sha256_cbor)
+        hasher = kv_cache_utils.get_request_block_hasher(min(sizes), sha256_cbor)
         tokens = [choice.randrange(1000) for _ in range(self.length)]
         self.request = Request(
             "one", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher
@@ -181,7 +165,7 @@ class Case:
 
 
 def test_what_is_stored_and_loaded_is_what_vllm_keeps_and_wants() -> None:
-    init_none_hash(sha256_cbor)
+    kv_cache_utils.init_none_hash(sha256_cbor)
     choice, hits, partial, looked, gone = random.Random(5), 0, 0, 0, 0
     for _ in range(CASES):
         case = Case(choice)
@@ -258,7 +242,7 @@ UNCACHED = other("FullAttentionSpec", prefix_cacheable=False)
         ([UNCACHED], "not part of vLLM's own prefix cache"),
         (
             [spec(33), spec(0, 48)],
-            "64 is not a multiple of 48 tokens: set engine.chunk_size, .* chunk_size: 96",
+            "64 is not a multiple of 48 tokens: set engine.chunk_size .* to 96",
         ),
     ],
 )
@@ -270,9 +254,6 @@ def test_tables_that_cannot_be_shared_are_refused_in_one_line(specs: list[Any], 
 
 def planned(layers: dict[str, Any], layout: KVCacheLayout) -> kinds.KVCacheConfig:
     """What a worker gets from vLLM for these layers: ten blocks, in this layout."""
-    # Elsewhere in vLLM 0.33, whose GPU tests are run from this file, too.
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-
     config = vllm_config(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -280,8 +261,8 @@ def planned(layers: dict[str, Any], layout: KVCacheLayout) -> kinds.KVCacheConfi
         cache_config__prefix_cache_retention_interval=None,
         cache_config__get_resolved_kv_cache_layout=lambda: layout,
     )
-    tables = get_kv_cache_groups(config, dict(layers))
-    return get_kv_cache_config_from_groups(config, tables, 1 << 30)
+    tables = kv_cache_utils.get_kv_cache_groups(config, dict(layers))
+    return kv_cache_utils.get_kv_cache_config_from_groups(config, tables, 1 << 30)
 
 
 def sparse(fp8: bool) -> dict[str, Any]:
@@ -312,7 +293,7 @@ def test_latents_and_an_indexers_keys_are_one_table_whose_bytes_come_back(
 ) -> None:
     """vLLM shows the scheduler the first layer alone."""
     there = planned(sparse(fp8), KVCacheLayout[layout])
-    here = generate_scheduler_kv_cache_config([there])
+    here = kv_cache_utils.generate_scheduler_kv_cache_config([there])
     assert [groups.several(config) for config in (there, here)] == [False, False]
     found = groups.read(there, 128)
     assert found.plain
@@ -452,6 +433,14 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
         assert "is not supported" not in decide(config, caches(spec()), settings).refused
 
 
+def test_chunks_that_no_request_can_fill_are_refused() -> None:
+    said = "engine.chunk_size is 2064, and no request has more than 2048 tokens (max_model_len)"
+    for size in (2048, 2064):
+        settings = from_dict({"engine": {"chunk_size": size}, "connector": {"model": "named"}})
+        refused = decide(vllm_config(), caches(spec()), settings).refused
+        assert refused.startswith(said) == (size > 2048)
+
+
 def test_who_goes_on_after_a_step_that_failed_is_refused() -> None:
     """vLLM's prefix cache names the step's blocks, and what is computed from them would be shared."""
     config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
@@ -551,7 +540,7 @@ class Pair:
         window = 1 if self.states else HIT // BLOCK - (HIT - self.window + 1) // BLOCK
         return self.full * (HIT // self.block) + (self.tables - self.full) * window
 
-    def keep(self, here: Node, tokens: list[int]) -> Answer:
+    def keep(self, here: Node, tokens: list[int]) -> vllm_cases.Answer:
         """Have `a` compute a prompt of `HIT` tokens or some more. Its answer, once the prompt is in
         the pool, with the states that its two steps have left.
         """
@@ -702,7 +691,7 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
                 == pair.states
             )
 
-    with stopped_at(pair.a, LEASE) as place:
+    with vllm_cases.stopped_at(pair.a, vllm_cases.LEASE) as place:
         pair.a.forget()
         (failed,) = place.while_there(evict, Prompt(tokens))
     assert failed.cached == 0

@@ -16,14 +16,8 @@ from vllm_cases import missing, needs_vllm
 
 from vcache_backend.integration import plugin
 from vcache_backend.integration.lmcache import patches
-from vcache_backend.integration.lmcache.scope import (
-    PLAIN,
-    REFUSED,
-    SKIP_SAVE,
-    TAG,
-    give_scope,
-    scope,
-)
+from vcache_backend.integration.lmcache import scope as scopes
+from vcache_backend.integration.lmcache.scope import TAG, give_scope, scope
 from vcache_backend.integration.vllm.scheduler.adapters import Adapters
 
 if not missing(()):
@@ -65,7 +59,7 @@ def test_requests_that_no_key_tells_apart_are_not_cached_however_often_they_are_
     ):
         for _ in ("new", "preempted"):
             assert not give_scope(one, Adapters())
-            assert tags(one) == {SKIP_SAVE: True, REFUSED: True}
+            assert tags(one) == {scopes.SKIP_SAVE: True, scopes.REFUSED: True}
     assert not give_scope(Request("r", [1, 2, 3], None, PoolingParams()), Adapters())
 
 
@@ -74,7 +68,7 @@ def test_requests_that_share_their_parameters_keep_their_own_scopes() -> None:
     plain = request({"lmcache.tag.team": "red"})
     shared = plain.sampling_params
     salted = Request("2", [1, 2, 3], shared, None, cache_salt="a")
-    for one, wanted in ((plain, PLAIN), (salted, scope("a", None))):
+    for one, wanted in ((plain, scopes.PLAIN), (salted, scope("a", None))):
         assert give_scope(one, Adapters())
         assert list(tags(one).items()) == [(TAG, wanted), ("lmcache.tag.team", "red")]
     assert shared.extra_args == {"kv_transfer_params": {"lmcache.tag.team": "red"}}

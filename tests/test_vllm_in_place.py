@@ -13,22 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import in_place_cases
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import (
-    BLOCK,
-    BLOCKS,
-    CHUNK,
-    EACH,
-    Engine,
-    Make,
-    engine,
-    here,
-    lying,
-    make,
-    new_tokens,
-)
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engine, here, lying, make, new_tokens
 from vllm_cases import needs_vllm
 from vllm_sources import differences
 
@@ -145,7 +134,7 @@ def test_a_chunk_that_lies_where_it_was_published_is_known_however_many_came_sin
     """Of what is not known nothing can leave early, though others hold it as well."""
     tokens = new_tokens(CHUNK)
     engine.finish(engine.add([*tokens, 5]))
-    for _ in range(4 * BLOCKS // EACH):
+    for _ in range(4 * in_place_cases.BLOCKS // EACH):
         other, again = engine.add(new_tokens(CHUNK + 1)), engine.add([*tokens, 6])
         engine.step()
         assert (len(engine.published(other)), engine.published(again)) == (1, [])
@@ -222,9 +211,7 @@ def test_what_was_computed_behind_a_load_that_failed_is_not_found(
     assert not any(map(cached, lost.block_hashes))
 
 
-def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
-    make: Make,
-) -> None:
+def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(make: Make) -> None:
     """Two grow until one has to go; the other takes its blocks. It comes back with new blocks, or
     with what is left of its own.
     """

@@ -56,9 +56,7 @@ def computed(engine: Engine, tokens: list[int]) -> Request:
     return request
 
 
-def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
-    shared: Make,
-) -> None:
+def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared: Make) -> None:
     """By the reader, as soon as it has it; in the owner itself it is vLLM's own business."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
@@ -90,9 +88,7 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     assert owners(owner.step()) == [reader.half.publications.instance] * 3
 
 
-def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(
-    shared: Make,
-) -> None:
+def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(shared: Make) -> None:
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
     computed(reader, tokens[: CHUNK + 1])
@@ -171,11 +167,7 @@ def kept(engine: Engine, tokens: list[int]) -> int:
     ids=["nothing else", "and from its end", "until its owner lost it"],
 )
 def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_own_alone(
-    shared: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    more: int,
-    lost: bool,
-    left: tuple[int, int],
+    shared: Make, monkeypatch: pytest.MonkeyPatch, more: int, lost: bool, left: tuple[int, int]
 ) -> None:
     """Else both have the same, and half as much. Until then there are blocks that hold nothing, and
     it stays. vLLM finds what is left of a prefix.
@@ -193,9 +185,7 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     assert (kept(reader, own), kept(reader, both)) == left
 
 
-def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(
-    shared: Make,
-) -> None:
+def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(shared: Make) -> None:
     """Else no duplicate would give way. With an EAGLE head each hit computes a block anew."""
     engine, tokens = shared(), new_tokens(2 * CHUNK + 1)
     computed(engine, tokens)
@@ -290,9 +280,7 @@ def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(
     assert engine.numbers(last) == [0, 1, 2]
 
 
-def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
-    shared: Make,
-) -> None:
+def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(shared: Make) -> None:
     """Another has computed it here meanwhile."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
@@ -349,9 +337,7 @@ def test_what_a_load_brings_across_a_reset_is_not_published(shared: Make) -> Non
     assert [meta.publications for meta in reader.metas] == [[]] * len(reader.metas)
 
 
-def test_what_was_computed_before_another_reset_the_namespace_is_not_found(
-    shared: Make,
-) -> None:
+def test_what_was_computed_before_another_reset_the_namespace_is_not_found(shared: Make) -> None:
     """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on
     with.
     """

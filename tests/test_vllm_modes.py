@@ -12,22 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    IN_PLACE,
-    TOKEN_BYTES,
-    Answer,
-    Instance,
-    Node,
-    here,
-    needs_vllm,
-    new_tokens,
-)
+import vllm_cases
+from vllm_cases import BLOCK, CHUNK, IN_PLACE, TOKEN_BYTES, Answer, Instance, Node, here, new_tokens
 from vllm_models import LAYERS, write_classifier, write_eagle, write_guessed, write_model
 
 __all__ = ["here"]
-pytestmark = needs_vllm
+pytestmark = vllm_cases.needs_vllm
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
 """vLLM has a seed of its own for its default hash, the same everywhere."""
 LENGTH = 4 * CHUNK
@@ -315,9 +305,7 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
     extra = here.transfer()["kv_connector_extra_config"]
     del extra["pool"]
     b = start(transfer={"kv_connector_extra_config": extra}, file_bytes=2048 * TOKEN_BYTES)
-    caches_nothing(
-        here, b, "File too large); or set connector.share: pool. vLLM serves all the same"
-    )
+    caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves without it")
 
 
 def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(

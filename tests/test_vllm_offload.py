@@ -12,26 +12,11 @@ from contextlib import closing
 from importlib import import_module
 
 import pytest
+import vllm_cases
 from mooncake_cases import MIB, Raw, needs_mooncake, own_depot
 from mooncake_store import Depot
 from processes import eventually
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    IN_PLACE,
-    LEASE,
-    OURS,
-    SESSION,
-    Answer,
-    Instance,
-    Prompt,
-    Router,
-    beside_vllm,
-    meddled,
-    needs_vllm,
-    new_tokens,
-    stopped_at,
-)
+from vllm_cases import BLOCK, CHUNK, LEASE, OURS, Instance, Prompt, meddled, new_tokens, stopped_at
 from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
 from vcache_backend.config import OffloadConfig
@@ -42,10 +27,10 @@ from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["own_depot"]
-pytestmark = [needs_vllm, needs_mooncake]
+pytestmark = [vllm_cases.needs_vllm, needs_mooncake]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
-FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.offload.uploads:HostUploader.scatter"
+FETCH, UPLOAD = f"{vllm_cases.SESSION}.fetch", "vcache_backend.offload.uploads:HostUploader.scatter"
 GATHER, FENCE = (
     f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("gather", "fence")
 )
@@ -83,7 +68,7 @@ def hasty(two: Two) -> Instance:
     return made
 
 
-def alone(two: Two) -> tuple[list[int], Answer]:
+def alone(two: Two) -> tuple[list[int], vllm_cases.Answer]:
     """A short prompt for which nothing is cached, and what it is answered where nothing else
     runs.
     """
@@ -189,8 +174,8 @@ def test_a_router_knows_from_events_what_the_pool_has(two: Two) -> None:
 
 
 def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(two: Two) -> None:
-    in_place = two.settings(ROOM) | IN_PLACE
-    router = Router(two.second.folder, "c")
+    in_place = two.settings(ROOM) | vllm_cases.IN_PLACE
+    router = vllm_cases.Router(two.second.folder, "c")
     tokens = new_tokens(HITS + 17)
     leaving_no_trace = {"vcache": {"store": False}}
     c = two.second.connect("c", in_place, **router.settings)
@@ -336,11 +321,7 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two) -> None:
     assert (answer.cached, answer.said) == (HITS, own.said)
 
 
-PLACES = [
-    FETCH,
-    PROMOTE,
-    f"{OURS}.scheduler.offload:OffloadLookup.extend",
-]
+PLACES = [FETCH, PROMOTE, f"{OURS}.scheduler.offload:OffloadLookup.extend"]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(":")[2])
@@ -390,7 +371,7 @@ def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: 
     """Of two workers both said so, in one step; what is slow is as slow as the slower one, which
     has half of each chunk.
     """
-    with beside_vllm() as worker:
+    with vllm_cases.beside_vllm() as worker:
         assert worker.ask(reported, own_depot.offload(retry_seconds=0.1)) == [
             (False, 2e9),
             (True, 6e9),

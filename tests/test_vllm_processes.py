@@ -18,45 +18,24 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+import vllm_cases
 from page_commands import COMMANDS, commands
 from processes import ROOT, containers, eventually
 from test_start_server import end_servers
-from vllm_cases import (
-    ANSWER_SECONDS,
-    BLOCK,
-    CHUNK,
-    FOREVER,
-    IN_PLACE,
-    PULL,
-    QUIET,
-    SCATTER,
-    START_SECONDS,
-    TINY,
-    TOKEN_BYTES,
-    Answer,
-    Instance,
-    Node,
-    beside_vllm,
-    complete,
-    here,
-    missing,
-    needs_vllm,
-    new_tokens,
-    node,
-    serve,
-)
-from vllm_models import write_experts
+from vllm_cases import BLOCK, CHUNK, IN_PLACE, Answer, Instance, Node, complete, here, new_tokens
+from vllm_models import write_experts, write_states
 
 from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
+from vcache_backend.transfer.keys import state_keys
 
-NO_SERVER = missing(
+NO_SERVER = vllm_cases.missing(
     ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
 )
-NO_ROUTER = NO_SERVER or missing(("vllm-router", "setproctitle", "orjson"))
+NO_ROUTER = NO_SERVER or vllm_cases.missing(("vllm-router", "setproctitle", "orjson"))
 __all__ = ["here"]
-pytestmark = needs_vllm
+pytestmark = vllm_cases.needs_vllm
 OPEN: dict[str, str | None] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """Workers run what a test gives them."""
 APART = OPEN | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -76,7 +55,11 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 
 @contextmanager
 def at_rank(
-    instance: Instance, rank: int, place: str, action: str = "count", times: int = FOREVER
+    instance: Instance,
+    rank: int,
+    place: str,
+    action: str = "count",
+    times: int = vllm_cases.FOREVER,
 ) -> Iterator[list[int]]:
     """As `meddled`, in the process of one rank; then how often each rank came by."""
     instance.ask("meddle_at", rank, place, action, times)
@@ -89,7 +72,7 @@ def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     """What is answered where only one rank's copy fails, and what is right."""
     right = reader.one(tokens, fresh=True, params={"vcache": {"load": False, "store": False}})
     reader.forget()
-    with at_rank(reader, 1, f"{SCATTER},pull", "raise", times=1) as copies:
+    with at_rank(reader, 1, f"{vllm_cases.SCATTER},pull", "raise", times=1) as copies:
         lost = reader.one(tokens)
     assert copies == [1, 1], "each rank launched one copy, and one of them failed"
     eventually(lambda: reader.counter("vllm:vcache_failures", cause="copy") == 1)
@@ -122,7 +105,7 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         assert own.agrees(computed)
         # Both have all tokens, and each its part of their bytes.
         tokens_of = dict.fromkeys(("lookup_hit_tokens", "loaded_tokens"), LENGTH)
-        bytes_of = dict.fromkeys(("loaded_bytes", "stored_bytes"), LENGTH * TOKEN_BYTES)
+        bytes_of = dict.fromkeys(("loaded_bytes", "stored_bytes"), LENGTH * vllm_cases.TOKEN_BYTES)
         counts = tokens_of | bytes_of | {"failures": 0}
         assert {name: ranks.counter(f"vllm:vcache_{name}") for name in counts} == counts
         with here.corrupted():
@@ -160,11 +143,24 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             here.stored(before + 2 * 2)
 
 
-def waiting_for_little(serving: Any) -> None:
-    """What a wait takes besides the computing, 10 ms, is more than it may on a quick machine."""
-    from vcache_backend.integration.vllm.scheduler import waits
-
-    waits.WAY_SECONDS = 0.0
+def test_a_hit_ends_where_every_rank_has_a_state(here: Node) -> None:
+    few = {"block_size": CHUNK, "max_num_batched_tokens": 2 * CHUNK}
+    few |= {"prefix_cache_retention_interval": CHUNK}
+    model = str(write_states(here.folder / "states"))
+    with here.connect("states", environment=OPEN, model=model, **few, **RANKS) as ranks:
+        tokens, known = new_tokens(LENGTH + 5), set(here.chunk_keys())
+        ranks.one(tokens)
+        # Each step leaves a state.
+        here.stored(len(known) + 2 * (4 + 2))
+        own, again = ranks.one(tokens), ranks.again(tokens)
+        assert (again.cached, again.said) == (own.cached, own.said) == (LENGTH, own.said)
+        here.unleased()
+        new = [key for key in here.chunk_keys() if key not in known]
+        states = [key for key in state_keys(new, 1) if key in new and key.endswith(b"\0\1")]
+        with here.connection() as client:
+            assert client.remove(states) == 2
+        assert ranks.again(tokens, params={"vcache": {"store": False}}).cached == 0
+        assert ranks.counter("vllm:vcache_failures") == 0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +184,7 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
     """In place: a chunk is found once both ranks have published the same of it. From its container
     the server sees nobody's pid.
     """
-    with node(tmp_path, isolated=isolated) as here:
+    with vllm_cases.node(tmp_path, isolated=isolated) as here:
         given: dict[str, Any] = {"environment": APART, "max_num_batched_tokens": 2 * CHUNK, **RANKS}
         owner = here.connect("owner", IN_PLACE, **given)
         reader = here.connect(
@@ -220,16 +216,15 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         after = owner.again(longer)
         assert after.cached == LENGTH + 3 * CHUNK
         assert after.agrees(right)
-        # Of a prompt that both get at once, the second waits for what the first computes.
-        together = new_tokens(12 * CHUNK + 5)
-        for one in (owner, reader):
-            one.ask(waiting_for_little)
-        for one in (owner, reader):
-            one.add("together", together)
-        first, second = (one.finish("together")["together"] for one in (owner, reader))
-        assert second.agrees(first)
+        # What is announced is waited for, until the other's ranks have computed it.
+        coming, asked = new_tokens(12 * CHUNK + 5), here.asked("Find")
+        reader.add("waits", coming, params={"vcache": {"announced": True, "wait_seconds": 60}})
+        eventually(lambda: here.asked("Find") > asked)
+        computed, waited = owner.one(coming), reader.finish("waits")["waits"]
+        assert waited.cached == 12 * CHUNK
+        assert waited.agrees(computed)
         assert promises_kept(here) >= 12
-        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) == 1
+        assert reader.counter("vllm:vcache_waits", end="kept") == 1
 
 
 # ---- another connector
@@ -272,7 +267,7 @@ def test_what_another_connector_still_stores_is_not_overwritten_by_a_load_of_our
     writer = here.connect("writer")
     here.keep(writer, second)
     given = beside(here, OFFLOADING, ours_first=True)
-    with here.alone("small", kv_transfer_config=given, **TINY) as small:
+    with here.alone("small", kv_transfer_config=given, **vllm_cases.TINY) as small:
         right = small.one(first, max_tokens=1, params={"vcache": {"store": False}})
         assert small.one(second).cached == 6 * CHUNK, "ours, into blocks that were the first one's"
         again = small.one(first, max_tokens=1)
@@ -319,8 +314,9 @@ def serving(
     ports = free_ports(len(transfers))
     common = shlex.split(
         f"--model {here.model} --served-model-name tiny --host 127.0.0.1 --dtype bfloat16 "
-        f"--block-size {BLOCK} --kv-cache-memory-bytes {4096 * TOKEN_BYTES} --max-model-len 1024 "
-        "--max-num-seqs 4 --skip-tokenizer-init --enforce-eager --enable-prompt-tokens-details"
+        f"--block-size {BLOCK} --kv-cache-memory-bytes {4096 * vllm_cases.TOKEN_BYTES} "
+        "--max-model-len 1024 --max-num-seqs 4 --skip-tokenizer-init --enforce-eager "
+        "--enable-prompt-tokens-details"
     )
     # The mode of developers has the address that resets the cache.
     given = APART | {"VLLM_SERVER_DEV_MODE": "1"} | environment
@@ -334,11 +330,12 @@ def serving(
                 told |= {"endpoint": f"tcp://*:{events[number]}"}
                 arguments += ["--kv-events-config", json.dumps(told)]
             servers[port] = undo.enter_context(
-                Instance(here.folder, f"server-{port}", given, arguments, serve)
+                Instance(here.folder, f"server-{port}", given, arguments, vllm_cases.serve)
             )
         for port, server in servers.items():
             eventually(
-                lambda port=port, server=server: listens(port) or server.ended(), START_SECONDS
+                lambda port=port, server=server: listens(port) or server.ended(),
+                vllm_cases.START_SECONDS,
             )
             assert server.alive, server.log[-4000:]
         yield {f"http://127.0.0.1:{port}": server for port, server in servers.items()}
@@ -356,10 +353,10 @@ def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> 
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(here.model), "--skip-tokenizer-init"]
     command += ["--kv-transfer-config", json.dumps(wrong)]
-    given = {name: value for name, value in QUIET.items() if value is not None} | {
+    given = {name: value for name, value in vllm_cases.QUIET.items() if value is not None} | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1"
     }
-    with beside_vllm() as worker:
+    with vllm_cases.beside_vllm() as worker:
         status, log = worker.ask(_ended, command, given, here.folder / "mistake.log")
     said = (
         "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
@@ -374,7 +371,7 @@ def _ended(_: object, command: list[str], more: dict[str, str], log: Path) -> tu
     from forked_programs import Popen
 
     with log.open("wb") as out, Popen(command, env=os.environ | more, stdout=out, stderr=out) as it:
-        status = it.wait(START_SECONDS)
+        status = it.wait(vllm_cases.START_SECONDS)
     return status, log.read_text()
 
 
@@ -400,7 +397,7 @@ def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
         for one in found
         if one
     ]
-    with beside_vllm() as worker:
+    with vllm_cases.beside_vllm() as worker:
         assert set(worker.ask(_models, asked)) == {"MODEL", "/tmp/tiny"}
     assert len(asked) > 4
 
@@ -441,7 +438,7 @@ def routed(log: Path, arguments: Sequence[str]) -> Iterator[str]:
     own = ["--port", str(port), "--prometheus-port", str(metrics), "--host", "127.0.0.1"]
     command = [str(Path(sys.executable).with_name("vllm-router")), *arguments, *own]
     with Program("router", command, log) as router:
-        router.until(lambda: healthy(port), START_SECONDS)
+        router.until(lambda: healthy(port), vllm_cases.START_SECONDS)
         yield f"http://127.0.0.1:{port}"
 
 
@@ -466,7 +463,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]
     more += ["--worker-extension-cls", "vllm_variants.Ranks"]
     more += ["--max-model-len", str(LENGTH + BLOCK), "--max-num-batched-tokens", str(CHUNK)]
     # Room for all that the tests compute.
-    more += ["--kv-cache-memory-bytes", str(16 * LENGTH * TOKEN_BYTES)]
+    more += ["--kv-cache-memory-bytes", str(16 * LENGTH * vllm_cases.TOKEN_BYTES)]
     try:
         with serving(here, json.loads(written), more=more, VCACHE_CONFIG=str(config)) as (address,):
             for rank in range(2):
@@ -493,7 +490,7 @@ def meddle(address: str, method: str, *given: str) -> None:
     body = json.dumps({"method": method, "args": given}).encode()
     headers = {"Content-Type": "application/json"}
     request = Request(f"{address}/collective_rpc", body, headers)
-    urlopen(request, timeout=ANSWER_SECONDS).close()
+    urlopen(request, timeout=vllm_cases.ANSWER_SECONDS).close()
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
@@ -525,7 +522,7 @@ def test_a_load_of_one_expert_parallel_rank_holds_up_no_step_of_another(
     own = complete(address, tokens)
     eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
     with ThreadPoolExecutor(1) as pool:
-        meddle(address, "meddle", PULL, "slow", str(ANSWER_SECONDS))
+        meddle(address, "meddle", vllm_cases.PULL, "slow", str(vllm_cases.ANSWER_SECONDS))
         loads = pool.submit(complete, address, tokens, rank=1)
         for _ in range(3):
             assert complete(address, new_tokens(LENGTH + 1))[1] == 0

@@ -270,9 +270,7 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Make, ahead: bo
     assert sum(len(meta.loads) for meta in engine.metas) == 0
 
 
-def test_a_request_that_waits_while_the_weights_change_loads_nothing_of_before(
-    make: Make,
-) -> None:
+def test_a_request_that_waits_while_the_weights_change_loads_nothing_of_before(make: Make) -> None:
     engine = make(share="pool", weights="old")
     engine.add(pooled(engine))
     assert loaded(engine) == CHUNKS
@@ -377,9 +375,7 @@ def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_p
     assert lacking.num_computed_tokens == 0
 
 
-def test_what_comes_behind_a_load_is_promised_when_the_load_begins(
-    make: Make,
-) -> None:
+def test_what_comes_behind_a_load_is_promised_when_the_load_begins(make: Make) -> None:
     engine = make(share="pool")
     asking = engine.here.client()
     tokens = pooled(engine, 2)
@@ -727,9 +723,7 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
 # ---- promises, and what is not worth a load
 
 
-def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
-    make: Make,
-) -> None:
+def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(make: Make) -> None:
     """By its look-up, and confirmed by its first step."""
     steps = {
         "scheduling_policy": "priority",

@@ -12,27 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import vllm_cases
 from processes import eventually
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    IN_PLACE,
-    OURS,
-    PULL,
-    QUICK,
-    Answer,
-    Instance,
-    Node,
-    Prompt,
-    meddled,
-    needs_vllm,
-    new_tokens,
-    node,
-    stopped_at,
-)
+from vllm_cases import BLOCK, CHUNK, IN_PLACE, PULL, Node, Prompt, meddled, new_tokens, stopped_at
 from vllm_models import TOKEN_BYTES
 
-pytestmark = needs_vllm
+pytestmark = vllm_cases.needs_vllm
 
 VERDICT = "vcache_backend.transfer.resident_runs:_ResidentPart.settle"
 MAPPING = "vcache_backend.metadata_server.client:Client.open_cache"
@@ -45,14 +30,14 @@ SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
+    with vllm_cases.node(tmp_path_factory.mktemp("vllm"), vllm_cases.QUICK) as made:
         made.a = made.connect("a", IN_PLACE)
         made.b = made.connect("b", IN_PLACE)
         made.aside = made.alone("aside")
         yield made
 
 
-def keep(instance: Instance, tokens: list[int], **more: Any) -> Answer:
+def keep(instance: vllm_cases.Instance, tokens: list[int], **more: Any) -> vllm_cases.Answer:
     """Have `instance` compute a prompt; its answer, once others can find every whole chunk in its
     KV cache.
     """
@@ -117,7 +102,7 @@ def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(her
     assert here.b.finish("beside").keys() == {"beside"}
 
 
-def survived(here: Node, prompts: list[Prompt], answers: list[Answer]) -> None:
+def survived(here: Node, prompts: list[Prompt], answers: list[vllm_cases.Answer]) -> None:
     """The answers of `b` are right, so is what its own prefix cache has now, and sooner or later it
     loads again what `a` has."""
     for answer, prompt in zip(answers, prompts, strict=True):
@@ -180,13 +165,13 @@ def test_an_exception_around_a_load_ends_no_engine(here: Node, place: str, call:
     The log says once in which call of vLLM's it was."""
     tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
     keep(here.a, tokens)
-    with meddled(here.b, f"{OURS}.{place}", "raise", times=2):
+    with meddled(here.b, f"{vllm_cases.OURS}.{place}", "raise", times=2):
         answers = here.b.run(Prompt(tokens), beside, together=True)
     survived(here, [Prompt(tokens), beside], answers)
     assert here.b.log.count(f"vcache: {call} failed, which counts as a miss") == 1
 
 
-def saved(owner: Instance, tokens: list[int]) -> Answer:
+def saved(owner: vllm_cases.Instance, tokens: list[int]) -> vllm_cases.Answer:
     """Have `owner` compute a prompt and save all of it; what vLLM's own cache gives."""
     keep(owner, tokens)
     hit = owner.one(tokens)

@@ -60,9 +60,7 @@ def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
     assert [meta.victims for meta in engine.metas] == [None] * len(engine.metas)
 
 
-def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
-    make: Make,
-) -> None:
+def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(make: Make) -> None:
     """The pool may have lost it by then. Beside a request that only runs on."""
     engine = make(lends=1 << 20)
     engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
@@ -81,9 +79,7 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
     assert engine.step().victims is None
 
 
-def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(
-    make: Make,
-) -> None:
+def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Make) -> None:
     """Two plans before, or its copy would not be over; one, where requests hit much of what would
     be handed out first. They come and go, and answer; each step is small beside the cache."""
     engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)

@@ -8,22 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import vllm_cases
 from processes import eventually
-from vllm_cases import (
-    CHUNK,
-    PULL,
-    QUICK,
-    SCATTER,
-    Answer,
-    Instance,
-    Node,
-    meddled,
-    needs_vllm,
-    new_tokens,
-    node,
-)
+from vllm_cases import CHUNK, PULL, QUICK, SCATTER, Answer, Instance, Node, meddled, new_tokens
 
-pytestmark = needs_vllm
+pytestmark = vllm_cases.needs_vllm
 SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
 LONG = 10 * CHUNK + 5
 
@@ -39,7 +28,7 @@ def started(here: Node, name: str, share: str) -> Instance:
 def here(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
+    with vllm_cases.node(tmp_path_factory.mktemp("vllm"), QUICK) as made:
         made.a = started(made, "a", request.param)
         made.b = started(made, "b", request.param)
         made.aside = made.alone("aside")
@@ -172,9 +161,7 @@ def test_announced_requests_with_one_prefix_read_it_once(here: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "back"),
-    [("in_place", False), ("in_place", True), ("pool", True)],
-    indirect=["here"],
+    ("here", "back"), [("in_place", False), ("in_place", True), ("pool", True)], indirect=["here"]
 )
 def test_without_the_server_that_knew_the_promise_nobody_waits(here: Node, back: bool) -> None:
     """The next server knows no promises. It may know the chunks that had come."""

@@ -22,20 +22,9 @@ from urllib.request import Request, urlopen
 
 import msgspec
 import numpy as np
+import processes
 import pytest
-from processes import (
-    IN_A_CONTAINER,
-    PATIENT,
-    SECONDS,
-    Apart,
-    Nursery,
-    Worker,
-    asked,
-    eventually,
-    ledger_of,
-    nursery,
-    start_server,
-)
+from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Nursery, Worker, asked, eventually
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
@@ -236,7 +225,7 @@ def changed(changes: Mapping[str, str | None]) -> dict[str, str]:
 def home() -> Nursery:
     """What all that needs vLLM or LMCache is forked from. Each imports the other: it has both."""
     modules = [name for name, why in INSIDE.items() if not why]
-    return nursery(*modules, **QUIET)
+    return processes.nursery(*modules, **QUIET)
 
 
 def _serving(arguments: dict[str, Any]) -> Any:
@@ -402,7 +391,7 @@ class Node:
         """Start the metadata server, or start it again."""
         config = {"lease_seconds": LEASE_SECONDS, "quotas": QUOTAS}
         within = IN_A_CONTAINER if self.isolated else ()
-        self.server = self.undo.enter_context(start_server(self.socket, config, within))
+        self.server = self.undo.enter_context(processes.start_server(self.socket, config, within))
 
     def start(
         self,
@@ -535,7 +524,7 @@ class Node:
 
     def chunk_keys(self) -> list[ChunkKey]:
         """Of the chunks in the pool, from the server's ledger."""
-        return list(ledger_of(self.socket).chunks)
+        return list(processes.ledger_of(self.socket).chunks)
 
     def unleased(self) -> None:
         """Wait until nobody has a lease: those under which nothing is read end in the

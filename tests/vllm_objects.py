@@ -49,6 +49,7 @@ def vllm_config(**changes: Any) -> Any:
             model_weights="",
             revision="abc123",
             dtype=torch.bfloat16,
+            max_model_len=2048,
             quantization=None,
             hf_config=hf_config,
             hf_text_config=hf_config,
