@@ -158,9 +158,9 @@ class Publications:
     ) -> list[PublicationSpec]:
         """Make the publications of the request's chunks [first, ready), which the step completes.
 
-        Leaves out chunks that are published already, and what lies behind a block that was void when
-        the request got it. What was voided later readers refuse, by the table. loaded: the request
-        loaded or hit all of these chunks."""
+        Leaves out chunks that are published already, and what lies behind a block that was void
+        when the request got it. What was voided later readers refuse, by the table. loaded: the
+        request loaded or hit all of these chunks."""
         if self._pool is None or self._pool.broken:
             return []
         each, row, generations = self.each, tracked.store.rows[0], tracked.resident.generations
