@@ -242,7 +242,7 @@ UNCACHED = other("FullAttentionSpec", prefix_cacheable=False)
         ([UNCACHED], "not part of vLLM's own prefix cache"),
         (
             [spec(33), spec(0, 48)],
-            "64 is not a multiple of 48 tokens: set engine.chunk_size, .* chunk_size: 96",
+            "64 is not a multiple of 48 tokens: set engine.chunk_size .* to 96",
         ),
     ],
 )
