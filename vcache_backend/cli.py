@@ -263,6 +263,8 @@ def mooncake(
     """Run a Mooncake store for the offload tier, a master and a provider of host memory, until
     Ctrl-C. Mooncake has no passwords and no encryption: whoever reaches its ports reads and
     writes."""
+    if not host:  # with which the master would listen everywhere
+        raise typer.BadParameter("Expected an address", param_hint="'--host'")
     script = str(Path(__file__).parent / "offload" / "mooncake.sh")
     programs = str(Path(sys.executable).parent)
     given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]

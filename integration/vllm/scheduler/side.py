@@ -259,8 +259,9 @@ class SchedulerSide:
             meta.echoes |= self._foreign.begin(begun, requests)
         self._resets.last &= meta.idle and not meta.loads
         if not meta.idle:
-            self._completions.plan(output, requests, meta, self._foreign.blocks)
-            if self._foreign.blocks:
+            unsure = self._foreign.blocks
+            self._completions.plan(output, requests, meta, unsure)
+            if unsure:
                 names = output.num_scheduled_tokens
                 self._foreign.follow([requests[name] for name in names if name in requests])
         for request_id, computed, _ in begun:
