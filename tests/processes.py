@@ -624,20 +624,14 @@ def start_server(
     return child
 
 
-QUICK = ClientConfig(
-    connect_seconds=10,
-    request_seconds=10,
-    control_seconds=10,
-    heartbeat_seconds=0.1,
-    retry_seconds=0.02,
-)
-"""For servers that die and come back, which is noticed at once; but a machine that is slow for a
-while is no dead server.
-"""
 PATIENT = ClientConfig(
     connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=30
 )
 """For tests that are about something else: a slow machine must not open the breaker."""
+QUICK = msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02)
+"""For servers that die and come back, which is noticed at once; but a machine that is slow for a
+while is no dead server.
+"""
 
 
 @contextmanager
