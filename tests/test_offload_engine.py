@@ -21,10 +21,11 @@ from processes import SECONDS, eventually, leaving_nothing
 from resident_cases import owner
 from test_cli import vcache
 
+from vcache_backend.config import ByteSize
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
-from vcache_backend.offload import objects, write
+from vcache_backend.offload import objects, tier, write
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
@@ -66,6 +67,18 @@ def test_a_bad_object_is_a_miss_and_removed(
     # What is computed instead is written.
     through(two, cache, tokens)
     assert raw.there(names) == [True] * 5
+
+
+def test_a_store_that_is_slower_than_computing_is_tried_now_and_then(
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "MEASURED_BYTES", 1)
+    one, cache = engine(nodes[0], depot, model), Cache()
+    two = engine(nodes[1], depot, model, min_bandwidth=ByteSize(1 << 40), retry_seconds=60.0)
+    for tokens in (first := prompt(LENGTH), other := prompt(LENGTH, 2)):
+        through(one, cache, tokens)
+    assert get(two, cache, first) == LENGTH
+    assert [two.lookup(other) for _ in range(3)] == [LENGTH, 0, 0]
 
 
 def test_a_load_whose_fetch_is_over_sleeps_while_the_next_chunks_kv_cache_is_mapped(

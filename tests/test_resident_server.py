@@ -346,6 +346,22 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
         reader.listen(A)
 
 
+def test_a_retraction_looks_at_no_more_than_the_newest_publications_and_voids_all_others(
+    alone: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of before are unknown from then on, and make way."""
+    monkeypatch.setattr(residence, "RETRACT_LOOKS", 1)
+    with running(alone.path):
+        owner, reader = alone.client(), alone.client()
+        instance_cases.share(owner, A, 0)
+        for at in range(4):
+            publish(owner, A, keys(1, start=at), first=4 * at, sequence=5 + at // 2)
+        assert owner.retract(A, 6) == 3
+        there = [len(reader.find(m.Find(keys(1, start=at))).pooled) for at in range(4)]
+        assert there == [0, 0, 0, 1]
+        assert publish(owner, A, keys(3), sequence=6) == found(reader) == 3
+
+
 # ---- what others hold as well
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import processes
@@ -163,15 +166,25 @@ def test_what_came_before_the_news_of_a_reset_is_forgotten(stage_: Stage, memfd:
     assert (hasty.contains([A, B]), hasty.present([A]).epoch) == ([False, True], epoch)
 
 
+def watches(server: Child, process: Child) -> bool:
+    """Whether the server has a pidfd of the process."""
+    with suppress(FileNotFoundError):  # one was closed meanwhile
+        files = Path(f"/proc/{server.pid}/fdinfo").iterdir()
+        return any(f"\nPid:\t{process.pid}\n" in file.read_text() for file in files)
+    return False
+
+
 def test_slots_being_written_at_the_crash_are_not_given_to_others(
     stage_: Stage, memfd: int
 ) -> None:
+    """The writer is stopped: the next server has only its number, and looks for itself."""
     server = stage_.server()
     client = offering(stage_, memfd)
     writer = reserving(stage_)
+    writer.signal(signal.SIGSTOP)
     server.kill()
     eventually(lambda: not client.connected)
-    stage_.server()
+    again = stage_.server()
     eventually(
         lambda: (
             client.connected
@@ -179,6 +192,7 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(
             and client.list_segments()[0].state == "live"
         )
     )
+    eventually(lambda: watches(again, writer))
     assert not has_room(client)
     assert client.stats().quarantined == 1
     writer.kill()

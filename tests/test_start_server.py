@@ -124,6 +124,7 @@ log_format.LOG_BYTES = 10_000
 log_format.begin(Path(sys.argv[1]))
 for number in range(1000):
     logging.info("line %d", number)
+logging.shutdown()
 sys.stderr.write("its last words")
 """
     path.parent.mkdir()
@@ -134,6 +135,28 @@ sys.stderr.write("its last words")
         one.stat().st_size <= 10_000 + len("its last words") for one in path.parent.iterdir()
     )
     assert path.read_text().endswith("line 999\nits last words")
+
+
+def test_who_logs_does_not_wait_for_a_pipe_that_nobody_reads() -> None:
+    """Nor for a terminal after Ctrl-S. The server would answer nobody."""
+    code = """
+import logging, os
+from vcache_backend import log_format
+reading, writing = os.pipe()
+os.dup2(writing, 2)
+log_format.begin()
+for number in range(5000):
+    logging.info("line %d %s", number, "x" * 100)
+unread = open(reading)
+for number in range(500):
+    assert f"line {number} " in unread.readline()
+logging.info("and then")
+while "and then" not in (line := unread.readline()):
+    pass
+print(line)
+"""
+    with script(code) as child:
+        assert "and then (lines left out before this one, as nobody read: " in child.wait()[1]
 
 
 def answers(path: Path) -> bool:

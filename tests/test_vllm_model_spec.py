@@ -4,6 +4,7 @@ namespace, and the reasons not to cache.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -217,14 +218,14 @@ def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
 # ---- real vLLM, where it is installed
 
 
-def real(served: object, folder: str) -> tuple[ModelSpec, str | None]:
+def real(served: object, folder: str, **changes: Any) -> tuple[ModelSpec, str | None]:
     """In a process with vLLM: what is read of its own configuration for the model in `folder`."""
     from vllm.engine.arg_utils import EngineArgs
 
     given: dict[str, Any] = {"model": folder, "skip_tokenizer_init": True, "dtype": "bfloat16"}
     given |= {"enforce_eager": True, "block_size": 32, "max_model_len": 512}
     given |= {"load_format": "dummy", "prefix_caching_hash_algo": "sha256_cbor"}
-    model = model_spec.read_model(EngineArgs(**given).create_engine_config())
+    model = model_spec.read_model(EngineArgs(**given | changes).create_engine_config())
     return model, model_spec.refusal(model, "0")
 
 
@@ -256,3 +257,38 @@ def test_real_vllm_is_read(tmp_path: Path) -> None:
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
     assert re.fullmatch(r"vllm 0\.\d+", model.extra["engine"])
     assert refused is None
+
+
+def computed_otherwise(served: object, folder: str) -> list[tuple[ModelSpec, str | None]]:
+    """In a process with vLLM: what is read of instances that compute other KV of one model, or have
+    other weights of it."""
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.models import ModelRegistry
+
+    changes: list[dict[str, Any]] = [
+        {},
+        {"load_format": "pt"},
+        {"load_format": "ipc_cache"},
+        {"quantization": "online", "quantization_config": {"moe": "fp8_per_channel"}},
+        {"quantization": "online", "quantization_config": {"moe": "int8_per_channel_weight_only"}},
+    ]
+    found = [real(served, folder, **{"load_format": "auto"} | each) for each in changes]
+    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
+    found.append(real(served, folder, load_format="auto"))
+    # vLLM's own layers and models are registered, too; these are not vLLM's.
+    op_registry_oot["RMSNorm"] = SimpleNamespace
+    found.append(real(served, folder, load_format="auto"))
+    ModelRegistry.register_model("LlamaModel", "plugin.of.others:Llama")
+    found.append(real(served, folder, load_format="auto"))
+    override = {"LlamaForCausalLM": "vllm.model_executor.models.granite:GraniteForCausalLM"}
+    return [*found, real(served, folder, load_format="auto", model_class_overrides=override)]
+
+
+@needs_vllm
+def test_what_real_vllm_computes_otherwise_has_a_namespace_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(LLAMA)
+    with beside_vllm() as worker:
+        found = worker.ask(computed_otherwise, str(tmp_path))
+    assert len({namespace(model, [SHARD]) for model, _ in found}) == len(found)
+    refused = [number for number, (_, refused) in enumerate(found) if refused is not None]
+    assert refused == [2]

@@ -305,9 +305,7 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
     extra = here.transfer()["kv_connector_extra_config"]
     del extra["pool"]
     b = start(transfer={"kv_connector_extra_config": extra}, file_bytes=2048 * TOKEN_BYTES)
-    caches_nothing(
-        here, b, "File too large); or set connector.share: pool. vLLM serves all the same"
-    )
+    caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves without it")
 
 
 def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(

@@ -23,11 +23,12 @@ from page_commands import COMMANDS, commands
 from processes import ROOT, containers, eventually
 from test_start_server import end_servers
 from vllm_cases import BLOCK, CHUNK, IN_PLACE, Answer, Instance, Node, complete, here, new_tokens
-from vllm_models import write_experts
+from vllm_models import write_experts, write_states
 
 from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
+from vcache_backend.transfer.keys import state_keys
 
 NO_SERVER = vllm_cases.missing(
     ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
@@ -142,11 +143,24 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             here.stored(before + 2 * 2)
 
 
-def waiting_for_little(serving: Any) -> None:
-    """What a wait takes besides the computing, 10 ms, is more than it may on a quick machine."""
-    from vcache_backend.integration.vllm.scheduler import waits
-
-    waits.WAY_SECONDS = 0.0
+def test_a_hit_ends_where_every_rank_has_a_state(here: Node) -> None:
+    few = {"block_size": CHUNK, "max_num_batched_tokens": 2 * CHUNK}
+    few |= {"prefix_cache_retention_interval": CHUNK}
+    model = str(write_states(here.folder / "states"))
+    with here.connect("states", environment=OPEN, model=model, **few, **RANKS) as ranks:
+        tokens, known = new_tokens(LENGTH + 5), set(here.chunk_keys())
+        ranks.one(tokens)
+        # Each step leaves a state.
+        here.stored(len(known) + 2 * (4 + 2))
+        own, again = ranks.one(tokens), ranks.again(tokens)
+        assert (again.cached, again.said) == (own.cached, own.said) == (LENGTH, own.said)
+        here.unleased()
+        new = [key for key in here.chunk_keys() if key not in known]
+        states = [key for key in state_keys(new, 1) if key in new and key.endswith(b"\0\1")]
+        with here.connection() as client:
+            assert client.remove(states) == 2
+        assert ranks.again(tokens, params={"vcache": {"store": False}}).cached == 0
+        assert ranks.counter("vllm:vcache_failures") == 0
 
 
 @pytest.mark.parametrize(
@@ -202,16 +216,15 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         after = owner.again(longer)
         assert after.cached == LENGTH + 3 * CHUNK
         assert after.agrees(right)
-        # Of a prompt that both get at once, the second waits for what the first computes.
-        together = new_tokens(12 * CHUNK + 5)
-        for one in (owner, reader):
-            one.ask(waiting_for_little)
-        for one in (owner, reader):
-            one.add("together", together)
-        first, second = (one.finish("together")["together"] for one in (owner, reader))
-        assert second.agrees(first)
+        # What is announced is waited for, until the other's ranks have computed it.
+        coming, asked = new_tokens(12 * CHUNK + 5), here.asked("Find")
+        reader.add("waits", coming, params={"vcache": {"announced": True, "wait_seconds": 60}})
+        eventually(lambda: here.asked("Find") > asked)
+        computed, waited = owner.one(coming), reader.finish("waits")["waits"]
+        assert waited.cached == 12 * CHUNK
+        assert waited.agrees(computed)
         assert promises_kept(here) >= 12
-        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) == 1
+        assert reader.counter("vllm:vcache_waits", end="kept") == 1
 
 
 # ---- another connector

@@ -37,13 +37,22 @@ class Two(NamedTuple):
     new: str
 
 
+@pytest.fixture(scope="module")
+def router(here: Node) -> vllm_cases.Router:
+    """Hears of `a`'s KV cache."""
+    return vllm_cases.Router(here.folder, "a")
+
+
 @pytest.fixture(scope="module", params=["pool", "in_place"])
-def pair(here: Node, request: pytest.FixtureRequest) -> Iterator[list[Instance]]:
+def pair(
+    here: Node, request: pytest.FixtureRequest, router: vllm_cases.Router
+) -> Iterator[list[Instance]]:
     settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
+    told = {"a-pool": router.settings}
     with ExitStack() as undo:
         made = [
-            undo.enter_context(here.connect(f"{x}-{request.param}", settings, refits=True))
-            for x in "ab"
+            undo.enter_context(here.connect(name, settings, refits=True, **told.get(name, {})))
+            for name in (f"a-{request.param}", f"b-{request.param}")
         ]
         for one in made:
             one.ask(prepare)
@@ -229,6 +238,17 @@ def test_instances_updated_one_after_the_other_share_within_a_version_and_never_
     two.a.ask(update, two.models[1], two.new)
     hit = two.a.one(tokens)
     assert (hit.cached, hit.agrees(new)) == (4 * CHUNK, True)
+
+
+@pooled
+def test_a_router_hears_that_what_the_old_weights_computed_is_gone(
+    two: Two, router: vllm_cases.Router
+) -> None:
+    kept(two.a, new_tokens(2 * CHUNK))
+    eventually(lambda: router.finds()["CPU"])
+    two.a.ask(update, two.models[1], two.new)
+    two.a.one(new_tokens(5))
+    assert router.finds()["CPU"] == {}
 
 
 def test_weights_that_nobody_names_are_shared_with_nobody(two: Two) -> None:

@@ -88,7 +88,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 raise VCacheError(decision.refused)
             side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
         except VCacheError as error:
-            log.error("vcache caches nothing: %s. vLLM serves all the same", error)
+            log.error("vcache caches nothing: %s. vLLM serves without it", error)
             self._ends.close()
             return
         self._half = self._scheduler = side

@@ -101,6 +101,10 @@ def _refusals(
         groups.read(kv_cache_config, settings.engine.chunk_size)
     except LayoutError as error:
         yield str(error)
+    size, longest = settings.engine.chunk_size, vllm_config.model_config.max_model_len
+    if size > longest:
+        few = f"no request has more than {longest} tokens (max_model_len)"
+        yield f"engine.chunk_size is {size}, and {few}: set it to a fraction of that"
     if not vllm_config.model_config.is_prefix_caching_supported:
         yield (
             "the model's pooling needs every token of a prompt computed: set a pooling type of the "

@@ -94,7 +94,7 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     device_type = str(vllm_config.device_config.device_type)
-    known_as, revision = (name, "") if name else weights(model)
+    known_as, revision = (name, "") if name else weights(model, vllm_config.load_config)
     return ModelSpec(
         model=known_as,
         revision=revision,
@@ -272,8 +272,8 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
     if not (instance.revision or instance.named):
         yield (
             f"nothing tells which weights of {instance.model} vLLM has loaded: they have no "
-            "revision, or were written while vLLM started: start it again, or set connector.model "
-            "to a name of these weights"
+            "revision, come from another process, or were written while vLLM started: start it "
+            "again, or set connector.model to a name of these weights"
         )
 
 

@@ -5,9 +5,9 @@ Weights have a name and a revision. From the Hugging Face hub: the repository an
 whether vLLM names the repository or a folder of the hub's cache. Local files: the real path, and a
 digest of file names, sizes and times, because the pool outlives weights that are overwritten in
 place. So equal copies under two paths do not share, unless the user names them alike. The revision
-is empty if nothing tells which weights vLLM has loaded: in object storage, and of local files that
-cannot be read, or changed after this process began, since vLLM loads them before they are looked at
-here."""
+is empty if nothing tells which weights vLLM has loaded: in object storage, in another process
+(`_ELSEWHERE`), and of local files that cannot be read, or changed after this process began, since
+vLLM loads them before they are looked at here."""
 
 from __future__ import annotations
 
@@ -35,15 +35,31 @@ _ROPE = (
 )
 _EXACT_SECONDS = 0.1
 """How exact times of processes and files are. It takes vLLM longer until it loads weights."""
+_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Load formats that read the same files."""
+_ELSEWHERE = ("ipc_cache", "modelexpress")
+"""Load formats whose weights another process has, which knows them by less than their content."""
+_ENVIRONMENT = (
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+)
+"""Variables that change what a model computes, beyond the rounding of another kernel; and the one
+by which that never changes."""
 _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 """Speculative methods without a model of their own, and so without layers in the KV cache."""
 
 
-def weights(model: Any) -> tuple[str, str]:
-    """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring."""
+def weights(model: Any, load: Any = None) -> tuple[str, str]:
+    """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring. load:
+    vLLM's `LoadConfig`."""
     # For weights in object storage vLLM copies the small files into a folder, and keeps the
     # address in `model_weights`.
     name = str(getattr(model, "model_weights", "") or model.model)
+    if text(getattr(load, "load_format", "")) in _ELSEWHERE:
+        return name, ""
     try:
         identity = located(name)
         # Look at the times last: what changes meanwhile counts, too.
@@ -111,6 +127,8 @@ def extra(vllm_config: Any) -> dict[str, str]:
         "model_config": digest(_model_config(model)),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
         "weights": _loaded(getattr(vllm_config, "load_config", None)),
+        "code": digest(_code(model)),
+        "environment": digest(_environment()),
         "kv_skip_layers": ",".join(map(str, skipped)),
         "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
         "multimodal": digest(_seen_as(getattr(model, "multimodal_config", None))),
@@ -119,6 +137,12 @@ def extra(vllm_config: Any) -> dict[str, str]:
         "adapted": digest(_adapted(getattr(vllm_config, "lora_config", None), text(model.dtype))),
     }
     return {name: value for name, value in settings.items() if value}
+
+
+def _environment() -> dict[str, str]:
+    """Those of `_ENVIRONMENT` that are set, and not off."""
+    values = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
+    return {name: value for name, value in values.items() if value not in ("", "0")}
 
 
 def _seen_as(multimodal: Any) -> dict[str, Any]:
@@ -160,12 +184,34 @@ def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
 
 
 def _loaded(load: Any) -> str:
-    """Name what replaces the model's own weights: `dummy`, or a digest of a tensorizer's settings;
+    """Name a load format that reads other files than the usual one, with a digest of its settings;
     else empty."""
-    kind = text(getattr(load, "load_format", ""))
-    if kind == "tensorizer":
-        return digest(_plain(getattr(load, "model_loader_extra_config", None)))
-    return kind if kind == "dummy" else ""
+    kind = text(getattr(load, "load_format", "auto"))
+    if kind in _SAFETENSORS:
+        return ""
+    return f"{kind} {digest(_plain(getattr(load, 'model_loader_extra_config', None)))}".strip()
+
+
+def _code(model: Any) -> dict[str, str]:
+    """Name what others than vLLM have registered to compute models: classes of models, and of
+    layers in place of vLLM's. With the user's choice of classes, and the revision of a model's own
+    code."""
+    models = getattr(getattr(model, "registry", None), "models", {})
+    layers = getattr(sys.modules.get("vllm.model_executor.custom_op"), "op_registry_oot", {})
+    found = {name: _place(one) for name, one in [*models.items(), *layers.items()]}
+    others = {name: place for name, place in found.items() if not place.startswith("vllm.")}
+    revision = str(getattr(model, "code_revision", None) or "")
+    others |= {"revision": revision} if revision else {}
+    return others | (getattr(model, "model_class_overrides", None) or {})
+
+
+def _place(registered: Any) -> str:
+    """The module and the name of a class, or of the class that vLLM's registry has as such or by
+    name."""
+    known = getattr(registered, "model_cls", registered)
+    if isinstance(known, type):
+        return f"{known.__module__}:{known.__qualname__}"
+    return f"{registered.module_name}:{registered.class_name}"
 
 
 def _draft(speculative: Any) -> str:
@@ -209,9 +255,10 @@ def _plain(values: Any) -> Any:
 
 
 def _canonical(values: Any) -> str:
-    # Use only the type's name: an object's repr may hold an address, which differs by process.
+    # An object's text may hold an address, which differs by process: then its type's name.
     def named(value: object) -> str:
-        return type(value).__qualname__
+        said = str(value)
+        return type(value).__qualname__ if " at 0x" in said else said
 
     return json.dumps(values, sort_keys=True, separators=(",", ":"), default=named)
 
