@@ -115,6 +115,8 @@ log_format.LOG_BYTES = 10_000
 log_format.begin(Path(sys.argv[1]))
 for number in range(1000):
     logging.info("line %d", number)
+    if number == 300:
+        Path(sys.argv[1]).unlink(missing_ok=True)  # as who makes room on a disk
 logging.shutdown()
 sys.stderr.write("its last words")
 """
