@@ -13,9 +13,18 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
 import pytest
-from processes import PATIENT, Child, Stage, eventually, make_memfd, script, stage, with_words
+from processes import (
+    PATIENT,
+    QUICK,
+    Child,
+    Stage,
+    eventually,
+    make_memfd,
+    script,
+    stage,
+    with_words,
+)
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
@@ -78,7 +87,7 @@ def starter(path: Path, **server: object) -> Child:
 
 def mourner(path: Path) -> Client:
     """A client that has a server started again, as the integrations make it."""
-    made = Client(path, msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02))
+    made = Client(path, QUICK)
     made.on_killed = partial(try_ensure, config(path))
     return made
 
