@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from processes import Child, eventually
+from processes import ROOT, Child, eventually
 
 # A machine that runs other tests needs a minute to import torch, as two of the demo's processes do.
 # These limits only end what hangs.
@@ -16,9 +17,10 @@ ENDED = 400
 pytestmark = pytest.mark.timeout(900)
 
 
-def start_demo(folder: Path) -> Child:
-    command = [sys.executable, "-m", "vcache_backend", "demo", "--json"]
-    return Child(command, TMPDIR=str(folder))
+def start_demo(temporary: Path, folder: Path = ROOT) -> Child:
+    """In this folder."""
+    command = shlex.join([sys.executable, "-P", "-m", "vcache_backend", "demo", "--json"])
+    return Child(["bash", "-c", f"cd {folder} && exec {command}"], TMPDIR=str(temporary))
 
 
 def children_of(pid: int) -> list[Path]:
@@ -28,9 +30,12 @@ def children_of(pid: int) -> list[Path]:
 
 
 def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
-    tmp_path: Path,
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with start_demo(tmp_path) as child:
+    """And a module that lies in the working folder is not taken for torch."""
+    working = tmp_path_factory.mktemp("working")
+    (working / "torch.py").write_text("raise RuntimeError('taken from the working folder')")
+    with start_demo(tmp_path, working) as child:
         status, said = child.wait(ENDED)
     assert status == 0, said
     result = json.loads(said[said.index("{") :])

@@ -100,6 +100,16 @@ def test_only_shared_memory_is_touched(raw: Raw) -> None:
                 raw.call(verb, new_names(1), [place])
 
 
+def test_the_offload_process_takes_no_module_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depot: Depot
+) -> None:
+    """Anybody may have put one there, as in /tmp."""
+    (tmp_path / "mooncake.py").write_text("raise RuntimeError('taken from the working folder')")
+    monkeypatch.chdir(tmp_path)
+    with Raw(depot.config()) as raw:
+        assert raw.there(["x"]) == [False]
+
+
 def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
     """The library itself would end the process with a segmentation fault."""
     raw = Raw(depot.config())

@@ -23,6 +23,8 @@ from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment
 
+GIB = 1 << 30
+
 HOST = Device("host", "host")
 NBYTES = 1 << 20
 
@@ -182,3 +184,28 @@ def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: s
         match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID",
     ):
         devices.resolve(spec)
+
+
+# ---- how much host memory there is
+
+
+@pytest.mark.parametrize(
+    ("limit", "cache", "left"),
+    [("max", 0, 64 * GIB), (8 * GIB, 0, GIB), (8 * GIB, 3 * GIB, 4 * GIB)],
+)
+def test_a_cgroup_has_what_its_limit_leaves_and_what_it_gives_back_of_files(
+    tmp_path: Path, limit: object, cache: int, left: int
+) -> None:
+    """A service's cgroup lies below the root, whose file cache is the weights that it has read."""
+    group = tmp_path / "sys/fs/cgroup/system.slice/vllm.service"
+    files = {
+        tmp_path / "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {64 * GIB >> 10} kB\n",
+        tmp_path / "proc/self/cgroup": "4:memory:/\n0::/system.slice/vllm.service/worker\n",
+        group / "memory.max": f"{limit}\n",
+        group / "memory.current": f"{7 * GIB}\n",
+        group / "memory.stat": f"file {cache + GIB}\ninactive_file {cache}\nactive_file 0\n",
+    }
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert devices.host_available(tmp_path) == left

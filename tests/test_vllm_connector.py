@@ -129,11 +129,12 @@ def test_requests_that_are_computed_whatever_is_there(here: Node) -> None:
 
 
 def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
-    """Which those are, test_vllm_settings says."""
-    tokens = new_tokens(3 * CHUNK + 5)
+    """Which those are, test_vllm_settings says. Clients choose the names of their requests."""
+    tokens, name = new_tokens(3 * CHUNK + 5), "mine\n\x1b[2J"
     computed = here.keep(here.a, tokens)
     before, chunks, said = here.asked(), here.chunks(), len(here.b.log)
-    answer = here.b.one(tokens + new_tokens(CHUNK), params=vcache(anounced=True))
+    here.b.ask("add", name, Prompt(tokens + new_tokens(CHUNK), params=vcache(anounced=True)))
+    answer = here.b.ask("finish", [name])[name]
     assert (answer.cached, here.asked(), here.chunks()) == (0, before, chunks)
     lines = [
         line
@@ -141,6 +142,7 @@ def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
         if "is served uncached: kv_transfer_params: vcache: " in line
     ]
     assert len(lines) == 1
+    assert r"request mine\n\x1b[2J" in lines[0]
     assert here.b.again(tokens, params={"another": 1}).agrees(computed)
 
 

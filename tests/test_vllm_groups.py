@@ -242,7 +242,7 @@ UNCACHED = other("FullAttentionSpec", prefix_cacheable=False)
         ([UNCACHED], "not part of vLLM's own prefix cache"),
         (
             [spec(33), spec(0, 48)],
-            "64 is not a multiple of 48 tokens: set engine.chunk_size, .* chunk_size: 96",
+            "64 is not a multiple of 48 tokens: set engine.chunk_size .* to 96",
         ),
     ],
 )
@@ -431,6 +431,14 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
     for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
         monkeypatch.setattr(vllm, "__version__", version)
         assert "is not supported" not in decide(config, caches(spec()), settings).refused
+
+
+def test_chunks_that_no_request_can_fill_are_refused() -> None:
+    said = "engine.chunk_size is 2064, and no request has more than 2048 tokens (max_model_len)"
+    for size in (2048, 2064):
+        settings = from_dict({"engine": {"chunk_size": size}, "connector": {"model": "named"}})
+        refused = decide(vllm_config(), caches(spec()), settings).refused
+        assert refused.startswith(said) == (size > 2048)
 
 
 def test_who_goes_on_after_a_step_that_failed_is_refused() -> None:

@@ -292,7 +292,7 @@ def test_weights_that_others_have_taken_the_place_of_by_the_time_we_look_are_ref
     arguments = {"model": str(latest), "then": write_model(tmp_path / "newer", seed=2)}
     arguments["kv_transfer_config"] = here.transfer()
     with Instance(here.folder, "moving", {}, arguments, make=moving) as b:
-        caches_nothing(here, b, f"nothing tells which weights of {tmp_path / 'newer'}")
+        caches_nothing(here, b, f"it is not known which weights of {tmp_path / 'newer'}")
 
 
 def failing(arguments: dict[str, Any]) -> Any:
@@ -331,9 +331,7 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
     extra = here.transfer()["kv_connector_extra_config"]
     del extra["pool"]
     b = start(transfer={"kv_connector_extra_config": extra}, file_bytes=2048 * TOKEN_BYTES)
-    caches_nothing(
-        here, b, "File too large); or set connector.share: pool. vLLM serves all the same"
-    )
+    caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves without it")
 
 
 def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(

@@ -86,8 +86,8 @@ def serve(
 
 @app.command()
 def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
-    """Say whether sharing works: who shares, what is wrong, the hit rate and the pool. JSON has
-    counters, latencies and who has read what, too."""
+    """Say whether sharing works: who shares, what is wrong, the hit rate and the pool. JSON also
+    has counters, latencies and who has read what."""
     from vcache_backend.status import render, summary
 
     with command.client(config_file, socket) as client:
@@ -187,12 +187,13 @@ def doctor(
     model: Annotated[
         str,
         typer.Option(
-            metavar="NAME_OR_FOLDER", help="Say only whether vLLM's connector caches this model."
+            metavar="NAME_OR_FOLDER",
+            help="Only say whether the vLLM connector caches this model.",
         ),
     ] = "",
 ) -> None:
-    """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit
-    code 1 on a failure."""
+    """Check GPUs, peer access, driver, packages, socket and offload tier: what is wrong, and what
+    to do. Exit code 1 if a check fails."""
     from vcache_backend.doctor import diagnose
 
     if model and sys.stderr.isatty():
@@ -214,15 +215,16 @@ def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
             for each in worst
         ]
         terminal.show(table(None, ("", "check", "~finding → what to do"), rows))
-        typer.echo(f"{len(findings)} findings: {counts['fail']} fail, {counts['warn']} warn")
+        found = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
+        typer.echo(f"{found}: {counts['fail']} fail, {counts['warn']} warn")
     if counts["fail"]:
         raise typer.Exit(1)
 
 
 @app.command()
 def demo(as_json: Json = False) -> None:
-    """Let a server and two workers share KV on this machine, and check every byte. Exit code 1 if
-    one is wrong."""
+    """Run a server and two workers that share KV on this machine, and check every byte. Exit code 1
+    if one is wrong."""
     from vcache_backend.demo import run
 
     raise typer.Exit(run(as_json))
@@ -261,6 +263,8 @@ def mooncake(
     """Run a Mooncake store for the offload tier, a master and a provider of host memory, until
     Ctrl-C. Mooncake has no passwords and no encryption: whoever reaches its ports reads and
     writes."""
+    if not host:  # with which the master would listen everywhere
+        raise typer.BadParameter("Expected an address", param_hint="'--host'")
     script = str(Path(__file__).parent / "offload" / "mooncake.sh")
     programs = str(Path(sys.executable).parent)
     given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]

@@ -105,7 +105,7 @@ class WorkerProcess(subprocess.Popen[bytes]):
 
     def __init__(self, *arguments: str) -> None:
         self.pipe, theirs = Pipe()
-        command = [sys.executable, "-m", "vcache_backend.demo_worker", *arguments]
+        command = [sys.executable, "-P", "-m", "vcache_backend.demo_worker", *arguments]
         with theirs:
             super().__init__(command, stdin=theirs.fileno(), start_new_session=True)
 

@@ -37,10 +37,10 @@ class VCacheEngine:
     tokens.
 
     One engine serves one rank of one model instance. `store` and `retrieve` run in the worker's
-    thread that launches kernels; `lookup` and `contains` in any thread, also meanwhile. A failure
-    is a miss: the five calls raise ValueError for wrong arguments (the message says which), and
-    nothing if a server, segment or GPU fails. `get_stats()` and the log, once for each cause, say
-    what happened."""
+    thread that launches kernels; `lookup` and `contains` in any thread, at any time. A failure is a
+    miss: the five calls raise ValueError for wrong arguments (the message says which), and nothing
+    if a server, segment or GPU fails. `get_stats()` says what failed, and so does the log, once for
+    each cause."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class VCacheEngine:
     ) -> None:
         """Connect to the server, and lend this worker's segment to the pool.
 
-        rank: this worker's, of the `ranks` that each hold a shard of every chunk (1 if all ranks
-        hold the same, as with MLA). copier: how bytes move; by default the configured device's.
-        kv_device: where the KV caches lie, such as `cuda:0`; needed if the pool is in host memory
-        and they are not.
+        rank: this worker's number among the `ranks` that each hold a part of every chunk (`ranks`
+        is 1 if all hold the same, as with MLA). copier: how bytes move; by default the configured
+        device's. kv_device: where the KV caches lie, such as `cuda:0`; needed if the pool is in
+        host memory and they are not.
 
         Raises ConfigError for an impossible configuration, and ValueError if `layout` has another
         chunk size. An absent server is no error: everything is a miss until it is there."""
@@ -141,12 +141,12 @@ class VCacheEngine:
         """Fill `kvcaches` with the KV of the leading tokens that the pool or the offload tier has.
         Waits until it is there.
 
-        mask: as in `store`; False on a prefix that the caller has already, which is never written.
+        mask: as in `store`; False on a prefix that the caller has already and that is not written.
         slot_mapping: the slot of each token, -1 for tokens that are not wanted. A block is filled
         only if all its tokens are wanted and lie in it, in order.
 
         Returns a boolean CPU tensor, one for each token: True where the KV is now in `kvcaches`,
-        complete and valid. What was read in the pool counts only if its lease held until the copy
+        complete and valid. What was read from the pool counts only if its lease held until the copy
         was over. On a GPU the current stream waits for the copy."""
         with self._stats.timed("retrieve"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
@@ -200,8 +200,8 @@ class VCacheEngine:
         """Check the KV caches and compile the kernels for them, so that no request waits for that.
         Optional; in the worker's thread.
 
-        Raises ValueError for what are no tensors, and LayoutError if they are not what the layout
-        says, with which nothing would ever be stored or retrieved."""
+        Raises ValueError if they are not tensors, and LayoutError if they do not match the layout:
+        nothing would ever be stored or retrieved."""
         self._session.bind(kvcaches)
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
@@ -223,8 +223,8 @@ class VCacheEngine:
         self, call: str, kvcaches: KVCaches, slots: npt.NDArray[np.int64], first: int, stop: int
     ) -> SlotPlaces | None:
         """The places of the chunks from token `first` to chunk `stop`. ValueError if the KV caches
-        are none, or not what the layout says, or two tokens have one slot; None, counted as a miss,
-        if they cannot be bound for another reason, or do not have all slots."""
+        are not tensors or do not match the layout, or if two tokens have one slot. None, counted as
+        a miss, if the KV caches cannot be bound for another reason, or lack a slot."""
         try:
             kv = self._session.bind(kvcaches)
         except LayoutError as error:

@@ -4,31 +4,68 @@ from __future__ import annotations
 
 import logging
 import os
-from logging.handlers import RotatingFileHandler
+import threading
+from contextlib import suppress
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 
 LOG_BYTES = 4 << 20
+MAX_WAITING = 1024
+"""The most lines that wait to be written. Further ones are left out."""
+LAST_SECONDS = 1.0
+"""How long the end of the process waits for the last lines."""
 
 
-class _RotatedLog(RotatingFileHandler):
-    """A log of at most `LOG_BYTES`, and the one before it as `.1`. Whatever else goes to stderr,
-    such as a traceback, stands in it, too."""
+class _Log(QueueHandler):
+    """Writes to stderr in a thread of its own: a terminal that is stopped (Ctrl-S), or a pipe that
+    nobody reads, holds up nobody who logs.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=LOG_BYTES, backupCount=1)
-        self._take_stderr()
+    path: stderr becomes a log there of at most `LOG_BYTES`, with the one before it as `.1`.
+    Whatever else goes to stderr, such as a traceback, stands in it, too. OSError."""
 
-    def doRollover(self) -> None:
-        super().doRollover()
-        self._take_stderr()
+    def __init__(self, path: Path | None) -> None:
+        self._lines, self._left_out = SimpleQueue[logging.LogRecord | None](), 0
+        super().__init__(self._lines)
+        self._path = path
+        if path is not None:
+            _become_stderr(path)
+        self._thread = threading.Thread(target=self._run, name="vcache-log", daemon=True)
+        self._thread.start()
 
-    def _take_stderr(self) -> None:
-        if self.stream is not None:
-            os.dup2(self.stream.fileno(), 2)
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() >= MAX_WAITING:
+            self._left_out += 1
+            return
+        if self._left_out:
+            record.msg += f" (lines left out before this one, as nobody read: {self._left_out:,})"
+            self._left_out = 0
+        self._lines.put(record)
+
+    def close(self) -> None:
+        self._lines.put(None)
+        self._thread.join(LAST_SECONDS)
+        super().close()
+
+    def _run(self) -> None:
+        while (record := self._lines.get()) is not None:
+            line = f"{record.msg}\n".encode(errors="replace")
+            with suppress(OSError):
+                if self._path is not None and os.fstat(2).st_size + len(line) > LOG_BYTES:
+                    with suppress(FileNotFoundError):  # somebody has removed it
+                        self._path.replace(f"{self._path}.1")
+                    _become_stderr(self._path)
+                while line:
+                    line = line[os.write(2, line) :]
+
+
+def _become_stderr(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def begin(path: Path | None = None) -> None:
     """Set up logging in this process, from INFO on. path: a log of bounded size; None: stderr."""
-    handlers = None if path is None else [_RotatedLog(path)]
     form = "%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers)
+    logging.basicConfig(level=logging.INFO, format=form, handlers=[_Log(path)])

@@ -48,7 +48,7 @@ class OffloadProcess:
             settings = msgspec.json.encode(config)
             arguments = [str(theirs.fileno()), str(os.getpid()), str(memory), settings.decode()]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vcache_backend.offload.process", *arguments],
+                [sys.executable, "-P", "-m", "vcache_backend.offload.process", *arguments],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

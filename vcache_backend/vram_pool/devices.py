@@ -7,6 +7,8 @@ never leaves that process."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -118,16 +120,28 @@ def gpus() -> list[Gpu]:
     return seen
 
 
-def host_available() -> int:
-    """Bytes of host memory that the machine, or this process's cgroup, still has."""
-    line = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+def host_available(root: Path = Path("/")) -> int:
+    """Bytes of host memory that the machine, and every cgroup of this process, still have."""
+    meminfo = (root / "proc/meminfo").read_text()
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
     available = int(line[1]) * 1024 if line else 0
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+    return max(0, min([available, *_left_in_cgroups(root)]))
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """The bytes that each cgroup of this process with a limit still has. What it has of files, such
+    as weights that were read, it gives back before it lacks memory."""
+    listed = root / "proc/self/cgroup"
+    own = re.search(r"^0::/(.*)", listed.read_text() if listed.exists() else "", re.MULTILINE)
+    group = root / "sys/fs/cgroup" / (own[1] if own else "")
+    for folder in (group, *group.parents):
+        with suppress(OSError):
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            stat = (folder / "memory.stat").read_text()
+            files = map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE))
+            if limit != "max":
+                yield int(limit) - used + sum(files)
 
 
 def visible_ordinal(uuid: str) -> int | None:

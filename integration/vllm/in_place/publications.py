@@ -7,7 +7,8 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, repeat
+from operator import eq
 
 from vcache_backend.metadata_server.messages import (
     INSTANCE_BYTES,
@@ -139,7 +140,7 @@ class Publications:
         state = tracked.resident
         strange = partial and state.resets != self._pool.resets
         state.filled, state.resets = NEVER if strange else computed, self._pool.resets
-        self._check(tracked)
+        self._read(tracked, computed)
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
         """Note that the step being planned fills the request's blocks up to number `blocks`. They
@@ -150,9 +151,10 @@ class Publications:
         if state.resets != self._pool.resets:
             state.filled = NEVER
         elif state.evicted != self._pool.evicted:
-            self._check(tracked)
+            self._read(tracked, len(state.generations))
         if state.filled < blocks:
-            self.generations.filled(tracked.store.rows[0][state.filled : blocks])
+            number = self.generations.filled(tracked.store.rows[0][state.filled : blocks])
+            state.generations.extend(repeat(number, blocks - state.filled))
             state.filled = blocks
 
     def complete(
@@ -160,28 +162,26 @@ class Publications:
     ) -> list[PublicationSpec]:
         """Make the publications of the request's chunks [first, ready), which the step completes.
 
-        Leaves out chunks that are published already, and a void block with all behind it. loaded:
-        the request loaded or hit all of these chunks."""
+        Leaves out chunks that are published already, and what lies behind a block that was void
+        when the request got it. What was voided later readers refuse, by the table. loaded: the
+        request loaded or hit all of these chunks."""
         if self._pool is None or self._pool.broken:
             return []
-        each, row = self.each, tracked.store.rows[0]
-        generations = self._leading(row[: ready * each])
-        stop = len(generations) // each
+        each, row, generations = self.each, tracked.store.rows[0], tracked.resident.generations
+        stop = min(ready, len(generations) // each)
         if stop <= first:
             return []
         if len(self._told) * each > 4 * self.blocks:
             self._forget_gone()
         begin, end = first * each, stop * each
         lasts = slice(begin + each - 1, end, each)
-        ends = zip(row[lasts], generations[lasts], row[begin:end:each], strict=True)
-        lie = dict(zip(tracked.lookup.keys[first:stop], ends, strict=True))
-        places = enumerate(lie.items(), first)
-        fresh = [number for number, (key, now) in places if self._told.get(key) != now]
-        self._told.update(lie)
-        # Chunks that follow each other are all as far from their places among the fresh ones.
-        runs = groupby(enumerate(fresh), lambda placed: placed[1] - placed[0])
-        numbers = [[number for _, number in run] for _, run in runs]
-        return [self._tell(tracked, generations, run[0], run[-1] + 1, loaded) for run in numbers]
+        lie = list(zip(row[lasts], generations[lasts], row[begin:end:each], strict=True))
+        keys = tracked.lookup.keys[first:stop]
+        told = list(map(eq, map(self._told.get, keys), lie))
+        self._told.update(zip(keys, lie, strict=True))
+        runs = groupby(range(stop - first), told.__getitem__)
+        fresh = [[first + place for place in run] for known, run in runs if not known]
+        return [self._tell(tracked, run[0], run[-1] + 1, loaded) for run in fresh]
 
     def close(self) -> None:
         """Idempotent."""
@@ -189,14 +189,18 @@ class Publications:
 
     # ---- inside
 
-    def _check(self, tracked: Tracked) -> None:
-        """Leave the request's further blocks void if one that it has filled, or hit, is void."""
+    def _read(self, tracked: Tracked, blocks: int) -> None:
+        """Read the generations of the request's first blocks, so many. Leave its further blocks
+        void if one of these is void."""
         assert self._pool is not None
         state = tracked.resident
         state.evicted = self._pool.evicted
-        filled = tracked.store.rows[0][: state.filled]
-        if len(self._leading(filled)) < len(filled):
+        right = packed(self.generations.counters, tracked.store.rows[0][:blocks])
+        state.generations = array(GENERATIONS, right)
+        void = first_odd(right)
+        if void >= 0:
             state.filled = NEVER
+            del state.generations[void:]
 
     def _forget_gone(self) -> None:
         """Forget chunks of which the last block, which leaves first, holds something else now."""
@@ -205,19 +209,11 @@ class Publications:
         for key in gone:
             del told[key]
 
-    def _leading(self, blocks: array[int]) -> array[int]:
-        """The generations of these blocks, up to the first void block."""
-        right = packed(self.generations.counters, blocks)
-        void = first_odd(right)
-        return array(GENERATIONS, right)[: void if void >= 0 else None]
-
-    def _tell(
-        self, tracked: Tracked, generations: array[int], first: int, stop: int, loaded: bool
-    ) -> PublicationSpec:
-        """Make a publication of the request's chunks [first, stop). generations: of its blocks."""
-        keys, begin, end = tracked.lookup.keys[first:stop], first * self.each, stop * self.each
-        blocks = tracked.store.rows[0][begin:end].tobytes()
-        packs = blocks, generations[begin:end].tobytes()
+    def _tell(self, tracked: Tracked, first: int, stop: int, loaded: bool) -> PublicationSpec:
+        """Make a publication of the request's chunks [first, stop)."""
+        keys, blocks = tracked.lookup.keys[first:stop], slice(first * self.each, stop * self.each)
+        row, generations = tracked.store.rows[0], tracked.resident.generations
+        packs = row[blocks].tobytes(), generations[blocks].tobytes()
         self.sequence += 1
         name, sequence = tracked.request.request_id, self.sequence - 1
         return PublicationSpec(name, keys, *packs, sequence, self.epoch, loaded)

@@ -92,7 +92,7 @@ def _refusals(
         yield (
             "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
             "start vLLM without --enable-sleep-mode, "
-            "or take vLLM 0.33"
+            "or use vLLM 0.33"
         )
     backend = vllm_config.model_config.sleep_mode_backend
     if model.sleep_mode and backend != "cumem":
@@ -101,6 +101,10 @@ def _refusals(
         groups.read(kv_cache_config, settings.engine.chunk_size)
     except LayoutError as error:
         yield str(error)
+    size, longest = settings.engine.chunk_size, vllm_config.model_config.max_model_len
+    if size > longest:
+        few = f"no request has more than {longest} tokens (max_model_len)"
+        yield f"engine.chunk_size is {size}, and {few}: set it to a fraction of that"
     if not vllm_config.model_config.is_prefix_caching_supported:
         yield (
             "the model's pooling needs every token of a prompt computed: set a pooling type of the "
@@ -109,6 +113,6 @@ def _refusals(
     caps = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
     if vllm_config.aux_output_config.enabled and not caps:
         yield (
-            "vLLM before 0.33 ends over a hit of whose tokens it was to return the experts: "
-            "start it without --enable-return-routed-experts, or take vLLM 0.33"
+            "vLLM before 0.33 ends on a hit if it has to return the routed experts: "
+            "start it without --enable-return-routed-experts, or use vLLM 0.33"
         )

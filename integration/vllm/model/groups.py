@@ -80,7 +80,7 @@ class Groups:
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
             misfit = f"chunk_size {chunk_size} is not a multiple of {self.block} tokens"
-            advice = f"set engine.chunk_size, with LMCache its chunk_size: {fitting}"
+            advice = f"set engine.chunk_size (with LMCache: chunk_size) to {fitting}"
             raise LayoutError(f"{misfit}: {advice}")
         self.shares = tuple(
             Share(group.block_size, _tail(group, chunk_size)) for group in self.groups

@@ -199,8 +199,7 @@ class Completions:
             return
         if self._publications is not None and reached >= (tracked.resident.filled + 1) * block:
             # As vLLM counts them: speculative tokens do not count.
-            full = min(reached, tracked.request.num_tokens) // block
-            filled = min(full, len(store.rows[0]))
+            filled = min(store.written // block, len(store.rows[0]))
             if filled > tracked.resident.filled:
                 self._publications.fill(tracked, filled)
         # Some block tables may be filled while others are not: check all of them.
@@ -208,7 +207,7 @@ class Completions:
             not self._unsure or all(map(self._unsure.isdisjoint, store.rows))
         )
         if reached >= store.complete_at and sure:
-            self._complete(tracked, computed, reached, meta)
+            self._complete(tracked, computed, meta)
         if self._groups.states:
             if sure:
                 self._keep_states(tracked, reached, meta)
@@ -242,18 +241,18 @@ class Completions:
                     StoreSpec(request.request_id, keys, blocks, before, tracked.tenant)
                 )
 
-    def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
-        """Store or publish the chunks that are complete once the step has computed tokens [before,
-        computed).
+    def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
+        """Store or publish the chunks that are complete once the step has run, which begins with
+        `before` tokens.
 
         Speculative tokens do not count: vLLM may take them, and the tokens after them, back."""
-        if computed < tracked.store.complete_at:
-            return
         request, size, first = tracked.request, self._size, tracked.store.stored
-        limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens
         rows, groups = tracked.store.rows, self._groups
         length = len(rows[0]) * groups.block if groups.plain else groups.length(rows)
-        ready = min(min(computed, limit, length) // size, len(request.block_hashes) // self._hashes)
+        tokens = min(tracked.store.written, length)
+        if self._prompts_only:
+            tokens = min(tokens, request.num_prompt_tokens)
+        ready = min(tokens // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
         if not groups.plain:

@@ -151,7 +151,7 @@ class Introduction:
         if trouble := self.client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
         log.info(
-            "vcache: namespace %s, chunks of %d tokens, %d shards",
+            "vcache: namespace %s, chunks of %d tokens, ranks: %d",
             namespace,
             config.engine.chunk_size,
             self.ranks,
@@ -230,4 +230,4 @@ class Introduction:
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        log.error("vcache caches nothing: %s. vLLM serves all the same", reason)
+        log.error("vcache caches nothing: %s. vLLM serves without it", reason)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from vcache_backend.config import Config
+from vcache_backend.errors import MAX_LINE_CHARS, printable
 from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import served_at
@@ -261,8 +262,9 @@ class SchedulerSide:
             meta.echoes |= self._foreign.begin(begun, requests)
         self._resets.last &= meta.idle and not meta.loads
         if not meta.idle:
-            self._completions.plan(output, requests, meta, self._foreign.blocks)
-            if self._foreign.blocks:
+            unsure = self._foreign.blocks
+            self._completions.plan(output, requests, meta, unsure)
+            if unsure:
                 names = output.num_scheduled_tokens
                 self._foreign.follow([requests[name] for name in names if name in requests])
         for request_id, computed, _ in begun:
@@ -399,7 +401,8 @@ class SchedulerSide:
         try:
             return request_params.read(request.kv_transfer_params)
         except ValueError as error:
-            log.warning("request %s is served uncached: %s", request.request_id, error)
+            name = printable(request.request_id, MAX_LINE_CHARS)  # a client may have chosen it
+            log.warning("request %s is served uncached: %s", name, error)
             return request_params.NOTHING
 
     def _matched(self, tracked: Tracked, local: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
@@ -121,12 +122,12 @@ class StoreState(msgspec.Struct):
 class ResidentState(msgspec.Struct):
     """A request's blocks when KV caches are shared in place. Only `Publications` writes it.
 
-    filled: how many blocks have been filled; `NEVER`: the others stay void. resets, evicted: the
-    counters of `ResidentPool` when the request got its blocks, and when these were last looked at;
-    -1 before.
-    """
+    filled: how many blocks have been filled; `NEVER`: the others stay void. generations: of the
+    leading blocks, up to the first void one. resets, evicted: the counters of `ResidentPool` when
+    the request got its blocks (-1: never), and when these were last looked at."""
 
     filled: int = 0
+    generations: array[int] = msgspec.field(default_factory=partial(array, "Q"))
     resets: int = -1
     evicted: int = 0
 

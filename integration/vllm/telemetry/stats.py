@@ -167,10 +167,10 @@ class Meter:
         return taken
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
-        """Count a look-up: tokens asked for, tokens hit, seconds."""
+        """Count a look-up of the scheduler: tokens asked for, tokens hit, seconds."""
         with self._lock:
-            self._add("lookup_asked_tokens", asked, "")
-            self._add("lookup_hit_tokens", hit, "")
+            self._stats.count("lookup_asked_tokens", asked)
+            self._stats.count("lookup_hit_tokens", hit)
             self._stats.observe("lookup_seconds", seconds)
 
     def count(self, name: str, amount: float, label: str = "") -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vcache_backend.errors import MAX_LINE_CHARS, printable
 from vcache_backend.transfer import load as transfer
 from vcache_backend.vram_pool.copies.copier import NOTHING
 
@@ -176,7 +177,7 @@ class Loads:
             if loading.cause and loading.cause != transfer.CANCELLED:
                 tokens = len(invalid) * self._model.block_size
                 said = "%d tokens of request %s are computed, not loaded: %s"
-                log.warning(said, tokens, name, loading.failure)
+                log.warning(said, tokens, printable(name, MAX_LINE_CHARS), loading.failure)
                 self._meter.count("failures", 1, loading.failure)
                 self._meter.count("recomputed_tokens", tokens)
 

@@ -49,11 +49,8 @@ class Sent(Generic[R]):
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
         self.reply: m.Reply | None = None
         self.lost = ""
-
-    @property
-    def over(self) -> bool:
+        self.over = False
         """Whether the answer has arrived, or never will."""
-        return self.reply is not None or bool(self.lost)
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the answer, but only for `seconds`. The connection stays if it is late."""
@@ -79,6 +76,7 @@ class Channel:
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
         """Try to connect once. An absent server raises nothing; call `require` for an error."""
         self._path, self._config, self._hello = path, config, hello
+        self.request_seconds = config.request_seconds
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._link: ServerLink | None = None
@@ -179,10 +177,6 @@ class Channel:
             raise
         return reply, fds
 
-    @property
-    def request_seconds(self) -> float:
-        return self._config.request_seconds
-
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. Its answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
@@ -206,7 +200,9 @@ class Channel:
                 raise ProtocolError(
                     f"{type(sent.request).__name__} was answered with {type(reply).__name__}"
                 )
-            self._unread.popleft().reply = reply
+            self._unread.popleft()
+            sent.reply = reply
+            sent.over = True
             self.on_reply(reply)
             if isinstance(reply, m.Error) and reply.fatal:
                 self._drop(link, f"server at {self._path} closed the connection: {reply.message}")
@@ -223,9 +219,10 @@ class Channel:
         """Send `data` with `fds`, if there is any, and read answers up to that to `sent` if `reads`
         says so: under the lock, by a deadline. Drops the connection if that fails. drops: also if
         it is late."""
-        seconds = self._config.request_seconds if seconds is None else seconds
+        seconds = self.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
-        self.require()
+        if not self.connected:
+            raise ServerUnavailable(self._down)
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise ServerTimeout(self._late(sent.request, seconds, "waiting for other calls"))
         try:
@@ -327,7 +324,9 @@ class Channel:
             self._link = None
             self._down = reason
             while self._unread:
-                self._unread.popleft().lost = reason
+                unread = self._unread.popleft()
+                unread.lost = reason
+                unread.over = True
             self.connections_lost += 1
             self._wake.set()
 

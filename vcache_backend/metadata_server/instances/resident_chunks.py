@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
 
 import msgspec
 
@@ -217,55 +216,48 @@ def _column(published: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey])
     return column if column.count(None) < len(column) else []
 
 
-class _Run(NamedTuple):
-    """A `ResidentRun` that is being built."""
+class _Run(msgspec.Struct):
+    """A `ResidentRun` that is being built: the chunks [first, stop)."""
 
     first: int
     instance: m.InstanceId
-    chunks: list[PublishedChunk]
+    stop: int
 
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.chunks)
-
-    def packed(self) -> m.ResidentRun:
-        blocks = b"".join([chunk.blocks for chunk in self.chunks])
-        generations = b"".join([chunk.generations for chunk in self.chunks])
-        return m.ResidentRun(self.first, len(self.chunks), self.instance, blocks, generations)
+    def packed(self, column: Column) -> m.ResidentRun:
+        """column: the instance's."""
+        chunks = [chunk for chunk in column[self.first : self.stop] if chunk is not None]
+        blocks = b"".join([chunk.blocks for chunk in chunks])
+        generations = b"".join([chunk.generations for chunk in chunks])
+        return m.ResidentRun(self.first, len(chunks), self.instance, blocks, generations)
 
 
 def _assemble(present: list[bool], columns: dict[m.InstanceId, Column], each: int) -> m.Found:
     """Build the answer, up to the first chunk that is nowhere or that no longer fits the message.
-    `each`: the most blocks of a chunk."""
-    names, runs, going, cut = list(columns), list[_Run](), dict[int, _Run](), False
-    left, found = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)), 0
-    for pooled, row in zip(present, zip(*columns.values(), strict=True), strict=True):
-        here = _places(row, going)
-        left -= len(here)
-        cut = left < 0
-        if cut or not (here or pooled):
+    `each`: the most blocks of a chunk.
+
+    Of at most `MAX_REPLICAS` instances that have a chunk, those come first that had the chunks
+    before. Goes from one chunk at which that changes to the next."""
+    # Behind the last chunk all end, and later ones begin.
+    held = {name: bytes(map(bool, column)) + b"\0\1" for name, column in columns.items()}
+    pooled, found, runs, going = bytes(present) + b"\0", 0, list[_Run](), dict[m.InstanceId, _Run]()
+    left = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES))
+    while True:
+        here = [name for name in going | held if held[name][found]][: m.MAX_REPLICAS]
+        if not (here or pooled[found]) or left < len(here):
             break
+        ends = [held[name].find(0, found) for name in here] or [pooled.find(0, found)]
+        if len(here) < m.MAX_REPLICAS:
+            ends += [held[name].find(1, found) for name in held if name not in here]
+        stop = min(*ends, found + left // max(1, len(here)))
         earlier, going = going, {} if here else going
-        for at, chunk in here.items():
-            run = earlier.get(at)
+        for name in here:
+            run = earlier.get(name)
             if run is None or run.stop < found:
-                run = _Run(found, names[at], [])
+                run = _Run(found, name, stop)
                 runs.append(run)
-            run.chunks.append(chunk)
-            going[at] = run
-        found += 1
-    return m.Found(bytes(present[:found]), [run.packed() for run in runs], cut=cut)
-
-
-def _places(
-    row: tuple[PublishedChunk | None, ...], going: Iterable[int]
-) -> dict[int, PublishedChunk]:
-    """Choose at most `MAX_REPLICAS` copies of one chunk, by the instances' numbers. going: the
-    instances of the last copies, which come first."""
-    here = dict[int, PublishedChunk]()
-    for at in (*going, *range(len(row))):
-        if (chunk := row[at]) is not None:
-            here[at] = chunk
-            if len(here) == m.MAX_REPLICAS:
-                break
-    return here
+            run.stop = stop
+            going[name] = run
+        left -= len(here) * (stop - found)
+        found = stop
+    residents = [run.packed(columns[run.instance]) for run in runs]
+    return m.Found(bytes(present[:found]), residents, cut=left < len(here))
