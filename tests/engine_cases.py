@@ -95,6 +95,14 @@ class Copied:
         return self._finished.wait(timeout_s)
 
 
+class Awaited(Copied):
+    """It is over once somebody has waited for it, as one on a GPU may be."""
+
+    def wait(self, timeout_s: float) -> bool:
+        self._finished.set()
+        return True
+
+
 class WrongCopier(HostCopier):
     """A planted bug: one byte of what it loads is wrong."""
 

@@ -4,17 +4,19 @@ raised, nothing hangs, no byte is wrong.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from engine_cases import Awaited
 from kv_cases import CHUNK, SMALL, Arrangement, places
 from lmcache_cases import TAGGED, Pool, all_of, chunks, needs_lmcache, pool, served
 from processes import QUICK, SECONDS, eventually, hasty
 from test_start_server import end_servers, servers
 
 from vcache_backend.config import ClientConfig
-from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.copier import HostCopier
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -145,23 +147,10 @@ def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
 # ---- leases that did not hold
 
 
-class Late(Finished):
-    """A copy that is over once it was waited for, as one on a GPU may be."""
-
-    waited = False
-
-    def done(self) -> bool:
-        return self.waited
-
-    def wait(self, timeout_s: float) -> bool:
-        self.waited = True
-        return True
-
-
 class LateCopier(HostCopier):
-    def scatter(self, kv: Any, plan: Any, slots: Any, after: Any = None) -> Late:
-        super().scatter(kv, plan, slots, after)
-        return Late(0.0)
+    def scatter(self, *given: Any) -> Awaited:  # type: ignore[override]
+        super().scatter(*given)
+        return Awaited(threading.Event())
 
 
 def copy_late(inside: Inside) -> None:
