@@ -79,7 +79,7 @@ class Proxy:
         end."""
         try:
             body: dict[str, Any] = {} | json.loads(await request.read())
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise web.HTTPBadRequest(text="the body must be a JSON object") from None
         number, first = next(self._numbers), None
         announced = time.monotonic() >= self._paused_until

@@ -95,6 +95,14 @@ class Copied:
         return self._finished.wait(timeout_s)
 
 
+class Awaited(Copied):
+    """It is over once somebody has waited for it, as one on a GPU may be."""
+
+    def wait(self, timeout_s: float) -> bool:
+        self._finished.set()
+        return True
+
+
 class WrongCopier(HostCopier):
     """A planted bug: one byte of what it loads is wrong."""
 
@@ -221,15 +229,8 @@ class Worker(processes.Worker):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         on_gpu = (setup.kv_device or setup.config.pool.device).startswith("cuda")
-        patience = 120.0 if on_gpu else SECONDS
-        super().__init__(
-            with_torch(),
-            WorkerLoop,
-            setup,
-            patience=patience,
-            start_seconds=120.0,
-            apart=setup.apart,
-        )
+        more = {"patience": 120.0 if on_gpu else SECONDS, "apart": setup.apart}
+        super().__init__(with_torch(), WorkerLoop, setup, start_seconds=120.0, **more)
         try:
             self.made()
         except BaseException:
@@ -293,10 +294,8 @@ class Node:
         """A worker process on `device`. more: `pauses`, `trusting`, `visible`, `apart`, `kv_device`
         (see Setup).
         """
-        config = self.config(device, segment_bytes, chunk_size)
-        return self.undo.enter_context(
-            Worker(Setup(config=config, arrangement=arrangement, sizes=sizes, **more))
-        )
+        more |= {"config": self.config(device, segment_bytes, chunk_size), "sizes": sizes}
+        return self.undo.enter_context(Worker(Setup(arrangement=arrangement, **more)))
 
     def client(self) -> Client:
         """A bystander's connection."""

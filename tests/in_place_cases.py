@@ -16,7 +16,7 @@ import pytest
 from engine_cases import Node, node
 from neighbour_cases import HOST, SharedCache
 from processes import QUICK, SECONDS
-from vllm_models import write_model
+from vllm_models import CONNECTOR, write_model
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
@@ -104,33 +104,17 @@ class Engine:
         sooner. states: which of two block tables has states; None if there is one table, without.
         asynchronous: it may plan a step before the last one is over. connector: settings."""
         self.here = here
-        transfer = KVTransferConfig(
-            kv_connector="VCacheConnector",
-            kv_connector_module_path="vcache_backend.integration.vllm_connector",
-            kv_role=role,
-            kv_connector_extra_config={
-                "server": {"socket": str(here.path)},
-                "client": msgspec.to_builtins(QUICK),
-                "pool": {"segment_bytes": lends},
-                "engine": {"chunk_size": CHUNK},
-                "connector": {
-                    "share": "in_place",
-                    "min_hit_tokens": CHUNK,
-                    # The model is written while this process runs.
-                    "model": "tiny",
-                    **connector,
-                },
-            },
-        )
+        # The model is written while this process runs.
+        ours = {"share": "in_place", "min_hit_tokens": CHUNK, "model": "tiny", **connector}
+        extra = {"server": {"socket": str(here.path)}, "client": msgspec.to_builtins(QUICK)}
+        extra |= {"pool": {"segment_bytes": lends}, "engine": {"chunk_size": CHUNK}}
+        extra |= {"connector": ours}
+        transfer = KVTransferConfig(**CONNECTOR, kv_role=role, kv_connector_extra_config=extra)
+        given = {"model": str(here.path.parent / "model"), "skip_tokenizer_init": True}
+        given |= {"block_size": BLOCK, "max_model_len": 640, "max_num_seqs": 4}
+        given |= {"max_num_batched_tokens": 640, "kv_cache_memory_bytes": 1 << 20}
         config = EngineArgs(
-            model=str(here.path.parent / "model"),
-            skip_tokenizer_init=True,
-            block_size=BLOCK,
-            max_model_len=640,
-            max_num_seqs=4,
-            kv_cache_memory_bytes=1 << 20,
-            kv_transfer_config=transfer,
-            **{"max_num_batched_tokens": 640, **(arguments or {})},
+            kv_transfer_config=transfer, **given | (arguments or {})
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
         # vLLM does so on GPUs only.
@@ -201,18 +185,10 @@ class Engine:
         **vcache: Any,
     ) -> Request:
         """Not added yet. vcache: its wishes."""
-        return Request(
-            request_id=name or f"r{next(_made)}",
-            prompt_token_ids=tokens,
-            sampling_params=SamplingParams(
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                extra_args={"kv_transfer_params": {"vcache": vcache}},
-            ),
-            pooling_params=None,
-            block_hasher=self.hasher,
-            priority=priority,
-        )
+        wishes = {"kv_transfer_params": {"vcache": vcache}}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=wishes)
+        more = {"block_hasher": self.hasher, "priority": priority}
+        return Request(name or f"r{next(_made)}", tokens, params, None, **more)
 
     def add(self, tokens: list[int], *given: Any, **more: Any) -> Request:
         """See `request`."""
@@ -238,12 +214,9 @@ class Engine:
         ids = list(output.num_scheduled_tokens)
         running = [self.scheduler.requests.get(one) for one in ids]
         finished = [one and one.num_computed_tokens >= one.num_tokens for one in running]
-        ran = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={one: at for at, one in enumerate(ids)},
-            sampled_token_ids=[[7] if over else [] for over in finished],
-            kv_connector_output=KVConnectorOutput(**said) if said else None,
-        )
+        ran = ModelRunnerOutput(ids, {one: at for at, one in enumerate(ids)})
+        ran.sampled_token_ids = [[7] if over else [] for over in finished]
+        ran.kv_connector_output = KVConnectorOutput(**said) if said else None
         self.scheduler.update_from_output(output, ran)
 
     @contextmanager

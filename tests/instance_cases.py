@@ -32,19 +32,11 @@ def make_table(blocks: int) -> int:
     return fd
 
 
-def shape(blocks: int = 64, regions: int = 1, device: str = "host") -> m.CacheShape:
+def shape(blocks: int = 64, regions: int = 1) -> m.CacheShape:
     """Two layers of two parts in as many regions."""
     planes = [(plane % regions, plane // regions * blocks * PAGE) for plane in range(4)]
-    return m.CacheShape(
-        device,
-        "host",
-        "tokens heads",
-        [m.LayerKind(2, 2, PAGE, PAGE)],
-        blocks,
-        16,
-        planes,
-        [4 * blocks * PAGE] * regions,
-    )
+    kinds, sizes = [m.LayerKind(2, 2, PAGE, PAGE)], [4 * blocks * PAGE] * regions
+    return m.CacheShape("host", "host", "tokens heads", kinds, blocks, 16, planes, sizes)
 
 
 def numbers(*blocks: int) -> bytes:

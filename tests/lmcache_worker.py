@@ -52,11 +52,8 @@ class Inside:
         self.engine: Any = LMCacheEngineBuilder.get_or_create(
             "engine", self.config, self.metadata, connector, print, print
         )
-        self.server = (
-            LookupClientFactory.create_lookup_server(self.engine, self.metadata)
-            if setup.service
-            else None
-        )
+        if setup.service:
+            self.server = LookupClientFactory.create_lookup_server(self.engine, self.metadata)
         self.engine.post_init()
         if setup.plant is not None:
             setup.plant(self)
@@ -101,15 +98,9 @@ class Inside:
         if not request:
             return int(self.engine.lookup(tokens, **TAGGED))
         chunks = list(self.engine.token_database.process_tokens(tokens, make_key=False))
-        return int(
-            self.engine.lookup(
-                hashes=[chunk_hash for _, _, chunk_hash in chunks],
-                offsets=[end - start for start, end, _ in chunks],
-                lookup_id=request,
-                pin=True,
-                **TAGGED,
-            )
-        )
+        given: dict[str, Any] = {"hashes": [chunk_hash for _, _, chunk_hash in chunks]}
+        given |= {"offsets": [end - start for start, end, _ in chunks], "lookup_id": request}
+        return int(self.engine.lookup(pin=True, **given, **TAGGED))
 
     def unpin(self, request: str) -> None:
         self.engine.lookup_unpin(request)
@@ -144,15 +135,9 @@ class Inside:
         self, tokens: list[int], mask: Any, slots: torch.Tensor, request: str, cached: int = 0
     ) -> torch.Tensor:
         """Begin to retrieve, as in a step. Says which tokens will be there."""
-        found: torch.Tensor = self.engine.retrieve(
-            tokens,
-            mask,
-            kvcaches=self.cache.tensors,
-            slot_mapping=slots,
-            vllm_cached_tokens=cached,
-            req_id=request,
-            **TAGGED,
-        )
+        where = {"kvcaches": self.cache.tensors, "slot_mapping": slots}
+        more = {"vllm_cached_tokens": cached, "req_id": request} | TAGGED
+        found: torch.Tensor = self.engine.retrieve(tokens, mask, **where, **more)
         self.unpin(request)
         return found
 
@@ -210,19 +195,12 @@ class Lines(logging.Handler):
 def metadata(setup: Setup) -> LMCacheMetadata:
     mla = setup.arrangement.name == "mla"
     heads = 1 if mla else SMALL.heads
-    return LMCacheMetadata(
-        model_name="test",
-        world_size=setup.ranks,
-        local_world_size=setup.ranks,
-        worker_id=setup.rank,
-        local_worker_id=setup.rank,
-        kv_dtype=setup.arrangement.dtype,
-        kv_shape=(SMALL.layers, 1 if mla else 2, CHUNK, heads, SMALL.dim),
-        use_mla=mla,
-        role="worker",
-        chunk_size=CHUNK,
-        engine_id=setup.service or None,
-    )
+    given: dict[str, Any] = {"model_name": "test", "role": "worker", "chunk_size": CHUNK}
+    given |= dict.fromkeys(("world_size", "local_world_size"), setup.ranks)
+    given |= dict.fromkeys(("worker_id", "local_worker_id"), setup.rank)
+    given |= {"kv_shape": (SMALL.layers, 1 if mla else 2, CHUNK, heads, SMALL.dim), "use_mla": mla}
+    given |= {"kv_dtype": setup.arrangement.dtype, "engine_id": setup.service or None}
+    return LMCacheMetadata(**given)
 
 
 def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
@@ -237,14 +215,10 @@ def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
         model_config__use_mla=setup.arrangement.name == "mla",
         device_config__device_type="cpu",
     )
-    made = SimpleNamespace(
-        _vllm_config=config,
-        _parent=None,
-        _block_size=SMALL.block_size,
-        kv_caches={f"layers.{number}": tensor for number, tensor in enumerate(tensors)},
-        start_load_kv=lambda forward_context: None,
-        get_block_ids_with_load_errors=lambda: set[int](),
-    )
+    made = SimpleNamespace(_vllm_config=config, _parent=None, _block_size=SMALL.block_size)
+    made.kv_caches = {f"layers.{number}": tensor for number, tensor in enumerate(tensors)}
+    made.start_load_kv = lambda forward_context: None
+    made.get_block_ids_with_load_errors = lambda: set[int]()
     kind = type("FullAttentionSpec", (), {})()
     sys.modules["vllm.distributed.kv_transfer"] = kv_transfer(made, kind, SMALL.blocks)
     return made

@@ -259,14 +259,8 @@ def enters(neighbour: Neighbour) -> bool:
 
 def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:
     """Whether these are as they were published."""
-    return (
-        view.leading(
-            np.array(blocks, dtype=np.uint32).tobytes(),
-            np.array(generations, dtype=np.uint64).tobytes(),
-            len(blocks),
-        )
-        == 1
-    )
+    numbers = np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64)
+    return view.leading(*(one.tobytes() for one in numbers), len(blocks)) == 1
 
 
 def kv_mapped(pid: int | None = None) -> int:

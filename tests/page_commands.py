@@ -51,13 +51,8 @@ def commands(page: Path) -> Iterator[str]:
         for line in block.replace("\\\n", " ").splitlines():
             if not re.match(r"\s*\S*\$ ", line):
                 continue
-            shown = (
-                re.sub(r"^\s*\S*\$ |\s+#.*| &$|\s+&\s+#.*", "", line)
-                .strip()
-                .removesuffix("&")
-                .strip()
-            )
-            yield from (one.strip() for one in shown.split(" && "))
+            shown = re.sub(r"^\s*\S*\$ |\s+#.*| &$|\s+&\s+#.*", "", line).strip()
+            yield from (one.strip() for one in shown.removesuffix("&").split(" && "))
     text = re.sub(_FENCED.format(r"\w*"), "", page.read_text(), flags=re.S | re.M)
     for first, more in re.findall(r"^\| `(vcache \w+ [^`]+)`((?:, `[^`]+`)+) \|", text, re.M):
         yield from (
@@ -65,11 +60,8 @@ def commands(page: Path) -> Iterator[str]:
         )
     for inline in re.findall("`([^`]+)`", text):
         found = " ".join(inline.split())
-        if (
-            re.match(rf"({STARTS})( |$|\w+\.\w+)", found)
-            and " " in found
-            and not found.startswith(TEXTS)
-        ):
+        command = re.match(rf"({STARTS})( |$|\w+\.\w+)", found)
+        if command and " " in found and not found.startswith(TEXTS):
             yield found
 
 

@@ -81,12 +81,8 @@ def command_line(pid: int) -> str:
 
 def with_words(*words: str | Path) -> list[int]:
     """Other processes that have all of these on their command line."""
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    return [
-        pid
-        for pid in pids
-        if pid != os.getpid() and all(str(one) in command_line(pid) for one in words)
-    ]
+    pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} - {os.getpid()}
+    return [pid for pid in sorted(pids) if all(str(one) in command_line(pid) for one in words)]
 
 
 class Process:
@@ -228,16 +224,11 @@ class Child(Process):
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
         self._said = self._buffer = b""
-        self.process = subprocess.Popen(
-            arguments,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"} | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_start,
-        )
+        given = os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"} | environment
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        streams |= {"stderr": subprocess.STDOUT}
+        more: dict[str, Any] = {"start_new_session": True, "preexec_fn": _start}
+        self.process = subprocess.Popen(arguments, cwd=ROOT, env=given, **streams, **more)
         self._out = self.process.stdout.fileno()
         super().__init__(" ".join(arguments)[:120], self.process.pid)
 
@@ -308,11 +299,8 @@ class ForkedServer(Child):
         self._status: int | None = None
         self._pipe, theirs = multiprocessing.Pipe()
         self._out, output = os.pipe()
-        setting = {
-            "folder": ROOT,
-            "environment": os.environ | {"PYTHONPATH": _python_path()},
-            "apart": None,
-        }
+        environment = os.environ | {"PYTHONPATH": _python_path()}
+        setting = {"folder": ROOT, "environment": environment, "apart": None}
         home = nursery("vcache_backend.cli", "vcache_backend.metadata_server.server")
         pid = home.fork(setting, [theirs.fileno(), output])
         theirs.close()
@@ -414,19 +402,12 @@ def _start_nursery(
 ) -> None:
     given = {**os.environ, "PYTHONPATH": _python_path(), **environment}
     command = [sys.executable, "-c", "import nursery; nursery.main()", str(listener.fileno())]
+    own: dict[str, Any] = {"env": {name: one for name, one in given.items() if one is not None}}
+    own |= {"start_new_session": True, "pass_fds": [listener.fileno()], "check": True, "cwd": ROOT}
+    own |= {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with tempfile.TemporaryFile() as log:
-        subprocess.run(
-            [*command, str(tests), *modules],
-            check=True,
-            cwd=ROOT,
-            env={name: value for name, value in given.items() if value is not None},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        subprocess.run([*command, str(tests), *modules], **streams, **own)
 
 
 def _connected(address: str) -> socket.socket | None:
@@ -624,20 +605,14 @@ def start_server(
     return child
 
 
-QUICK = ClientConfig(
-    connect_seconds=10,
-    request_seconds=10,
-    control_seconds=10,
-    heartbeat_seconds=0.1,
-    retry_seconds=0.02,
-)
-"""For servers that die and come back, which is noticed at once; but a machine that is slow for a
-while is no dead server.
-"""
 PATIENT = ClientConfig(
     connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=30
 )
 """For tests that are about something else: a slow machine must not open the breaker."""
+QUICK = msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02)
+"""For servers that die and come back, which is noticed at once; but a machine that is slow for a
+while is no dead server.
+"""
 
 
 @contextmanager

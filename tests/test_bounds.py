@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -21,25 +20,15 @@ from processes import Raw, Stage
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
-from vcache_backend.metadata_server import client_lines, processes, wire
+from vcache_backend.metadata_server import client_lines, wire
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client_lines import LINES, MAX_CALLERS, SECONDS
 from vcache_backend.metadata_server.instances import resident_chunks as residents
 from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.processes import is_pidfd
-from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
-from vcache_backend.metadata_server.serving.server_stats import fitting, server_stats
-from vcache_backend.metadata_server.serving.service import MAX_SEGMENTS, Service
-from vcache_backend.metadata_server.succession import Predecessors
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
-
-
-def peer(pid: int = 7, number: int = 1) -> Peer:
-    return Peer(number, ProcessId(pid, 1), "host", "host", uid=1000)
 
 
 @contextmanager
@@ -306,44 +295,6 @@ def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
     say(1000, 7, "one\n2026 INFO forged\x1b[2J\u202e" + "x" * 5000)
     assert said[0].startswith(r"one\n2026 INFO forged\x1b[2J\u202exxx")
     assert len(said[0]) < MAX_LINE_CHARS + 100
-
-
-def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
-    reports = Reports(lambda: 0.0)
-    reports.add(peer(8), "error", "what an operator should see")
-    for number in range(2 * MAX_REPORTS):
-        reports.add(peer(7, number), "info", f"{number}")
-    texts = [report.text for report in reports.newest_last()]
-    assert (len(texts), texts[0], texts[-1]) == (
-        MAX_REPORTS,
-        "what an operator should see",
-        str(2 * MAX_REPORTS - 1),
-    )
-
-
-def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
-    segments = [
-        m.SegmentInfo(m.SegmentId("s" * 64), "\U0001f600" * 64, "host", m.MAX_SEGMENT_BYTES)
-    ] * MAX_SEGMENTS
-    stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, 0, {}, {}, segments, {}, 1)
-    left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
-    whole = msgspec.structs.replace(stats, quarantined_slots=left)
-    assert len(wire.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
-
-
-def test_statistics_look_at_each_process_once_however_many_instances_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A hundred instances of one process and its 64 children took a quarter of a second."""
-    looked, stopped = Counter[ProcessId](), processes.stopped
-    monkeypatch.setattr(processes, "stopped", lambda one: looked.update([one]) or stopped(one))
-    directory = Directory(ServerConfig(), FakeClock())
-    service = Service(directory, 1, Predecessors(directory, 1, 1.0))
-    for number in range(3):
-        layout = {"model": f"{number}", "namespace": f"{number}"}
-        service.layouts.add(peer(number=number), layout)
-    assert len(server_stats(service).instances) == 3
-    assert looked == {peer().process: 1}
 
 
 # ---- names

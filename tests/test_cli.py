@@ -71,6 +71,11 @@ def test_a_size_that_lacks_its_unit_is_wrong_usage_that_says_what_to_write() -> 
     assert expected in " ".join(said.replace("│", " ").split())
 
 
+def test_a_mooncake_store_for_no_address_is_wrong_usage() -> None:
+    """Of `--host "$UNSET"`, with which the master would listen everywhere."""
+    assert "'--host': Expected an address" in vcache("mooncake", "--host", "", expect=2).stderr
+
+
 def test_without_a_server_there_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     path = tmp_path / "none.sock"
     result = vcache("status", "--json", "--socket", str(path), expect=1)

@@ -84,14 +84,8 @@ class ScriptedServer:
             while data := sock.recv(m.MAX_MESSAGE_BYTES):
                 request = msgpack.unpackb(data)
                 self.seen.append(request)
-                heartbeat = request[0] == "list_segments"
-                reply = (
-                    self.hello
-                    if request[0] == "hello"
-                    else ["segments", []]
-                    if heartbeat
-                    else self.answer(request)
-                )
+                ours = {"hello": self.hello, "list_segments": ["segments", []]}
+                reply = ours[request[0]] if request[0] in ours else self.answer(request)
                 if reply is not None:
                     data = reply if isinstance(reply, bytes) else msgpack.packb(reply)
                     fds = self.fds if request[0] == "hello" else []
@@ -200,13 +194,13 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
     no other one's.
     """
     pooled = {A: b"\1", B: b"\2\2"}
-    scripted(
-        lambda request: (
-            ["found", pooled[request[1][0]], [], 0, False, None]
-            if request[0] == "find"
-            else ["verdict", True]
-        )
-    )
+
+    def answer(request: list[Any]) -> list[Any]:
+        if request[0] != "find":
+            return ["verdict", True]
+        return ["found", pooled[request[1][0]], [], 0, False, None]
+
+    scripted(answer)
     client = stage_.client(PATIENT)
 
     def sent(key: m.ChunkKey) -> Sent[m.Found]:
@@ -252,20 +246,11 @@ def test_what_was_sent_ahead_is_lost_with_its_connection(
         sent.answer()
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        ["verdict", True],
-        ["count", "many"],
-        b"\xc1",
-        b"",
-        bytes(m.MAX_MESSAGE_BYTES + 1),
-        ["error", "go away", True],
-        ["count", 3] * 5,
-        b"\x91" * (1 << 16),
-    ],
-    ids=lambda reply: repr(reply)[:30],
-)
+WRONG: list[Any] = [["verdict", True], ["count", "many"], b"\xc1", b"", b"\x91" * (1 << 16)]
+WRONG += [bytes(m.MAX_MESSAGE_BYTES + 1), ["error", "go away", True]]
+
+
+@pytest.mark.parametrize("reply", [*WRONG, ["count", 3] * 5], ids=lambda reply: repr(reply)[:30])
 def test_a_wrong_answer_is_an_error_of_ours_and_ends_the_connection(
     stage_: Stage, scripted: Callable[..., ScriptedServer], reply: Any
 ) -> None:

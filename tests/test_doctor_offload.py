@@ -121,3 +121,10 @@ def test_a_crash_or_a_hang_of_the_library_is_a_finding(
         finding = only(store_checks.check_store(config()))
         assert (finding.check, finding.status) == (LIBRARY, "fail")
         assert said in finding.detail
+
+
+@needs_mooncake
+def test_a_client_that_cannot_be_set_up_says_with_which_settings(own_depot: Depot) -> None:
+    rdma = {"protocol": "rdma", "devices": "nope"}
+    detail = findings(config(own_depot.master.address, mooncake=rdma))[MASTER].detail
+    assert "with hostname 127.0.0.1, protocol rdma, devices nope" in detail

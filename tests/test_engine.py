@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import engine_cases
+import msgspec
 import pytest
 import torch
 from engine_cases import ROOMY, Node, Pair, folder, fresh, get, node, pair, put, said, shared
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
-from processes import SECONDS, eventually, ran
+from processes import PATIENT, SECONDS, eventually, ran
 
-from vcache_backend.config import ClientConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer import store
 
@@ -205,10 +205,7 @@ def _held() -> tuple[int, int, int]:
 
 def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Over many lives of engines, with heartbeats all the time."""
-    busy = ClientConfig(
-        connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.0005
-    )
-    with node(tmp_path, busy) as here:
+    with node(tmp_path, msgspec.structs.replace(PATIENT, heartbeat_seconds=0.0005)) as here:
         here.serve()
         mine = Cache()
         layout = layout_of(mine)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -15,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import ROOT, ran
 
-ROOT = Path(__file__).parent.parent
+HOOK = "vcache_backend.integration.plugin"
 FOLDERS = {
     "vcache_backend": "vcache_backend",
     "integration": "vcache_backend.integration",
@@ -169,18 +169,23 @@ def test_every_folder_of_code_is_packaged() -> None:
     ] == []
 
 
-def test_the_server_and_the_demo_load_neither_torch_nor_cuda() -> None:
+# The hook is what every process of vLLM gets.
+@pytest.mark.parametrize(
+    ("code", "more"),
+    [
+        ("import vcache_backend.metadata_server.server", ["rich"]),
+        ("import vcache_backend.demo", []),
+        (f"from {HOOK} import register; register(); register()", ["msgspec"]),
+    ],
+    ids=["server", "demo", "hook"],
+)
+def test_what_has_to_be_light_loads_neither_torch_nor_cuda(code: str, more: list[str]) -> None:
     """What the imports do, rather than what they say: a fresh process has none of it, and no
     threads or numpy either.
     """
-    heavy = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache")
-    code = (
-        "import sys, vcache_backend.metadata_server.server; assert 'rich' not in sys.modules; "
-        f"import vcache_backend.demo; print([n for n in {heavy!r} if n in sys.modules])"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
+    heavy = ["torch", "triton", "numpy", "cuda", "vllm", "lmcache", *more]
+    code = f"import sys; {code}; print([n for n in {heavy} if n in sys.modules])"
+    child = ran(sys.executable, "-c", code)
     assert (child.stdout, child.stderr) == ("[]\n", "")
 
 

@@ -31,18 +31,11 @@ REGISTERS = replace(SMALL, stages=1)
 TUNINGS = pytest.mark.parametrize("tuning", [SMALL, REGISTERS], ids=["pipelined", "registers"])
 DIRECTIONS = pytest.mark.parametrize("to_slot", [True, False], ids=["gather", "scatter"])
 COMPILED = isinstance(kernels.copy_kernel, triton.JITFunction)
-DEVICE = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param(
-            "cpu",
-            marks=pytest.mark.skipif(
-                COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set"
-            ),
-        ),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
+INTERPRETED = pytest.mark.skipif(
+    COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set"
 )
+DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[Int64s, Int64s]:
@@ -74,12 +67,8 @@ def _loops_under_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    raw = torch.randint(
-        0,
-        256,
-        (*shape[:-1], shape[-1] * dtype.itemsize),
-        generator=torch.Generator().manual_seed(seed),
-    )
+    width, generator = shape[-1] * dtype.itemsize, torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*shape[:-1], width), generator=generator)
     return raw.to(torch.uint8).to(device).view(dtype)
 
 
@@ -134,15 +123,8 @@ def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: 
     filled = np.empty((kernels.table_rows(kv, len(rows), len(origins)), 3), dtype=np.int64)
     aligned = kernels.fill_table(kv, rows, origins, filled)
     table = torch.from_numpy(filled).to(kv.device)
-    kernels.launch(
-        kv,
-        len(rows),
-        table,
-        to_origin=to_origin,
-        tuning=tuning,
-        many=len(origins) > 1,
-        aligned=aligned,
-    )
+    more: dict[str, Any] = {"many": len(origins) > 1, "aligned": aligned}
+    kernels.launch(kv, len(rows), table, to_origin=to_origin, tuning=tuning, **more)
     return aligned
 
 
@@ -189,28 +171,33 @@ def some(kv: PagedKV, count: int, first: int = 0) -> CopyPlan:
     return plan_blocks(kv, 2 * kv.block_size, blocks, first)
 
 
-# A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is a multiple neither of 16
+def parts_apart(device: str) -> PagedKV:
+    """Other layouts are one page a block, as those of the other tests: see test_paged."""
+    kv = cache((2, 12, 4, 3, 20), 4, device, layers=3)
+    assert kv.parts == 2
+    return kv
+
+
+def pages_of_several_sizes(device: str) -> PagedKV:
+    """As DeepSeek V3.2 has them: latents and the indexer's keys. The third kind makes slots odd."""
+    sizes = enumerate((656, 132, 656, 132, 5))
+    caches = [noise((12, 1, 4, size), torch.uint8, device, layer) for layer, size in sizes]
+    kv = PagedKV.describe(caches, 4)
+    assert [kind.page_bytes for kind in kv.kinds] == [4 * 656, 4 * 132, 4 * 5]
+    return kv
+
+
+# A page is 4 tokens of so many fp16 numbers: from 8 bytes to a size that is a multiple neither of 16
 # nor of the kernel's piece.
-@pytest.mark.parametrize("words", [1, 64, 100, 129])
+@pytest.mark.parametrize("made", [1, 64, 100, 129, parts_apart, pages_of_several_sizes])
 @TUNINGS
 @DIRECTIONS
 @DEVICE
-def test_the_kernel_equals_the_reference_for_odd_page_sizes(
-    words: int, tuning: Tuning, to_slot: bool, device: str
+def test_the_kernel_equals_the_reference(
+    made: Any, tuning: Tuning, to_slot: bool, device: str
 ) -> None:
-    kv = cache((12, 4, words), 4, device, dtype=torch.float16)
+    kv = made(device) if callable(made) else cache((12, 4, made), 4, device, dtype=torch.float16)
     check(kv, some(kv, 5, first=1), 3, to_slot, tuning)
-
-
-@DIRECTIONS
-@DEVICE
-def test_the_kernel_equals_the_reference_for_parts_that_lie_apart(
-    to_slot: bool, device: str
-) -> None:
-    """Other layouts are one page a block, as in the other tests: see test_paged."""
-    kv = cache((2, 12, 4, 3, 20), 4, device, layers=3)
-    assert kv.parts == 2
-    check(kv, some(kv, 5, first=1), 3, to_slot, SMALL)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8, 16])
@@ -250,22 +237,6 @@ def test_the_kernel_equals_the_reference_for_several_block_tables(
     ids = np.random.default_rng(3).permutation(24)[:12]
     ids[[1, 4, 10]] = -1
     check(kv, plan_blocks(kv, 16, ids), 2, to_slot, SMALL)
-
-
-@TUNINGS
-@DIRECTIONS
-@DEVICE
-def test_the_kernel_equals_the_reference_for_pages_of_several_sizes(
-    to_slot: bool, tuning: Tuning, device: str
-) -> None:
-    """As DeepSeek V3.2 has them: latents and the indexer's keys. The third kind makes slots odd."""
-    sizes = (656, 132, 656, 132, 5)
-    caches = [
-        noise((12, 1, 4, size), torch.uint8, device, layer) for layer, size in enumerate(sizes)
-    ]
-    kv = PagedKV.describe(caches, 4)
-    assert [kind.page_bytes for kind in kv.kinds] == [4 * 656, 4 * 132, 4 * 5]
-    check(kv, some(kv, 5, first=1), 3, to_slot, tuning)
 
 
 @DEVICE
@@ -360,18 +331,11 @@ def choose(count: int, there: Owners, reader: PagedKV, seed: int) -> list[tuple[
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "page_bytes", "gaps", "ctas"),
-    [
-        (1, 512, 512, 3),
-        (1, 513, 0, 1),
-        (5, 8, 0, 3),
-        (5, 512, 512, 3),
-        (5, 1032, 24, 9),
-        (5, 50, 2, 1),
-        (5, 100, 3, 9),
-    ],
-)
+ONE_OWNER, FIVE = [(1, 512, 512, 3), (1, 513, 0, 1)], [(5, 8, 0, 3), (5, 512, 512, 3)]
+FIVE += [(5, 1032, 24, 9), (5, 50, 2, 1), (5, 100, 3, 9)]
+
+
+@pytest.mark.parametrize(("count", "page_bytes", "gaps", "ctas"), ONE_OWNER + FIVE)
 @TUNINGS
 @DEVICE
 def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
@@ -399,10 +363,12 @@ def test_each_kind_of_layers_has_its_part_of_one_table_aligned_as_the_kernel_tak
 
     owners_, reader = [made(10), made(20)], made(30)
     expected, sizes = twin(reader), [4 * size for size in (656, 132, 5)]
+    chosen = (0, 8, 2), (1, 3, 7), (1, 0, 0)
+    starts = [[block * size for size in sizes] for _, block, _ in chosen]
     rows = np.array(
         [
-            [owner, block * sizes[0], place, block * sizes[1], block * sizes[2]]
-            for owner, block, place in ((0, 8, 2), (1, 3, 7), (1, 0, 0))
+            [owner, at[0], place, *at[1:]]
+            for (owner, _, place), at in zip(chosen, starts, strict=True)
         ]
     )
     origins = np.stack([np.concatenate([kind.planes[:, 0] for kind in kv.kinds]) for kv in owners_])
@@ -434,13 +400,8 @@ def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> 
     page_bytes = data.draw(st.integers(1, 70))
     count = data.draw(st.integers(1, 4))
     layers = data.draw(st.integers(1, 3))
-    there = owners(
-        count,
-        page_bytes,
-        layers,
-        "cpu",
-        data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)),
-    )
+    gaps = data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count))
+    there = owners(count, page_bytes, layers, "cpu", gaps)
     reader = owners(1, page_bytes, layers, "cpu", [data.draw(st.integers(0, 9))]).caches[0]
     chosen = choose(data.draw(st.integers(0, 7)), there, reader, data.draw(st.integers(0, 999)))
     expected = taken(reader, there, chosen)
@@ -463,13 +424,8 @@ def test_slots_and_other_caches_are_read_in_one_launch(tuning: Tuning, device: s
     for mine, theirs in zip(kv.pages, other.pages, strict=True):
         mine[free[0]], mine[free[1]] = theirs[8], theirs[0]
     more = np.array([(1, 8 * other.planes[0, 1], free[0]), (1, 0, free[1])], dtype=np.int64)
-    launch(
-        found,
-        np.concatenate([more[:1], rows, more[1:]]),
-        np.concatenate([origin, other.planes[None, :, 0]]),
-        False,
-        tuning,
-    )
+    both = np.concatenate([origin, other.planes[None, :, 0]])
+    launch(found, np.concatenate([more[:1], rows, more[1:]]), both, False, tuning)
     assert all(torch.equal(mine, right) for mine, right in zip(found.pages, kv.pages, strict=True))
 
 

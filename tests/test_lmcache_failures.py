@@ -4,17 +4,19 @@ raised, nothing hangs, no byte is wrong.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from engine_cases import Awaited
 from kv_cases import CHUNK, SMALL, Arrangement, places
 from lmcache_cases import TAGGED, Pool, all_of, chunks, needs_lmcache, pool, served
 from processes import QUICK, SECONDS, eventually, hasty
 from test_start_server import end_servers, servers
 
 from vcache_backend.config import ClientConfig
-from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.copier import HostCopier
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -66,28 +68,19 @@ def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, 
     """
     there, key = inside.backend, keys[0] if keys else None
     shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
-    answers: dict[str, tuple[Any, Any]] = {
-        "contains": (there.contains(key), False),
-        "contains, pinned": (there.contains(key, pin=True), False),
-        "batched_contains": (there.batched_contains(keys), 0),
-        "batched_contains, pinned": (there.batched_contains(keys, pin=True), 0),
-        "pin": (there.pin(key), False),
-        "unpin": (there.unpin(key), False),
-        "get_blocking": (there.get_blocking(key), None),
-        "batched_get_blocking": (
-            [one for one in there.batched_get_blocking(keys) if one is not None],
-            [],
-        ),
-        "exists_in_put_tasks": (there.exists_in_put_tasks(key), False),
-        "batched_submit_put_task": (there.batched_submit_put_task(keys, objs), None),
-        "remove": (there.remove(key), False),
-        "batched_remove": (there.batched_remove(keys), 0),
-        "clear": (there.clear(), 0),
-        "touch_cache": (there.touch_cache(), None),
-        "cancel_request": (there.cancel_request("id"), None),
-        "memcheck": (there.get_memory_allocator().memcheck(), True),
-        "allocate": (there.allocate(shapes, dtypes), None),
-    }
+    names = "contains", "pin", "unpin", "exists_in_put_tasks", "remove"
+    answers = {name: (getattr(there, name)(key), False) for name in names}
+    answers |= {"contains, pinned": (there.contains(key, pin=True), False)}
+    answers |= {"batched_contains": (there.batched_contains(keys), 0)}
+    answers |= {"batched_contains, pinned": (there.batched_contains(keys, pin=True), 0)}
+    answers |= {"get_blocking": (there.get_blocking(key), None)}
+    got = [one for one in there.batched_get_blocking(keys) if one is not None]
+    answers |= {"batched_get_blocking": (got, []), "touch_cache": (there.touch_cache(), None)}
+    answers |= {"batched_submit_put_task": (there.batched_submit_put_task(keys, objs), None)}
+    answers |= {"batched_remove": (there.batched_remove(keys), 0), "clear": (there.clear(), 0)}
+    answers |= {"cancel_request": (there.cancel_request("id"), None)}
+    answers |= {"memcheck": (there.get_memory_allocator().memcheck(), True)}
+    answers |= {"allocate": (there.allocate(shapes, dtypes), None)}
     return {name: answer for name, (answer, nothing) in answers.items() if answer != nothing}
 
 
@@ -125,28 +118,20 @@ def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(
 def every_method_for_garbage(inside: Inside) -> list[dict[str, Any]]:
     good = inside.keys(chunks(1))
     layers = good[0].split_layers(2)
-    garbage: list[tuple[list[Any], list[Any]]] = [
-        ([], []),
-        ([None], [None]),
-        (["text", 5], [5]),
-        ([object()], [object()]),
-        (layers, []),
-        ([*good, None], [None]),
-    ]
+    garbage: list[tuple[list[Any], list[Any]]] = [([], []), ([None], [None]), (["text", 5], [5])]
+    garbage += [([object()], [object()]), (layers, []), ([*good, None], [None])]
     return [every_method(inside, keys, objs) for keys, objs in garbage]
 
 
 def store_garbage(inside: Inside) -> list[Any]:
     tensors, tokens = inside.cache.tensors, chunks(2)
     whole = torch.arange(len(tokens))
-    garbage: list[dict[str, Any]] = [
-        {"tokens": tokens, "kvcaches": tensors, "slot_mapping": whole[:-1]},
-        {"tokens": tokens, "kvcaches": tensors, "slot_mapping": whole + (1 << 40)},
-        {"tokens": tokens, "kvcaches": tensors, "slot_mapping": "no slots"},
-        {"tokens": tokens, "kvcaches": tensors},
-        {"tokens": [None], "kvcaches": tensors, "slot_mapping": whole},
-    ]
-    return [inside.engine.store(**given, **TAGGED) for given in garbage]
+    garbage: list[dict[str, Any]] = [{"tokens": tokens}]
+    garbage += [{"tokens": tokens, "slot_mapping": whole[:-1]}]
+    garbage += [{"tokens": tokens, "slot_mapping": whole + (1 << 40)}]
+    garbage += [{"tokens": tokens, "slot_mapping": "no slots"}]
+    garbage += [{"tokens": [None], "slot_mapping": whole}]
+    return [inside.engine.store(kvcaches=tensors, **given, **TAGGED) for given in garbage]
 
 
 def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
@@ -162,23 +147,10 @@ def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
 # ---- leases that did not hold
 
 
-class Late(Finished):
-    """A copy that is over once it was waited for, as one on a GPU may be."""
-
-    waited = False
-
-    def done(self) -> bool:
-        return self.waited
-
-    def wait(self, timeout_s: float) -> bool:
-        self.waited = True
-        return True
-
-
 class LateCopier(HostCopier):
-    def scatter(self, kv: Any, plan: Any, slots: Any, after: Any = None) -> Late:
-        super().scatter(kv, plan, slots, after)
-        return Late(0.0)
+    def scatter(self, *given: Any) -> Awaited:  # type: ignore[override]
+        super().scatter(*given)
+        return Awaited(threading.Event())
 
 
 def copy_late(inside: Inside) -> None:
@@ -274,10 +246,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a wrong setting": ({"extra": {"pool": {"segment_byte": 5}}}, "`segment_bytes`"),
     "a setting that cannot work": ({"use_layerwise": True}, "use_layerwise: false"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "axes"),
-    "one wrong byte in the round trip": (
-        {"process": {"before": spoil_the_slot}},
-        "gathered wrongly",
-    ),
+    "a wrong byte on its way": ({"process": {"before": spoil_the_slot}}, "gathered wrongly"),
 }
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from vllm_cases import home
 from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 
+from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.lmcache import checks, patches
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
@@ -91,11 +92,8 @@ def test_layers_whose_pages_have_several_sizes_are_refused(
 
 def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance]) -> None:
     found = under_vllm(worker_id=3)
-    assert (found.model.model, found.model.block_size, found.model.gpu_memory_utilization) == (
-        "org/model",
-        BLOCK,
-        0.9,
-    )
+    assert (found.model.model, found.model.block_size) == ("org/model", BLOCK)
+    assert found.model.gpu_memory_utilization == 0.9
     expected = (1, 1, 2, BLOCKS)
     assert (found.pp_rank, found.rank, found.ranks, found.num_blocks) == expected
     assert found.kvcaches is found.adapter.kv_caches
@@ -104,10 +102,8 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     assert (mla.pp_rank, mla.rank, mla.ranks) == (1, 0, 1)
     with pytest.raises(ConfigError, match="no vLLM here with LMCacheConnectorV1"):
         under_vllm(kvcaches={})
-    assert (
-        under_vllm(kind=type("SlidingWindowSpec", (), {"sliding_window": 8})()).several
-        > found.several
-    )
+    window = type("SlidingWindowSpec", (), {"sliding_window": 8})()
+    assert under_vllm(kind=window).several > found.several
 
 
 def test_the_weights_go_by_what_they_are(
@@ -116,15 +112,12 @@ def test_the_weights_go_by_what_they_are(
     """A process that has begun before they were written may have loaded others."""
 
     def known(named: str = "", **model: str) -> tuple[str, str]:
-        found = under_vllm(
-            name=named, **{f"model_config__{name}": value for name, value in model.items()}
-        ).model
+        changes = {f"model_config__{name}": value for name, value in model.items()}
+        found = under_vllm(name=named, **changes).model
         return found.model, found.revision
 
-    assert known(model="/root/.cache/huggingface/hub/models--org--model/snapshots/abc123f") == (
-        "org/model",
-        "abc123f",
-    )
+    hub = "/root/.cache/huggingface/hub/models--org--model/snapshots"
+    assert known(model=f"{hub}/abc123f") == ("org/model", "abc123f")
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     link = tmp_path.parent / "link"
     link.symlink_to(tmp_path)
@@ -148,18 +141,12 @@ def test_the_weights_go_by_what_they_are(
 # ---- who shares
 
 # What else of vLLM's configuration matters: test_vllm_model_spec.
-DIFFERENT: list[dict[str, Any]] = [
-    {"model_config__model": "org/other"},
-    {"parallel_config__tensor_parallel_size": 1},
-    {"worker_id": 2},
-    {"kvcaches": dict(reversed(caches().items()))},
-    {"kvcaches": caches(2 * BLOCKS, BLOCK // 2)},
-]
-SAME: list[dict[str, Any]] = [
-    {"worker_id": 0},
-    {"several": True},
-    {"cache_config__gpu_memory_utilization": 0.5},
-]
+DIFFERENT: list[dict[str, Any]] = [{"model_config__model": "org/other"}, {"worker_id": 2}]
+DIFFERENT += [{"parallel_config__tensor_parallel_size": 1}]
+DIFFERENT += [{"kvcaches": dict(reversed(caches().items()))}]
+DIFFERENT += [{"kvcaches": caches(2 * BLOCKS, BLOCK // 2)}]
+SAME: list[dict[str, Any]] = [{"worker_id": 0}, {"several": True}]
+SAME += [{"cache_config__gpu_memory_utilization": 0.5}]
 
 
 def test_instances_that_differ_in_anything_do_not_share_and_those_that_are_alike_do(
@@ -170,12 +157,8 @@ def test_instances_that_differ_in_anything_do_not_share_and_those_that_are_alike
     assert [changes for i, changes in enumerate(DIFFERENT) if found.count(found[i + 1]) > 1] == []
     assert [changes for changes in SAME if namespace(under_vllm(**changes)) != mine] == []
     one = under_vllm()
-    others = [
-        namespace(one, probe="8"),
-        namespace(one, how="builtin"),
-        namespace(one, chunk_size=2 * CHUNK),
-    ]
-    assert len({mine, *others}) == 4
+    others = {namespace(one, probe="8"), namespace(one, how="builtin")}
+    assert len({mine, *others, namespace(one, chunk_size=2 * CHUNK)}) == 4
 
 
 # ---- real LMCache
@@ -226,13 +209,14 @@ def lacking(_: object) -> None:
     engine = SimpleNamespace(retrieve=lambda tokens, **kwargs: None, stats_monitor=None)
     del LMCacheEngineBuilder._instances
     StorageManager._get_allocator_backend = lambda self: None
-    for replaced, said in (
-        (patches.take_allocator_role, "StorageManager has no _get_allocator_backend with config"),
-        (lambda: patches.engine_of(None), "LMCacheEngineBuilder has no _instances"),
-        (
-            lambda: patches.install(engine, SimpleNamespace(), None),
-            "has no token_database, retrieve_locations",
-        ),
+
+    def install() -> None:
+        patches.install(engine, SimpleNamespace(), None)
+
+    for said, replaced in (
+        ("StorageManager has no _get_allocator_backend with config", patches.take_allocator_role),
+        ("LMCacheEngineBuilder has no _instances", lambda: patches.engine_of(None)),
+        ("has no token_database, retrieve_locations", install),
     ):
         with pytest.raises(patches.StepAside, match=f"{said}.*install lmcache>=0.5.3,<0.6"):
             replaced()
@@ -245,20 +229,9 @@ def test_what_lmcache_lacks_is_seen_where_it_is_replaced() -> None:
 
 def lm_config(**changes: Any) -> Any:
     """LMCache's configuration as our example sets it, with changes."""
-    values: dict[str, Any] = {
-        "chunk_size": CHUNK,
-        "local_cpu": False,
-        "max_local_cpu_size": 0,
-        "pre_caching_hash_algorithm": "sha256_cbor",
-        "storage_plugins": ["vcache"],
-        "store_location": "vcache",
-        "extra_config": {
-            "save_only_first_rank": False,
-            "storage_plugin.vcache.module_path": "vcache_backend.integration.lmcache.backend",
-        },
-    } | changes
     from lmcache.v1.config import LMCacheEngineConfig
 
+    values = lmcache_settings({}, {"chunk_size": CHUNK} | changes)
     return LMCacheEngineConfig.from_defaults(**values)
 
 
@@ -267,33 +240,25 @@ def test_the_example_is_supported_without_a_remark(under_vllm: Callable[..., Ins
     assert list(checks.remarks(lm_config(), under_vllm())) == []
 
 
-RENAMED = {
-    "storage_plugins": ["other", "pool"],
-    "store_location": "other",
-    "extra_config": {
-        "storage_plugin.pool.module_path": "vcache_backend.integration.lmcache.backend",
-        "save_only_first_rank": False,
-    },
-}
+RENAMED: dict[str, Any] = {"storage_plugins": ["other", "pool"], "store_location": "other"}
+NAMED = {"storage_plugin.pool.module_path": "vcache_backend.integration.lmcache.backend"}
+RENAMED |= {"extra_config": NAMED | {"save_only_first_rank": False}}
+BY_PRIORITY = {"vllm_config": vllm_config(scheduler_config__policy="priority")}
+LOCAL = "LocalCPUBackend"
+ELSEWHERE = {"lmcache": {"store_location": LOCAL}}
+FIRST_RANK: dict[str, Any] = {"lmcache": {"extra_config": {}}, "model": {"use_mla": True}}
 REFUSED: dict[str, dict[str, Any]] = {
     "set use_layerwise: false": {"lmcache": {"use_layerwise": True}},
     "remove external_lookup_client": {"lmcache": {"external_lookup_client": "mooncakestore://x"}},
-    "add vcache to it": {"lmcache": {"retrieve_locations": ["LocalCPUBackend"]}},
-    "store_location is LocalCPUBackend, .* set store_location: vcache": {
-        "lmcache": {"store_location": "LocalCPUBackend"}
-    },
+    "add vcache to it": {"lmcache": {"retrieve_locations": [LOCAL]}},
+    f"store_location is {LOCAL}, .* set store_location: vcache": ELSEWHERE,
     "set store_location: pool": {"lmcache": RENAMED},
     "context parallel": {"model": {"context_parallel": 2}},
     "without --enable-fault-tolerance": {"model": {"fault_tolerance": True}},
     "LMCache does not hear of them": {"model": {"new_weights": True, "named": True}},
-    "set save_only_first_rank: false": {
-        "lmcache": {"extra_config": {}},
-        "model": {"use_mla": True},
-    },
+    "set save_only_first_rank: false": FIRST_RANK,
     'with "kv_connector":"VCacheConnector"': {"instance": {"several": True}},
-    "without --scheduling-policy priority": {
-        "instance": {"vllm_config": vllm_config(scheduler_config__policy="priority")}
-    },
+    "without --scheduling-policy priority": {"instance": BY_PRIORITY},
 }
 """What is said of which change, in LMCache's settings, the model's or the instance."""
 

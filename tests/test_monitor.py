@@ -142,21 +142,14 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
     assert seen["vcache_server_awaited_tokens_total",] == 512
     assert seen["vcache_server_waited_seconds_total",] == 0.25
-    assert (
-        seen["vcache_server_lookup_chunks_total",],
-        seen["vcache_server_lookup_hits_total",],
-    ) == (10, 6)
-    assert [
-        seen[f"vcache_namespace_{what}_tokens_total", "llama", "cafe"]
-        for what in ("asked", "found")
-    ] == [6 * 256, 3 * 256]
+    assert seen["vcache_server_lookup_chunks_total",] == 10
+    assert seen["vcache_server_lookup_hits_total",] == 6
+    assert seen["vcache_namespace_asked_tokens_total", "llama", "cafe"] == 6 * 256
+    assert seen["vcache_namespace_found_tokens_total", "llama", "cafe"] == 3 * 256
     assert seen["vcache_server_request_seconds_count", "Publish"] == 1
     assert seen["vcache_server_request_seconds_sum", "Publish"] > 0
-    assert [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")] == [
-        0,
-        0,
-        1,
-    ]
+    reports = [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")]
+    assert reports == [0, 0, 1]
     reader.close()
     eventually(lambda: samples(address)["vcache_server_clients",] == 2)
     assert get(address, "/nothing")[0] == 404
@@ -219,17 +212,12 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
         with scraping(address, tmp_path) as prometheus:
             # nothing over nothing
             rates = {title for title, asked in queries.items() if "Hit rate" in title}
-            eventually(
-                lambda: (
-                    {
-                        title
-                        for title, asked in queries.items()
-                        if not any(map(prometheus.values, asked))
-                    }
-                    == rates
-                ),
-                every=0.5,
-            )
+
+            def empty() -> set[str]:
+                asked = queries.items()
+                return {title for title, those in asked if not any(map(prometheus.values, those))}
+
+            eventually(lambda: empty() == rates, every=0.5)
             here.engine("host", 1 << 20, layout_of(Cache()))
             reader = used(here.stage)
 
@@ -262,12 +250,8 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
         reader = used(alone)
         join(alone.client(), instance_id(2))
         other = alone.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
-        wrong = {
-            "VCacheErrorsReported",
-            "VCacheInstanceNotShared",
-            "VCacheInstancesDiffer",
-            "VCacheInstanceStopped",
-        }
+        wrong = {"VCacheErrorsReported", "VCacheInstancesDiffer"}
+        wrong |= {"VCacheInstanceNotShared", "VCacheInstanceStopped"}
         eventually(lambda: prometheus.alerts() == wrong, every=0.2)  # nobody here sends heartbeats
         other.close()
         reader.close()

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,11 +20,12 @@ from vcache_backend.config import ServerConfig, from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS
+from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
+from vcache_backend.metadata_server.serving.server_stats import fitting, server_stats
 from vcache_backend.metadata_server.serving.service import MAX_SEGMENTS, Service
 from vcache_backend.metadata_server.succession import Predecessors
 
@@ -48,6 +51,11 @@ def stage_(shared: Stage) -> Iterator[Stage]:
 
 def peer(number: int = 1, pid: int = 7) -> Peer:
     return Peer(number, ProcessId(pid, 1), "GPU-1", "cuda")
+
+
+def made(**more: Any) -> Service:
+    directory = Directory(ServerConfig(), lambda: 0.0)
+    return Service(directory, 1, Predecessors(directory, 1, 60.0), **more)
 
 
 # ---- the server and its clients
@@ -79,8 +87,7 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
 def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_holds(
     memfd: int,
 ) -> None:
-    directory = Directory(ServerConfig(), lambda: 0.0)
-    service = Service(directory, 1, Predecessors(directory, 1, 60.0), max_segments=4096)
+    service = made(max_segments=4096)
     for number in range(MAX_REPORTS):
         service.answer(
             peer(),
@@ -104,6 +111,38 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()
+
+
+def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
+    reports = Reports(lambda: 0.0)
+    reports.add(peer(pid=8), "error", "what an operator should see")
+    for number in range(2 * MAX_REPORTS):
+        reports.add(peer(number), "info", f"{number}")
+    texts = [report.text for report in reports.newest_last()]
+    assert (len(texts), texts[0]) == (MAX_REPORTS, "what an operator should see")
+    assert texts[-1] == str(2 * MAX_REPORTS - 1)
+
+
+def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
+    id_, device = m.SegmentId("s" * 64), "\N{GRINNING FACE}" * 64
+    segments = [m.SegmentInfo(id_, device, "host", m.MAX_SEGMENT_BYTES)] * MAX_SEGMENTS
+    stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, 0, {}, {}, segments, {}, 1)
+    left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
+    whole = msgspec.structs.replace(stats, quarantined_slots=left)
+    assert len(wire.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
+
+
+def test_statistics_look_at_each_process_once_however_many_instances_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundred instances of one process and its 64 children took a quarter of a second."""
+    looked, stopped = Counter[ProcessId](), processes.stopped
+    monkeypatch.setattr(processes, "stopped", lambda one: looked.update([one]) or stopped(one))
+    service = made()
+    for number in range(3):
+        service.layouts.add(peer(number), {"model": f"{number}", "namespace": f"{number}"})
+    assert len(server_stats(service).instances) == 3
+    assert looked == {peer().process: 1}
 
 
 # ---- what a person sees

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from processes import PATIENT, Child, Stage, stage
+from processes import PATIENT, Child, Stage, ran, stage
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server.client import Client
@@ -90,6 +91,14 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
         assert "exists and is not a socket" in refused(taken)
     assert "server.socket: cannot use" in refused(tmp_path / "other")
     assert (file.read_text(), link.is_symlink()) == ("mine", True)
+
+
+def test_a_server_that_gets_no_memory_for_its_ledger_says_what_it_lacks(tmp_path: Path) -> None:
+    """As where seccomp forbids memfd_create. Here files have 1 KiB at most."""
+    command = shlex.join([sys.executable, "-m", "vcache_backend", "serve"])
+    done = ran("bash", "-c", f"ulimit -f 1; {command} --socket {tmp_path / 'run' / 'v.sock'}")
+    said = "vcache: memory for the server's ledger (memfd_create): [Errno 27] File too large\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 # ---- folders

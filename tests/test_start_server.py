@@ -13,9 +13,18 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
 import pytest
-from processes import PATIENT, Child, Stage, eventually, make_memfd, script, stage, with_words
+from processes import (
+    PATIENT,
+    QUICK,
+    Child,
+    Stage,
+    eventually,
+    make_memfd,
+    script,
+    stage,
+    with_words,
+)
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
@@ -78,7 +87,7 @@ def starter(path: Path, **server: object) -> Child:
 
 def mourner(path: Path) -> Client:
     """A client that has a server started again, as the integrations make it."""
-    made = Client(path, msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02))
+    made = Client(path, QUICK)
     made.on_killed = partial(try_ensure, config(path))
     return made
 
@@ -115,6 +124,8 @@ log_format.LOG_BYTES = 10_000
 log_format.begin(Path(sys.argv[1]))
 for number in range(1000):
     logging.info("line %d", number)
+    if number == 300:
+        Path(sys.argv[1]).unlink(missing_ok=True)  # as who makes room on a disk
 logging.shutdown()
 sys.stderr.write("its last words")
 """
@@ -191,7 +202,7 @@ def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:
     with stage(path.parent) as made:
         path.parent.mkdir()
         server = made.server()
-        assert ensure(config(path)) == f"the metadata server at {path} is there already"
+        assert ensure(config(path)) == f"the metadata server at {path} is already running"
         with (
             server.stopped(),
             pytest.raises(ServerUnavailable, match="another server already serves"),
@@ -247,4 +258,4 @@ def test_a_server_of_the_user_that_is_trusted_is_there() -> None:
             trusting = from_dict(
                 {"server": {"socket": str(socket)}, "client": {"server_uid": 65534}}
             )
-            assert ensure(trusting) == f"the metadata server at {socket} is there already"
+            assert ensure(trusting) == f"the metadata server at {socket} is already running"

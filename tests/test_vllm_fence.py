@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_cases import Copied, Node, UnfinishedCopier, node
+from engine_cases import Awaited, Copied, Node, UnfinishedCopier, node
 from kv_cases import Cache, layout_of
 from processes import QUICK, SECONDS, eventually
 
@@ -136,29 +136,16 @@ def test_a_step_of_which_nobody_knows_whom_it_gives_blocks_waits_for_all_stores(
     assert worker.step(opaque=True) == [0, 1]
 
 
-class Awaited:
-    """A copy that is over once somebody has waited for it."""
-
-    seconds, over = None, False
-
-    def done(self) -> bool:
-        return self.over
-
-    def wait(self, timeout_s: float) -> bool:
-        self.over = True
-        return True
-
-
 def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not ask again and again, on a core that the copy may need."""
-    worker, copy, begun = Worker(here), Awaited(), threading.Event()
+    worker, copy, begun = Worker(here), Awaited(threading.Event()), threading.Event()
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
     loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
-    assert copy.over
+    assert copy.done()
     # A second load of the same request. Each has a report of its own, since `LoadEnds` counts.
     loads.expect([LoadSpec("r")])
     assert [loads.finished(idle=False) for _ in range(3)] == [{"r"}, {"r"}, set()]

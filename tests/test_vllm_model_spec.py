@@ -125,22 +125,11 @@ def test_another_partition_of_layers_is_another_namespace_and_the_order_of_shard
 
 
 def test_seed_and_chunk_size_are_part_of_it() -> None:
-    found = [
-        namespace(MODEL, [SHARD]),
-        namespace(MODEL, [SHARD], root=bytes(32)),
-        namespace(MODEL, [SHARD], chunk_size=2 * CHUNK),
-        namespace(
-            MODEL,
-            [
-                shard(
-                    compilation_config__static_forward_context={
-                        n: attention("FLASHINFER") for n in LAYERS
-                    }
-                )
-            ],
-        ),
-    ]
-    assert len(set(found)) == len(found)
+    backends = {name: attention("FLASHINFER") for name in LAYERS}
+    other = shard(compilation_config__static_forward_context=backends)
+    found = {namespace(MODEL, [SHARD], **more) for more in ({}, {"root": bytes(32)})}
+    found |= {namespace(MODEL, [SHARD], chunk_size=2 * CHUNK), namespace(MODEL, [other])}
+    assert len(found) == 4
 
 
 @dataclass
@@ -149,50 +138,37 @@ class Quantization:
     ignore: set[int] = field(default_factory=lambda: set(range(9)))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_config__hf_config": HFConfig(hidden_size=512)},
-        {"model_config__quantization_config": Quantization()},
-        {
-            "load_config": SimpleNamespace(
-                load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": "s3://tuned"}
-            )
-        },
-        {
-            "model_config__multimodal_config": SimpleNamespace(
-                mm_processor_cache_gb=4, mm_processor_kwargs={"max_pixels": 784}
-            )
-        },
-        {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=None)},
-        {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_what_has_no_field_of_its_own_is_read_too(changes: dict[str, Any]) -> None:
-    found = model_spec.read_model(vllm_config(**changes)).extra
-    assert found != MODEL.extra
-    assert (
-        found
-        != model_spec.read_model(
-            vllm_config(model_config__quantization_config=Quantization(ignore=set()))
-        ).extra
-    )
+def quantized(ignored: set[int]) -> ModelSpec:
+    config = vllm_config(model_config__quantization_config=Quantization(ignore=ignored))
+    return model_spec.read_model(config)
+
+
+LOADER = {
+    "load_format": "tensorizer",
+    "model_loader_extra_config": {"tensorizer_uri": "s3://tuned"},
+}
+IMAGES = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": {"max_pixels": 784}}
+WITHOUT_FIELDS = {
+    "model_config__hf_config": HFConfig(hidden_size=512),
+    "model_config__quantization_config": Quantization(),
+    "load_config": SimpleNamespace(**LOADER),
+    "model_config__multimodal_config": SimpleNamespace(**IMAGES),
+    "speculative_config": SimpleNamespace(method="eagle", draft_model_config=None),
+    "lora_config": SimpleNamespace(target_modules=["o_proj"]),
+}
+
+
+@pytest.mark.parametrize("path", WITHOUT_FIELDS)
+def test_what_has_no_field_of_its_own_is_read_too(path: str) -> None:
+    found = model_spec.read_model(vllm_config(**{path: WITHOUT_FIELDS[path]})).extra
+    assert found not in (MODEL.extra, quantized(set()).extra)
 
 
 def test_the_order_of_a_set_makes_no_difference() -> None:
     """It depends on Python's hash seed; of numbers that collide, on which came first."""
     sets = {0, 8}, {8, 0}
     assert list(sets[0]) != list(sets[1])
-    one, other = (
-        namespace(
-            model_spec.read_model(
-                vllm_config(model_config__quantization_config=Quantization(ignore=each))
-            ),
-            [SHARD],
-        )
-        for each in sets
-    )
+    one, other = (namespace(quantized(each), [SHARD]) for each in sets)
     assert one == other
 
 
@@ -207,10 +183,8 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
     """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with
     LongRoPE.
     """
-    sections = {
-        name: HFConfig(**model)
-        for name in ("model_config__hf_config", "model_config__hf_text_config")
-    }
+    names = "model_config__hf_config", "model_config__hf_text_config"
+    sections = {name: HFConfig(**model) for name in names}
     short, long = (
         model_spec.read_model(vllm_config(**sections, model_config__max_model_len=most))
         for most in (4096, 65_536)
@@ -248,17 +222,10 @@ def real(served: object, folder: str, **changes: Any) -> tuple[ModelSpec, str | 
     """In a process with vLLM: what is read of its own configuration for the model in `folder`."""
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = {
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "enforce_eager": True,
-        "block_size": 32,
-        "max_model_len": 512,
-        "load_format": "dummy",
-        "prefix_caching_hash_algo": "sha256_cbor",
-    }
-    config: Any = EngineArgs(model=folder, **arguments | changes).create_engine_config()
-    model = model_spec.read_model(config)
+    given: dict[str, Any] = {"model": folder, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    given |= {"enforce_eager": True, "block_size": 32, "max_model_len": 512}
+    given |= {"load_format": "dummy", "prefix_caching_hash_algo": "sha256_cbor"}
+    model = model_spec.read_model(EngineArgs(**given | changes).create_engine_config())
     return model, model_spec.refusal(model, "0")
 
 
@@ -283,17 +250,10 @@ def test_real_vllm_is_read(tmp_path: Path) -> None:
         assert worker.ask(of_the_hub, str(tmp_path)) == ("org/model", commit)
         model, refused = worker.ask(real, str(tmp_path))
     assert (model.layers, model.kv_heads, model.head_dim, model.block_size) == (4, 2, 64, 32)
-    assert (model.dtype, model.kv_cache_dtype, model.device_type, model.hash_algorithm) == (
-        "bfloat16",
-        "bfloat16",
-        "cpu",
-        "sha256_cbor",
-    )
-    assert (model.model, model.revision[:6], model.gpu_memory_utilization) == (
-        str(tmp_path.resolve()),
-        "files-",
-        None,
-    )
+    assert (model.dtype, model.kv_cache_dtype) == ("bfloat16", "bfloat16")
+    assert (model.device_type, model.hash_algorithm) == ("cpu", "sha256_cbor")
+    assert (model.model, model.revision[:6]) == (str(tmp_path.resolve()), "files-")
+    assert model.gpu_memory_utilization is None
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
     assert re.fullmatch(r"vllm 0\.\d+", model.extra["engine"])
     assert refused is None

@@ -266,7 +266,7 @@ def test_weights_that_others_have_taken_the_place_of_by_the_time_we_look_are_ref
     arguments = {"model": str(latest), "then": write_model(tmp_path / "newer", seed=2)}
     arguments["kv_transfer_config"] = here.transfer()
     with Instance(here.folder, "moving", {}, arguments, make=moving) as b:
-        caches_nothing(here, b, f"nothing tells which weights of {tmp_path / 'newer'}")
+        caches_nothing(here, b, f"it is not known which weights of {tmp_path / 'newer'}")
 
 
 def failing(arguments: dict[str, Any]) -> Any:

@@ -63,24 +63,20 @@ def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_
     assert (found.connector.share, found.pool.lent) == (share, lends)
 
 
+EXTRA = "kv_connector_extra_config: "
+MIN_HIT = f"{EXTRA}Object contains unknown field `min_hit` - at `$.connector`"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"connector": {"min_hit": 1}},
-            "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`",
-        ),
-        (
-            {"connector": 3},
-            "kv_connector_extra_config: connector: Expected a section of settings, got 3",
-        ),
+        ({"connector": {"min_hit": 1}}, MIN_HIT),
+        ({"connector": 3}, f"{EXTRA}connector: Expected a section of settings, got 3"),
         ({"config": False}, "config: Expected the path of a YAML file, got False"),
         (
             {"server": {"socket": "run/vcache.sock"}},
-            (
-                "server.socket: run/vcache.sock depends on the folder that the program is started "
-                "in; write the whole path"
-            ),
+            "server.socket: run/vcache.sock depends on the folder that the program is started in; "
+            "write the whole path",
         ),
     ],
     ids=str,
@@ -93,49 +89,23 @@ def test_settings_that_do_not_exist_are_named(given: dict[str, Any], said: str) 
 
 # ---- read by our plugin, before vLLM starts anything
 
-OURS = {
-    "kv_connector": "VCacheConnector",
-    "kv_connector_module_path": plugin.CONNECTOR,
-    "kv_role": "kv_both",
-}
-THEIRS = {
-    "kv_connector": "ExampleConnector",
-    "kv_connector_extra_config": {"pool": {"device": "gpu9"}},
-}
-WRONG = {"kv_connector_extra_config": {"connector": {"min_hit": 1}}}
+OURS = {"kv_connector": "VCacheConnector", "kv_connector_module_path": plugin.CONNECTOR}
 
 
-def several(*connectors: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_connector_extra_config": {"connectors": [*connectors]},
-    }
+def connector(name: str, extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_connector_extra_config": extra}
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (OURS, ""),
-        (
-            several(THEIRS, OURS | WRONG),
-            (
-                "connectors[1]: kv_connector_extra_config: Object contains unknown field "
-                "`min_hit` - at `$.connector`; did you mean"
-            ),
-        ),
-        (THEIRS, ""),
-        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": 3}}, ""),
-        (OURS | {"kv_connector_extra_config": 3}, ""),
-    ],
-    ids=str,
-)
-def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_vllm(
-    given: dict[str, Any], said: str
-) -> None:
+def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_vllm() -> None:
     """Given as a mapping, or as an object."""
-    for found in (plugin.mistake(given), plugin.mistake(SimpleNamespace(**given))):
-        assert found.startswith(said)
-        assert bool(found) == bool(said)
+    theirs = connector("ExampleConnector", {"pool": {"device": "gpu9"}})
+    wrong = connector("VCacheConnector", {"connector": {"min_hit": 1}}) | OURS
+    several = connector("MultiConnector", {"connectors": [theirs, wrong]})
+    odd = connector("MultiConnector", {"connectors": 3}), connector("VCacheConnector", 3) | OURS
+    for told in (OURS, theirs, several, *odd):
+        said = f"connectors[1]: {MIN_HIT}; did you mean" if told is several else ""
+        for found in (plugin.mistake(told), plugin.mistake(SimpleNamespace(**told))):
+            assert (found.startswith(said), bool(found)) == (True, bool(said)), told
     assert plugin.mistake(None) == ""
 
 

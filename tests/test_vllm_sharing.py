@@ -24,8 +24,6 @@ MAPPING = "vcache_backend.metadata_server.client:Client.open_cache"
 STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
 """Places: a copy is over, and was it right; a worker asks for another one's KV cache; a step is over,
 and the scheduler learns so."""
-SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
-"""KV blocks for 448 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +121,7 @@ def survived(here: Node, prompts: list[Prompt], answers: list[vllm_cases.Answer]
 def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) -> None:
     """Before the copy, or between the copy and the verdict."""
     tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
-    owner = here.connect("dies", IN_PLACE, **SMALL) if what == "owner killed" else here.a
+    owner = here.connect("dies", IN_PLACE, **vllm_cases.SMALL) if what == "owner killed" else here.a
 
     def happen() -> None:
         if what == "owner killed":
@@ -189,7 +187,9 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
 
     What it saved outlives its blocks, too: also for a reader that waits for what it was
     computing."""
-    owner = here.connect("killed", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, **SMALL)
+    owner = here.connect(
+        "killed", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, **vllm_cases.SMALL
+    )
     tokens = new_tokens(3 * CHUNK + 1)
     keep(owner, tokens)
     with stopped_at(here.b, MAPPING) as place:
@@ -259,7 +259,7 @@ def test_an_aborted_request_gives_its_blocks_back(here: Node) -> None:
     there are.
     """
     tokens, whole = new_tokens(4 * CHUNK + 1), new_tokens(13 * BLOCK)
-    tiny = here.connect("tiny", IN_PLACE, **SMALL)
+    tiny = here.connect("tiny", IN_PLACE, **vllm_cases.SMALL)
     keep(here.a, tokens)
     with meddled(tiny, PULL, "slow", 0.3, times=1):
         tiny.add("copied", tokens)

@@ -21,41 +21,18 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 
 A = chunk_key(1)
-INSTANCE = m.InstanceId(bytes(range(16)))
-REQUESTS: list[m.AnyRequest] = [
-    m.Hello(1, "GPU-1", "cuda", {"model": "llama"}),
-    m.AddSegment(m.SegmentId("s"), "host", "host", 4096),
-    m.OpenSegment(m.SegmentId("s")),
-    m.DropSegment(m.SegmentId("s")),
-    m.ListSegments(1, 2, 3, 4, [m.Reads(INSTANCE, 5, 6)], [m.SegmentId("s")]),
-    m.Reserve([A], 1024),
-    m.Commit(7, [A]),
-    m.Abort(7),
-    m.Acquire([A]),
-    m.Renew(7),
-    m.Release(7),
-    m.Contains([A]),
-    m.Touch([A]),
-    m.Remove([A]),
-    m.Clear(b"namespac"),
-    m.Stats(),
-    m.Lend(4096),
-    m.Report("warn", "slow"),
-    m.Join(INSTANCE, b"namespac", 64, 2, 4),
-    m.ShowCache(
-        INSTANCE,
-        1,
-        m.CacheShape(
-            "host", "host", "x", [m.LayerKind(1, 2, 64, 64)], 8, 16, [(0, 0), (0, 512)], [4096]
-        ),
-    ),
-    m.OpenInstance(INSTANCE),
-    m.OpenCache(INSTANCE, 1),
-    m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)),
-    m.Retract(INSTANCE, 8),
-    m.Find([A], 2, INSTANCE),
-    m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25),
-]
+INSTANCE, S = m.InstanceId(bytes(range(16))), m.SegmentId("s")
+KIND = m.LayerKind(1, 2, 64, 64)
+SHAPE = m.CacheShape("host", "host", "x", [KIND], 8, 16, [(0, 0), (0, 512)], [4096])
+REQUESTS: list[m.AnyRequest] = [m.Hello(1, "GPU-1", "cuda", {"model": "llama"}), m.Stats()]
+REQUESTS += [m.AddSegment(S, "host", "host", 4096), m.OpenSegment(S), m.DropSegment(S)]
+REQUESTS += [m.ListSegments(1, 2, 3, 4, [m.Reads(INSTANCE, 5, 6)], [S]), m.Lend(4096)]
+REQUESTS += [m.Reserve([A], 1024), m.Commit(7, [A]), m.Abort(7), m.Clear(b"namespac")]
+REQUESTS += [m.Acquire([A]), m.Renew(7), m.Release(7), m.Contains([A]), m.Touch([A])]
+REQUESTS += [m.Remove([A]), m.Report("warn", "slow"), m.Join(INSTANCE, b"namespac", 64, 2, 4)]
+REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
+REQUESTS += [m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)), m.Retract(INSTANCE, 8)]
+REQUESTS += [m.Find([A], 2, INSTANCE), m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25)]
 SENT = [wire.encode(request) for request in REQUESTS]
 
 
@@ -75,44 +52,23 @@ BOMB = b"\x91" * (1 << 16)
 NO_TEXT = b"\x91\xa1\x80"
 """A name that is no UTF-8."""
 edits = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6)
+sent = st.sampled_from(SENT)
+short, text = st.binary(max_size=30), st.text(max_size=9)
+plain = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats()
+names = ["hello", "find", "reserve", "commit", "touch", "add_segment", "clear", "nothing", 5]
+field = st.integers(-5, (1 << 64) - 1) | short | st.lists(short, max_size=3) | text
+fields = st.lists(field, max_size=5)
 hostile = st.one_of(
     st.binary(max_size=300),
-    st.builds(mutated, st.sampled_from(SENT), edits),
-    st.builds(
-        lambda whole, cut: whole[: cut % len(whole)], st.sampled_from(SENT), st.integers(0, 500)
-    ),
-    st.builds(
-        lambda first, second: first + second,
-        st.sampled_from(SENT),
-        st.binary(min_size=1, max_size=40),
-    ),
+    st.builds(mutated, sent, edits),
+    st.builds(lambda whole, cut: whole[: cut % len(whole)], sent, st.integers(0, 500)),
+    st.builds(lambda first, second: first + second, sent, st.binary(min_size=1, max_size=40)),
     st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers(-(1 << 63), (1 << 64) - 1)
-        | st.floats()
-        | st.text(max_size=9)
-        | st.binary(max_size=30),
-        lambda inner: (
-            st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-        ),
+        plain | text | short,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=3),
         max_leaves=12,
-    ).map(lambda value: packed(value)),
-    st.builds(
-        lambda name, values: packed(name, *values),
-        st.sampled_from(
-            ["hello", "find", "reserve", "commit", "touch", "add_segment", "clear", "nothing", 5]
-        ),
-        st.lists(
-            st.integers(-5, 1 << 64)
-            | st.binary(max_size=30)
-            | st.lists(st.binary(max_size=30), max_size=3)
-            | st.text(max_size=9),
-            max_size=5,
-        ).filter(
-            lambda values: all(not isinstance(value, int) or value < 1 << 64 for value in values)
-        ),
-    ),
+    ).map(packed),
+    st.builds(lambda name, more: packed(name, *more), st.sampled_from(names), fields),
 )
 
 
@@ -179,29 +135,19 @@ def test_a_message_that_is_too_long_is_answered_and_the_door_closed(
     assert undisturbed(bystander)
 
 
-@pytest.mark.parametrize(
-    ("first", "why"),
-    [
-        (
-            ["hello", 999, "host", "host", {}],
-            f"protocol 999, server: {m.PROTOCOL_VERSION}; install the same vcache-backend",
-        ),
-        (
-            ["hello", m.PROTOCOL_VERSION + 1, {"everything": "changed"}],
-            f"not a hello of protocol {m.PROTOCOL_VERSION}",
-        ),
+def test_nothing_is_served_before_the_right_hello(stage_: Stage, server: Child) -> None:
+    """The second one has the shape of a later version."""
+    ours = m.PROTOCOL_VERSION
+    earlier, later = ["hello", 999, "host", "host", {}], ["hello", ours + 1, {"all": "changed"}]
+    for first, why in (
+        (earlier, f"protocol 999, server: {ours}; install the same vcache-backend"),
+        (later, f"not a hello of protocol {ours}"),
         (["stats"], "not hello"),
-    ],
-    ids=["another version", "a later version of another shape", "none"],
-)
-def test_nothing_is_served_before_the_right_hello(
-    stage_: Stage, server: Child, first: list[Any], why: str
-) -> None:
-    with Raw(stage_.path, hello=False) as guest:
-        reply = guest.ask(*first)
-        assert reply[0] == "error"
-        assert why in reply[1]
-        assert guest.closed()
+    ):
+        with Raw(stage_.path, hello=False) as guest:
+            reply = guest.ask(*first)
+            assert (reply[0], why in reply[1]) == ("error", True), reply
+            assert guest.closed()
 
 
 def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: int) -> None:
@@ -225,20 +171,16 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
     eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
 
 
-@pytest.mark.parametrize(
-    ("messages", "full"),
-    [
-        ([b"\xc1"], False),
-        ([bytes(m.MAX_MESSAGE_BYTES + 1)], False),
-        ([b"\xc1", b"\xc1"], False),
-        ([b"\xc1"], True),
-    ],
-    ids=["no message", "too long", "unread", "no descriptors"],
-)
+BAD = b"\xc1"
+SENT_WITH_IT = {"no message": [BAD], "too long": [bytes(m.MAX_MESSAGE_BYTES + 1)]}
+SENT_WITH_IT |= {"unread": [BAD, BAD], "no descriptors": [BAD]}
+
+
+@pytest.mark.parametrize("what", SENT_WITH_IT)
 def test_a_socket_whose_close_waits_for_a_reader_holds_up_nothing(
-    alone: Stage, memfd: int, messages: list[bytes], full: bool
+    alone: Stage, memfd: int, what: str
 ) -> None:
-    server, bystander = alone.server(), alone.raw()
+    server, bystander, messages = alone.server(), alone.raw(), SENT_WITH_IT[what]
     with alone.raw() as guest, socket.create_server(("127.0.0.1", 0)) as never_reads:
         with server.stopped(), socket.create_connection(never_reads.getsockname()) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 1000))
@@ -249,7 +191,7 @@ def test_a_socket_whose_close_waits_for_a_reader_holds_up_nothing(
             for message in messages[:-1]:
                 guest.send_bytes(message)
             guest.send_bytes(messages[-1], (sock.fileno(),))
-            if full:
+            if what == "no descriptors":
                 server.descriptors(limit=3)
         assert bystander.ask("touch", [A]) == ["count", 0]
         server.descriptors(limit=1000)
@@ -267,17 +209,10 @@ def test_a_socket_is_no_memory_that_others_get(raw: Raw) -> None:
 def test_requests_sent_in_one_breath_are_answered_in_order_also_when_some_are_refused(
     raw: Raw,
 ) -> None:
-    wrong: list[list[Any]] = [
-        ["no_such_request"],
-        ["find"],
-        ["find", [b"short"]],
-        ["find", [A] * m.MAX_KEYS, m.MAX_LOOKED_UP // m.MAX_KEYS + 1],
-        ["touch", [A] * (m.MAX_KEYS + 1)],
-        ["reserve", [A], 0],
-        ["reserve", [A], 1 << 60],
-        ["clear", b"far more than eight bytes"],
-        ["add_segment", "s", "host", "tape", 4096],
-    ]
+    wrong: list[list[Any]] = [["no_such_request"], ["find"], ["find", [b"short"]]]
+    wrong += [["find", [A] * m.MAX_KEYS, m.MAX_LOOKED_UP // m.MAX_KEYS + 1]]
+    wrong += [["touch", [A] * (m.MAX_KEYS + 1)], ["reserve", [A], 0], ["reserve", [A], 1 << 60]]
+    wrong += [["clear", b"more than eight bytes"], ["add_segment", "s", "host", "tape", 4096]]
     for message in (["touch", [A]], *wrong, ["contains", [A]]):
         raw.send(*message)
     first, *refused, last = [raw.receive() for _ in range(len(wrong) + 2)]

@@ -25,7 +25,7 @@ import numpy as np
 import processes
 import pytest
 from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Nursery, Worker, asked, eventually
-from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
+from vllm_models import CONNECTOR, TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
 from benchmarks.vllm.settings import lmcache as lmcache_settings
@@ -46,12 +46,10 @@ two other processes computed.
 """
 QUICK = CLIENT | {"heartbeat_seconds": 0.1, "retry_seconds": 0.02}
 """For tests in which the server dies and comes back."""
-TINY = {
-    "kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES,
-    "enable_prefix_caching": False,
-    "max_model_len": 448,
-}
-"""KV blocks for 448 tokens, and no prefix cache of its own."""
+SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
+"""KV blocks for 448 tokens."""
+TINY = SMALL | {"enable_prefix_caching": False}
+"""And no prefix cache of its own."""
 IN_PLACE = {"connector": {"share": "in_place"}}
 
 
@@ -124,17 +122,10 @@ class Instance(Worker):
         make: Callable[..., Any] | None = None,
         apart: Apart | None = None,
     ) -> None:
-        options: dict[str, Any] = {"name": name, "folder": folder}
+        options: dict[str, Any] = {"name": name, "folder": folder, "apart": apart}
         options |= {"environment": changed(environment), "log": folder / f"{name}.log"}
-        options |= {"apart": apart}
-        super().__init__(
-            home(),
-            make or _serving,
-            arguments,
-            **options,
-            patience=ANSWER_SECONDS,
-            start_seconds=START_SECONDS,
-        )
+        options |= {"patience": ANSWER_SECONDS, "start_seconds": START_SECONDS}
+        super().__init__(home(), make or _serving, arguments, **options)
 
     def run(self, *prompts: Prompt, together: bool = False) -> list[Answer]:
         """Answers to the prompts, one after the other or in one batch."""
@@ -349,22 +340,13 @@ def meddled(
     assert calls[place] > 0 or action.startswith("count"), f"nobody called {place}"
 
 
-QUIET: dict[str, str | None] = {
-    "TRITON_INTERPRET": None,
-    "VCACHE_CONFIG": None,
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    # It would set the other one's, and threads that wait for each other on taken cores take a
-    # hundred times as long.
-    "NUMBA_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "LMCACHE_TRACK_USAGE": "false",
-    "LMCACHE_DISABLE_BANNER": "1",
-    "PYTHONHASHSEED": "0",
-}
+QUIET: dict[str, str | None] = {"TRITON_INTERPRET": None, "VCACHE_CONFIG": None}
+QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+QUIET |= {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+QUIET |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
+# Numba would set OpenMP's, and threads that wait for each other on taken cores take a hundred times
+# as long.
+QUIET |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
 class Node:
@@ -403,19 +385,13 @@ class Node:
         """An instance with LMCache. lmcache: differences from the configuration a user would write;
         arguments: of vLLM's `LLM`.
         """
-        changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | (
-            lmcache or {}
-        )
-        own = {
-            "server": {"socket": str(self.socket)},
-            "pool": {"segment_bytes": "64 MiB"},
-            "client": self.client,
-        }
+        changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"}
+        own = {"server": {"socket": str(self.socket)}, "client": self.client}
+        own |= {"pool": {"segment_bytes": "64 MiB"}}
         file = self.folder / f"{name}.yaml"
-        file.write_text(json.dumps(lmcache_settings({"vcache": own}, changes)))
-        return self._instance(
-            name, {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}, arguments
-        )
+        file.write_text(json.dumps(lmcache_settings({"vcache": own}, changes | (lmcache or {}))))
+        told = {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}
+        return self._instance(name, told, arguments)
 
     def transfer(
         self, settings: dict[str, Any] | None = None, role: str = "kv_both"
@@ -430,16 +406,8 @@ class Node:
         if given.get("connector", {}).get("share") == "in_place":
             # What lends nothing unless it is told to.
             del own["pool"]
-        extra = {
-            **given,
-            **{section: {**values, **given.get(section, {})} for section, values in own.items()},
-        }
-        return {
-            "kv_connector": "VCacheConnector",
-            "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-            "kv_role": role,
-            "kv_connector_extra_config": extra,
-        }
+        sections = {name: {**values, **given.get(name, {})} for name, values in own.items()}
+        return CONNECTOR | {"kv_role": role, "kv_connector_extra_config": {**given, **sections}}
 
     def connect(
         self,
@@ -470,12 +438,9 @@ class Node:
     def _instance(
         self, name: str, environment: dict[str, str | None], arguments: dict[str, Any]
     ) -> Instance:
-        apart = Apart() if self.isolated else None
-        return self.undo.enter_context(
-            Instance(
-                self.folder, name, environment, {"model": str(self.model), **arguments}, apart=apart
-            )
-        )
+        apart, told = Apart() if self.isolated else None, {"model": str(self.model), **arguments}
+        made = Instance(self.folder, name, environment, told, apart=apart)
+        return self.undo.enter_context(made)
 
     # ---- the server
 
@@ -550,12 +515,9 @@ class Node:
         eventually(lambda: self.stats().clients >= self.clients, ANSWER_SECONDS)
         if not stores:
             return
+        key = ChunkKey(os.urandom(KEY_BYTES))
         with self.connection() as client:
-            eventually(
-                lambda: client.abort(
-                    client.reserve([ChunkKey(os.urandom(KEY_BYTES))], 4096).reservation
-                )
-            )
+            eventually(lambda: client.abort(client.reserve([key], 4096).reservation))
 
     def segments(self) -> list[str]:
         """The files of the pool's memory, as another process of this user may open them."""
@@ -593,13 +555,9 @@ class Router:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._replay = f"ipc://{folder}/{name}.replay"
-        self.settings: dict[str, Any] = {
-            "environment": {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
-            "kv_events_config": {
-                "endpoint": f"ipc://{folder}/{name}.events",
-                "replay_endpoint": self._replay,
-            },
-        }
+        told = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": self._replay}
+        bytes_of = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}
+        self.settings: dict[str, Any] = {"environment": bytes_of, "kv_events_config": told}
         """Of the instance."""
 
     def events(self) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ from vllm.platforms import current_platform
 from vllm_cases import BLOCK, CHUNK, FOREVER, TOKEN_BYTES, Answer, Prompt
 
 from benchmarks.vllm.answers import RANKED
+from benchmarks.vllm.settings import BOTH
 
 registry._run_in_subprocess = lambda look: look()
 """What it finds out about a model it would find out in a process that has to import vLLM first, for
@@ -72,14 +73,9 @@ _rotate = vllm._custom_ops.rotary_embedding
 def _rotate_flat(positions: Any, query: Any, key: Any, *more: Any, **named: Any) -> None:
     """Of queries by head, which LFM 2 has, the kernel for CPUs (vLLM 0.32) takes tokens for
     batches: it rotates other numbers, and others yet if a prompt's steps are cut otherwise."""
-    flat = positions.dim() == 1 and query.dim() == 3
-    _rotate(
-        positions,
-        query.view(len(query), -1) if flat else query,
-        key.view(len(key), -1) if flat else key,
-        *more,
-        **named,
-    )
+    if positions.dim() == 1 and query.dim() == 3:
+        query, key = (one.view(len(one), -1) for one in (query, key))
+    _rotate(positions, query, key, *more, **named)
 
 
 vllm._custom_ops.rotary_embedding = _rotate_flat
@@ -122,22 +118,11 @@ class Serving:
         # Nobody measures how fast a machine is that others use: `paced` says it.
         pace.LEAST_MEASURED = FOREVER
         self.paced(PATIENCE_SECONDS, PATIENCE_SECONDS)
-        transfer = {
-            "kv_connector": "LMCacheConnectorV1",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-        }
-        settings = {
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "enforce_eager": True,
-            "block_size": BLOCK,
-            "kv_cache_memory_bytes": 4096 * TOKEN_BYTES,
-            "max_model_len": 1024,
-            "max_num_seqs": 4,
-            "disable_log_stats": False,
-            "kv_transfer_config": transfer,
-        } | arguments
+        transfer = {"kv_connector": "LMCacheConnectorV1", **BOTH}
+        settings = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True}
+        settings |= {"block_size": BLOCK, "kv_cache_memory_bytes": 4096 * TOKEN_BYTES}
+        settings |= {"max_model_len": 1024, "max_num_seqs": 4, "disable_log_stats": False}
+        settings |= {"kv_transfer_config": transfer} | arguments
         if settings["kv_transfer_config"] is None:
             # With a connector, it does this.
             amx.permit()
@@ -194,12 +179,11 @@ class Serving:
     def run(self, prompts: list[Prompt], together: bool) -> list[Answer]:
         answers = []
         for batch in [prompts] if together else [[prompt] for prompt in prompts]:
-            outputs = self.llm.generate(
-                [self._prompt(request) for request in batch],
-                [self._sampling(request) for request in batch],
-                lora_request=[self._lora(request) for request in batch],
-                use_tqdm=False,
-            )
+            given = [
+                [make(request) for request in batch] for make in (self._prompt, self._sampling)
+            ]
+            adapters = [self._lora(request) for request in batch]
+            outputs = self.llm.generate(*given, lora_request=adapters, use_tqdm=False)
             answers += [Answer.of(output) for output in outputs]
         return answers
 
@@ -250,11 +234,8 @@ class Serving:
         """So many steps of the engine; the requests that finished."""
         done: dict[str, Answer] = {}
         for _ in range(count):
-            done |= {
-                output.request_id: Answer.of(output)
-                for output in self.llm.llm_engine.step()
-                if output.finished
-            }
+            ended = [output for output in self.llm.llm_engine.step() if output.finished]
+            done |= {output.request_id: Answer.of(output) for output in ended}
         return done
 
     def finish(self, names: list[str]) -> dict[str, Answer]:
@@ -377,19 +358,15 @@ class Serving:
         return {"prompt_token_ids": request.tokens} | salt
 
     def _sampling(self, request: Prompt) -> Any:
-        return vllm.SamplingParams(
-            skip_reading_prefix_cache=request.fresh or None,
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            max_tokens=request.max_tokens,
-            allowed_token_ids=list(range(3, 3 + request.among)) or None,
-            logprobs=RANKED,
-            prompt_logprobs=0 if request.rate else None,
-            extra_args={"kv_transfer_params": request.params}
-            if request.params is not None
-            else None,
-        )
+        given: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        given |= {"max_tokens": request.max_tokens, "logprobs": RANKED}
+        given |= {"skip_reading_prefix_cache": request.fresh or None}
+        given |= {"allowed_token_ids": list(range(3, 3 + request.among)) or None}
+        if request.rate:
+            given["prompt_logprobs"] = 0
+        if request.params is not None:
+            given["extra_args"] = {"kv_transfer_params": request.params}
+        return vllm.SamplingParams(**given)
 
     def _lora(self, request: Prompt) -> Any:
         if request.lora is None:
@@ -454,11 +431,8 @@ def _negate(views: Any, chunk: int, group: int) -> None:
 
 def _stop(file: Path, arguments: tuple[Any, ...]) -> None:
     whole = file.with_suffix(".writing")
-    whole.write_bytes(
-        pickle.dumps(
-            [value if isinstance(value, list | int) else repr(value) for value in arguments]
-        )
-    )
+    plain = [value if isinstance(value, list | int) else repr(value) for value in arguments]
+    whole.write_bytes(pickle.dumps(plain))
     whole.rename(file)
     deadline = time.monotonic() + HELD_SECONDS
     while not file.with_suffix(".go").exists() and time.monotonic() < deadline:

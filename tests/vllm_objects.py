@@ -40,58 +40,34 @@ def attention(name: str) -> Any:
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
 
 
+MODEL: dict[str, Any] = {"model": "org/model", "model_weights": "", "revision": "abc123"}
+MODEL |= {"dtype": torch.bfloat16, "quantization": None, "multimodal_config": None}
+MODEL |= {"enable_prompt_embeds": False, "enable_sleep_mode": False, "sleep_mode_backend": "cumem"}
+MODEL |= {"enable_cumem_allocator": False, "is_prefix_caching_supported": True, "use_mla": False}
+MODEL |= {"disable_sliding_window": False, "get_total_num_hidden_layers": lambda: 6}
+MODEL |= {"get_total_num_kv_heads": lambda: 4, "get_head_size": lambda: 8, "max_model_len": 2048}
+PARALLEL = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_fault_tolerance": False}
+PARALLEL |= {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+CACHE: dict[str, Any] = {"block_size": BLOCK, "enable_prefix_caching": True, "cache_dtype": "auto"}
+CACHE |= {"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None}
+CACHE |= {"prefix_caching_hash_algo": "sha256", "kv_cache_dtype_skip_layers": []}
+
+
 def vllm_config(**changes: Any) -> Any:
     """`changes`: `section__name=value`."""
     hf_config = HFConfig(_name_or_path="org/model", transformers_version="5.0")
+    layers = {name: attention("FLASH_ATTN") for name in LAYERS}
     config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            model="org/model",
-            model_weights="",
-            revision="abc123",
-            dtype=torch.bfloat16,
-            max_model_len=2048,
-            quantization=None,
-            hf_config=hf_config,
-            hf_text_config=hf_config,
-            enable_prompt_embeds=False,
-            enable_sleep_mode=False,
-            enable_cumem_allocator=False,
-            sleep_mode_backend="cumem",
-            is_prefix_caching_supported=True,
-            multimodal_config=None,
-            use_mla=False,
-            disable_sliding_window=False,
-            get_total_num_hidden_layers=lambda: 6,
-            get_total_num_kv_heads=lambda: 4,
-            get_head_size=lambda: 8,
-        ),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=2,
-            pipeline_parallel_size=2,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            enable_fault_tolerance=False,
-        ),
-        cache_config=SimpleNamespace(
-            block_size=BLOCK,
-            enable_prefix_caching=True,
-            cache_dtype="auto",
-            gpu_memory_utilization=0.9,
-            kv_cache_memory_bytes=None,
-            prefix_caching_hash_algo="sha256",
-            kv_cache_dtype_skip_layers=[],
-        ),
+        model_config=SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config, **MODEL),
+        parallel_config=SimpleNamespace(**PARALLEL),
+        cache_config=SimpleNamespace(**CACHE),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
         scheduler_config=SimpleNamespace(policy="fcfs"),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
-        compilation_config=SimpleNamespace(
-            static_forward_context={name: attention("FLASH_ATTN") for name in LAYERS}
-        ),
-        speculative_config=None,
-        lora_config=None,
+        compilation_config=SimpleNamespace(static_forward_context=layers),
         aux_output_config=SimpleNamespace(enabled=False),
-        weight_transfer_config=None,
+        **dict.fromkeys(("speculative_config", "lora_config", "weight_transfer_config")),
     )
     for path, value in changes.items():
         section, _, name = path.partition("__")

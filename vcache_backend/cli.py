@@ -138,7 +138,7 @@ def clear(
 def config_init(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="The new file; nothing is overwritten. -: show it."),
+        typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it."),
     ] = Path("vcache.yaml"),
 ) -> None:
     """Write a commented configuration file: every key, its default and the reason to change it."""
@@ -263,6 +263,8 @@ def mooncake(
     """Run a Mooncake store for the offload tier, a master and a provider of host memory, until
     Ctrl-C. Mooncake has no passwords and no encryption: whoever reaches its ports reads and
     writes."""
+    if not host:  # with which the master would listen everywhere
+        raise typer.BadParameter("Expected an address", param_hint="'--host'")
     script = str(Path(__file__).parent / "offload" / "mooncake.sh")
     programs = str(Path(sys.executable).parent)
     given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]

@@ -52,7 +52,8 @@ class _Log(QueueHandler):
             line = f"{record.msg}\n".encode(errors="replace")
             with suppress(OSError):
                 if self._path is not None and os.fstat(2).st_size + len(line) > LOG_BYTES:
-                    self._path.replace(f"{self._path}.1")
+                    with suppress(FileNotFoundError):  # somebody has removed it
+                        self._path.replace(f"{self._path}.1")
                     _become_stderr(self._path)
                 while line:
                     line = line[os.write(2, line) :]

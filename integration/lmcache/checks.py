@@ -80,15 +80,14 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str]:
         )
     if instance.vllm_config.scheduler_config.policy == "priority":
         yield (
-            "vLLM may take a step from a request, whose blocks its prefix cache then names though "
-            "nobody wrote them: start it without --scheduling-policy priority, or with "
+            "vLLM may cancel a request's step, and its prefix cache then names blocks that were "
+            "never written: start it without --scheduling-policy priority, or with "
             '"kv_connector":"VCacheConnector"'
         )
     if instance.several:
         yield (
-            "the model has several block tables, or one of a sliding window, of which LMCache "
-            "stores what vLLM has given back: start vLLM "
-            'with "kv_connector":"VCacheConnector"'
+            "the model has several block tables, or one of a sliding window, and LMCache would "
+            'store blocks that vLLM has freed: start vLLM with "kv_connector":"VCacheConnector"'
         )
     extra = getattr(lm_config, "extra_config", None) or {}
     mla_ranks = instance.model.use_mla and instance.model.tp_size > 1

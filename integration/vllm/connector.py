@@ -235,7 +235,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def weights_are(self, name: object) -> None:
         """vLLM's weights are of the version `name` from now on."""
         if self._scheduler is not None and self._scheduler.instance.versions:
-            log.info("vcache: the weights are %.80r", name)
+            log.info("vcache: the weights have version %.80r", name)
             self._scheduler.change_version(versions.digest(name))
 
     # ---- in a worker

@@ -69,14 +69,14 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
     except StoreDown as error:
         advice = f"start mooncake_master there, or set offload.mooncake.master; {START} here"
         if isinstance(error, StoreLost) or not process.alive or "timed out" in str(error):
-            advice = "is that mooncake_master's rpc_port, does it hang, does a firewall keep it?"
+            advice = "check that this is its rpc_port, that it does not hang, and your firewalls"
         yield fail(MASTER, f"{master}: {error}", advice)
         return
     yield ok(MASTER, f"{master} answers")
     try:
         yield _provider(process, fd)
     except StoreDown as error:
-        advice = "see whether all providers live; dead ones are forgotten after client_ttl, 10 s"
+        advice = "check that all providers run; dead ones are forgotten after client_ttl, 10 s"
         yield fail(PROVIDER, f"1 MiB: {error}", advice)
 
 

@@ -39,7 +39,7 @@ def check_socket(config: Config) -> Iterator[Finding]:
     if fault:
         yield fail("socket", f"{detail}: {fault}", "see docs/operations.md")
     elif not os.access(path.parent, os.X_OK):
-        advice = "its user lets others in by server.allow_uids"
+        advice = "ask its user to add your uid to server.allow_uids"
         yield fail("socket", f"{detail}: uid {os.getuid()} may not enter", advice)
     elif mode & 0o077 and not config.server.allow_uids:
         yield warn("socket", f"{detail}: other users can reach it", f"chmod 700 {path.parent}")

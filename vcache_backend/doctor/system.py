@@ -48,10 +48,10 @@ def check_packages(config: Config) -> Iterator[Finding]:
         name, version = package.installed()
         advice = f"pip install '{name}{package.wanted}'"
         if not version and package.role == "engine":
-            without = "the server and the commands do without; KV needs the extra `engine`"
+            without = "the server does without it; what moves KV needs the extra `engine`"
             yield ok(name, f"not installed: {without}")
         elif not version and not here[package.role]:
-            yield ok(name, "not installed (only needed where it is used)")
+            yield ok(name, "not installed (optional)")
         elif not version:
             other = f"; without CUDA: {package.builds[0]}" if package.builds else ""
             lacks = "not installed, and needed with this machine and configuration"

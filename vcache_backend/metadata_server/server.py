@@ -15,7 +15,7 @@ import time
 from contextlib import ExitStack
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, raising_as
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import ClientLines
 from vcache_backend.metadata_server.descriptors import closing
@@ -62,7 +62,9 @@ class Server:
         admission = Admission(config, self._endpoint, self._epoll)
         epoch, first_id = 1 + secrets.randbits(62), 1 + secrets.randbits(62)
         self._directory = Directory(config, time.monotonic, first_id)
-        self._ledger = Ledger(epoch)
+        what = "memory for the server's ledger (memfd_create)"
+        with raising_as(ConfigError, what, OSError):
+            self._ledger = Ledger(epoch)
         undo.callback(self._ledger.close)
         self._predecessors = Predecessors(self._directory, epoch, config.recover_seconds)
         self._service = Service(

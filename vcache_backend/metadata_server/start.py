@@ -47,7 +47,7 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
     server's log, if none answers within `seconds`."""
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
     trusted = config.client.server_uid
-    present = f"the metadata server at {path} is there already"
+    present = f"the metadata server at {path} is already running"
     if not _silence(path, trusted):
         return present
     try:

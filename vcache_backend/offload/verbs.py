@@ -86,7 +86,8 @@ class Mooncake:
         self._raw = self._library.MooncakeDistributedStore()
         code = self._raw.setup(settings)
         if code:
-            raise StoreLost(f"setup failed ({code})")
+            given = f"hostname {hostname}, protocol {config.protocol}, devices {config.devices}"
+            raise StoreLost(f"setup failed ({code}) with {given}")
         self._is_open = True
         self._addresses([])
         return settings | environment

@@ -92,7 +92,7 @@ def _refusals(
         yield (
             "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
             "start vLLM without --enable-sleep-mode, "
-            "or take vLLM 0.33"
+            "or use vLLM 0.33"
         )
     backend = vllm_config.model_config.sleep_mode_backend
     if model.sleep_mode and backend != "cumem":
@@ -113,6 +113,6 @@ def _refusals(
     caps = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
     if vllm_config.aux_output_config.enabled and not caps:
         yield (
-            "vLLM before 0.33 ends over a hit of whose tokens it was to return the experts: "
-            "start it without --enable-return-routed-experts, or take vLLM 0.33"
+            "vLLM before 0.33 ends on a hit if it has to return the routed experts: "
+            "start it without --enable-return-routed-experts, or use vLLM 0.33"
         )

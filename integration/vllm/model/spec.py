@@ -255,7 +255,7 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
         )
     if instance.fault_tolerance:
         yield (
-            "after a step that failed vLLM's prefix cache names blocks that nobody wrote: "
+            "after a failed step vLLM's prefix cache names blocks that were never written: "
             "start it without --enable-fault-tolerance"
         )
     if instance.kv_cache_dtype.endswith("per_token_head"):
@@ -271,7 +271,7 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
         )
     if not (instance.revision or instance.named):
         yield (
-            f"nothing tells which weights of {instance.model} vLLM has loaded: they have no "
+            f"it is not known which weights of {instance.model} vLLM has loaded: they have no "
             "revision, come from another process, or were written while vLLM started: start it "
             "again, or set connector.model to a name of these weights"
         )
