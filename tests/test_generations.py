@@ -84,9 +84,10 @@ def test_a_block_that_the_cache_does_not_have_equals_nothing(view: GenerationVie
         assert view.leading(u32(0, block), u64(2, 2), 1) == 1
 
 
-def test_a_change_that_cannot_be_made_is_told(table: Generations) -> None:
+def test_a_change_that_cannot_be_made_is_told_and_changes_nothing(table: Generations) -> None:
     with pytest.raises(IndexError):
         table.void([1, BLOCKS])
+    assert (table.counters == 2).all()
 
 
 # ---- who can write it

@@ -138,7 +138,7 @@ def clear(
 def config_init(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="The new file; nothing is overwritten. -: show it."),
+        typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it."),
     ] = Path("vcache.yaml"),
 ) -> None:
     """Write a commented configuration file: every key, its default and the reason to change it."""

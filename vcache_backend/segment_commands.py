@@ -69,7 +69,7 @@ def drop_segment(
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
-    """Take a segment back. Its chunks are forgotten; its memory is free after its last user."""
+    """Take a segment back. Its chunks are forgotten. Its memory is freed once nobody uses it."""
     from vcache_backend.metadata_server.messages import SegmentId
 
     with command.client(config_file, socket) as client:

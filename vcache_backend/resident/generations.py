@@ -50,6 +50,8 @@ SEALS = RESIZING | FUTURE_WRITE
 MOST_ALONE = 500
 """With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits until
 it has it back. `take` always does."""
+MANY = 256
+"""With fewer elements a loop takes less time than numpy, whose code no other step needs."""
 _ODD = np.uint64(1)
 _PARITY = bytes(byte & 1 for byte in range(256))
 
@@ -113,17 +115,19 @@ class Generations:
     def void(self, blocks: Blocks) -> None:
         """Mark blocks as not to be read until `filled`. The caller may write them from now on.
 
-        Raises IndexError if a block is outside of the cache; others may be void then."""
-        counters = self.counters.data
-        for block in blocks:
-            counters[block] = VOID
+        Raises IndexError, and changes nothing, if a block is outside of the cache."""
+        self.counters[blocks] = VOID
 
     def filled(self, blocks: Blocks) -> int:
         """Give void blocks the next even number, and return it: it stands for what is being written
         into them."""
-        counters, number = self.counters.data, self.coming
-        for block in blocks:
-            counters[block] = number
+        counters, number = self.counters, self.coming
+        if len(blocks) < MANY:
+            memory = counters.data
+            for block in blocks:
+                memory[block] = number
+        else:
+            put(counters, blocks, number)
         self.coming += 2
         return number
 

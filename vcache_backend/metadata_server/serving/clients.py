@@ -221,7 +221,7 @@ class Clients:
         connection.client = client
         mismatches = self._service.layouts.add(client, request.layout)
         if mismatches:
-            log.warning("pid %d: %s; %d such instances", pid, mismatches[0], len(mismatches))
+            log.warning("pid %d: %s; such instances: %d", pid, mismatches[0], len(mismatches))
         connection.queue(m.Welcome(self._service.epoch, mismatches), [self._ledger])
 
     # ---- out
