@@ -76,7 +76,6 @@ class Channel:
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
         """Try to connect once. An absent server raises nothing; call `require` for an error."""
         self._path, self._config, self._hello = path, config, hello
-        self.request_seconds = config.request_seconds
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._link: ServerLink | None = None
@@ -176,6 +175,10 @@ class Channel:
             wire.close_fds(fds)
             raise
         return reply, fds
+
+    @property
+    def request_seconds(self) -> float:
+        return self._config.request_seconds
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. Its answer is read later."""
