@@ -114,7 +114,7 @@ class SchedulerSide:
         self._plans_ahead = ahead or vllm_config.parallel_config.pipeline_parallel_size > 1
         self._steps_are_taken = scheduling.policy == "priority"
         """vLLM may take the step being planned from a request."""
-        self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", 0))
+        self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", True))
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
