@@ -154,6 +154,8 @@ def test_a_hit_ends_where_every_rank_has_a_state(here: Node) -> None:
         here.stored(len(known) + 2 * (4 + 2))
         own, again = ranks.one(tokens), ranks.again(tokens)
         assert (again.cached, again.said) == (own.cached, own.said) == (LENGTH, own.said)
+        with here.corrupted():
+            assert ranks.again(tokens).differs(own)
         here.unleased()
         new = [key for key in here.chunk_keys() if key not in known]
         states = [key for key in state_keys(new, 1) if key in new and key.endswith(b"\0\1")]

@@ -19,7 +19,8 @@ LAST_SECONDS = 1.0
 
 class _Log(QueueHandler):
     """Writes to stderr in a thread of its own: a terminal that is stopped (Ctrl-S), or a pipe that
-    nobody reads, holds up nobody who logs.
+    nobody reads, holds up nobody who logs. It has no handler of `logging` write: for the lock of
+    one that writes forever, the end of the process would wait forever, too.
 
     path: stderr becomes a log there of at most `LOG_BYTES`, with the one before it as `.1`.
     Whatever else goes to stderr, such as a traceback, stands in it, too. OSError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,6 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.calls.channel import Channel, R, Sent
 
 _PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
-_COUNTED = "asked", "found", "awaited", "waited_ms"
 _KEY_BYTES = m.KEY_BYTES + 2
 """Bytes of a key in a message that publishes chunks."""
 
@@ -52,7 +52,7 @@ class Client(Channel):
         """Called with every heartbeat: what this process has read in other instances so far."""
         self.unmappable: set[m.SegmentId] = set()
         """Segments that this process cannot map. The server hears of them with every heartbeat."""
-        self._untold = dict.fromkeys(_COUNTED, 0)
+        self._untold = Counter[str]()
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -137,7 +137,7 @@ class Client(Channel):
         """List all segments. Also sends the counts from `count`, `reads` and `unmappable`."""
         with self._telling:
             counts = self._untold
-            self._untold = dict.fromkeys(_COUNTED, 0)
+            self._untold = Counter()
         most = {name: min(count, m.MAX_TOKENS) for name, count in counts.items()}
         try:
             request = m.ListSegments(**most, reads=self.reads(), unmappable=list(self.unmappable))

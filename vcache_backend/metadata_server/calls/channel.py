@@ -49,8 +49,11 @@ class Sent(Generic[R]):
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
         self.reply: m.Reply | None = None
         self.lost = ""
-        self.over = False
+
+    @property
+    def over(self) -> bool:
         """Whether the answer has arrived, or never will."""
+        return self.reply is not None or bool(self.lost)
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the answer, but only for `seconds`. The connection stays if it is late."""
@@ -203,9 +206,7 @@ class Channel:
                 raise ProtocolError(
                     f"{type(sent.request).__name__} was answered with {type(reply).__name__}"
                 )
-            self._unread.popleft()
-            sent.reply = reply
-            sent.over = True
+            self._unread.popleft().reply = reply
             self.on_reply(reply)
             if isinstance(reply, m.Error) and reply.fatal:
                 self._drop(link, f"server at {self._path} closed the connection: {reply.message}")
@@ -222,10 +223,9 @@ class Channel:
         """Send `data` with `fds`, if there is any, and read answers up to that to `sent` if `reads`
         says so: under the lock, by a deadline. Drops the connection if that fails. drops: also if
         it is late."""
-        seconds = self.request_seconds if seconds is None else seconds
+        seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
-        if not self.connected:
-            raise ServerUnavailable(self._down)
+        self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise ServerTimeout(self._late(sent.request, seconds, "waiting for other calls"))
         try:
@@ -327,9 +327,7 @@ class Channel:
             self._link = None
             self._down = reason
             while self._unread:
-                unread = self._unread.popleft()
-                unread.lost = reason
-                unread.over = True
+                self._unread.popleft().lost = reason
             self.connections_lost += 1
             self._wake.set()
 
