@@ -126,7 +126,7 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
     )
     what += f"; wrong: {dict(wrong)}" if wrong else ""
     row = fraction(joined(fleet.rows, "equal", kind), good, what)
-    if len(good) < len(hits) and row.ok:
+    if len(good) < len(hits) and all(good):
         # Too few to say that all are equal.
         row = msgspec.structs.replace(
             row, ok=None, what=f"{what}; the time was up after {len(good)} of {len(hits)} prompts"
