@@ -33,7 +33,7 @@ WHAT = {
     "weights that change, through a pool": r"vllm_weights_\w+",
     "weights that change, in place": r"inplace_weights_\w+",
     "in place: hits equal to the bit": r"inplace_equal",
-    "in place: fp8 KV, MLA, n-gram drafts": r"inplace_equal_(fp8|mla|ngram)",
+    "in place: fp8 KV, MLA": r"inplace_equal_(fp8|mla)",
     "in place: pages of several sizes in one table": r"inplace_equal_(head|sparse|sparse_fp8)",
     "in place: tensor parallel 2": r"inplace_equal_tp2",
     "expert and data parallel ranks": r"ep_dp_(hit_equal|ranks_agree|hits)_\w+",
