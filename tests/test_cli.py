@@ -20,8 +20,8 @@ import pytest
 from processes import ROOT, SECONDS, Child, Stage, ran
 from typer.testing import CliRunner
 
-from vcache_backend import command, config
-from vcache_backend.cli import app
+from vcache_backend import config
+from vcache_backend.cli import app, command
 
 VCACHE = [sys.executable, "-m", "vcache_backend"]
 EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")

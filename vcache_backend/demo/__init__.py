@@ -1,7 +1,7 @@
 """`vcache demo`: a real metadata server and two real workers. Each worker retrieves what the other
 has stored, and every byte is checked.
 
-Only the workers (`demo_worker`) import torch, which takes seconds: this process does only if there
+Only the workers (`worker`) import torch, which takes seconds: this process does only if there
 are two GPUs that are linked."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from multiprocessing import Pipe
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
+from vcache_backend.cli.terminal import print_json
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.server import Server
-from vcache_backend.terminal import print_json
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 
 PROMPTS, CHUNKS = 8, 8
@@ -105,7 +105,7 @@ class WorkerProcess(subprocess.Popen[bytes]):
 
     def __init__(self, *arguments: str) -> None:
         self.pipe, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", "vcache_backend.demo_worker", *arguments]
+        command = [sys.executable, "-P", "-m", "vcache_backend.demo.worker", *arguments]
         with theirs:
             super().__init__(command, stdin=theirs.fileno(), start_new_session=True)
 

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from vcache_backend import command, config, terminal
-from vcache_backend.command import ConfigFile, Json, Socket
+from vcache_backend import config
+from vcache_backend.cli import command, terminal
+from vcache_backend.cli.command import ConfigFile, Json, Socket
 from vcache_backend.errors import ConfigError, SegmentError
 
 app = command.group("Lend memory to the pool, list it, take it back.")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from vcache_backend import __version__, command, config, segment_commands, terminal
-from vcache_backend.command import ConfigFile, Json, Socket
+from vcache_backend import __version__, config
+from vcache_backend.cli import command, segments, terminal
+from vcache_backend.cli.command import ConfigFile, Json, Socket
 from vcache_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ app = command.group(
     "Share transformer KV caches among the inference processes of a node.", root=True
 )
 config_app = command.group("Write a configuration file, check one, or show what is in force.")
-app.add_typer(segment_commands.app, name="segment")
+app.add_typer(segments.app, name="segment")
 app.add_typer(config_app, name="config")
 
 
@@ -142,7 +143,7 @@ def config_init(
     ] = Path("vcache.yaml"),
 ) -> None:
     """Write a commented configuration file: every key, its default and the reason to change it."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     folders = (package / "configs", package.parent / "configs")
     text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()
     if str(path) == "-":
@@ -265,7 +266,7 @@ def mooncake(
     writes."""
     if not host:  # with which the master would listen everywhere
         raise typer.BadParameter("Expected an address", param_hint="'--host'")
-    script = str(Path(__file__).parent / "offload" / "mooncake.sh")
+    script = str(Path(__file__).parents[1] / "offload" / "mooncake.sh")
     programs = str(Path(sys.executable).parent)
     given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]
     os.execvp("bash", ["bash", script, *given])
