@@ -448,11 +448,11 @@ class Clients(RuleBasedStateMachine):
             self.model.end_lease(lease)
         holds = lease in self.model.leases
         if renew:
-            assert self.directory.renew(lease) is holds
+            assert self.directory.leases.renew(lease) is holds
             if holds:
                 self.model.renewed(lease, self.clock.now)
         else:
-            assert self.directory.release(lease) is holds
+            assert self.directory.leases.release(lease) is holds
             if holds:
                 self.model.end_lease(lease)
 
@@ -465,7 +465,7 @@ class Clients(RuleBasedStateMachine):
         for _ in range(2):
             self.time_passes(6, True)
             for lease in set(self.model.leases) - before:
-                assert self.directory.renew(lease) is True
+                assert self.directory.leases.renew(lease) is True
                 self.model.renewed(lease, self.clock.now)
 
     @rule(

@@ -125,7 +125,7 @@ def test_leases_of_one_client_and_the_chunks_under_them_are_bounded(
     first, _, third = [directory.acquire(READER, [A, B]).lease for _ in range(3)]
     assert third == 0
     assert directory.acquire(OTHER, [A, B]).lease != 0
-    directory.release(first)
+    directory.leases.release(first)
     assert directory.acquire(READER, [A, B]).lease != 0
 
 
@@ -325,10 +325,10 @@ def test_who_renews_a_lease_before_a_lost_connection_is_cleared_away_has_its_ful
     put(directory, A, B)
     renewed, other = directory.acquire(READER, [A]).lease, directory.acquire(READER, [B]).lease
     directory.disconnect(READER)
-    assert directory.renew(renewed)
+    assert directory.leases.renew(renewed)
     directory.backlog.run(1000)
     clock.advance(m.GRACE_SECONDS)
-    assert (directory.release(renewed), directory.release(other)) == (True, False)
+    assert (directory.leases.release(renewed), directory.leases.release(other)) == (True, False)
 
 
 def test_room_for_one_large_chunk_is_not_made_of_any_number_of_small_ones(clock: FakeClock) -> None:

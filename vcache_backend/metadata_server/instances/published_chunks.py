@@ -48,7 +48,7 @@ class InstancePublications:
     bounds the number of chunks."""
 
     def __init__(self, join: m.Join) -> None:
-        self.shape = shape(join)
+        self.join = join
         self.namespace, self.blocks = join.namespace, join.blocks
         self.ranks, self.each = join.ranks, join.each
         self.whole = False
@@ -204,11 +204,6 @@ class InstancePublications:
         for block in struct.unpack(f"<{self.each}I", chunk.blocks):
             if holders[block] is chunk:
                 holders[block] = None
-
-
-def shape(join: m.Join) -> m.Join:
-    """A join without the instance's name. Publications stay as long as this stays the same."""
-    return msgspec.structs.replace(join, instance=m.InstanceId(b""))
 
 
 def _split(table: Table, sequence: int) -> tuple[Table, Table]:

@@ -19,7 +19,6 @@ from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client_lines import caused_by
 from vcache_backend.metadata_server.descriptors import Descriptor
-from vcache_backend.metadata_server.instances.published_chunks import shape
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -117,7 +116,7 @@ class InstanceRegistry:
             raise Refused(f"{len(fds)} fds came along; exactly 1 is needed")
         self._check(client, request.instance, m.SCHEDULER, 1)
         status = os.fstat(fds[0])
-        table = shape(request), status.st_dev, status.st_ino
+        table = request, status.st_dev, status.st_ino
         if self._is_new(client, request.instance, m.SCHEDULER, table):
             self._residents.close(request.instance)
         self._residents.open(request)

@@ -19,7 +19,6 @@ from vcache_backend.metadata_server.instances.published_chunks import (
     InstancePublications,
     PublishedChunk,
     Table,
-    shape,
 )
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
@@ -66,10 +65,10 @@ class ResidentDirectory:
         return () if publications is None else publications.complete
 
     def open(self, join: m.Join) -> None:
-        """Add an instance. Its earlier publications stay, unless its shape has changed. Refuse an
+        """Add an instance. Its earlier publications stay, unless the request has changed. Refuse an
         instance for whose blocks there is no room."""
         earlier = self._of.get(join.instance)
-        if earlier is None or earlier.shape != shape(join):
+        if earlier is None or earlier.join != join:
             self.close(join.instance)
             if self.nbytes + join.blocks * BLOCK_BYTES > MAX_BYTES:
                 raise Refused(f"the server has no memory for {join.blocks:,} more blocks")

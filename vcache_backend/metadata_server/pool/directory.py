@@ -40,7 +40,7 @@ class Directory(SegmentDirectory):
         super().__init__(limits, now, first_id)
         self._limits = limits
         self.quotas = Quotas(limits.quotas)
-        self.leases = Leases(limits.lease_seconds, self.contents.let_go)
+        self.leases = Leases(limits.lease_seconds, now, self.contents.let_go)
         self.promises = Promises(self.backlog, self.counters, now)
         self.residents = ResidentDirectory(
             self.backlog, self.counters, limits.max_chunks, self.promises.arrived
@@ -94,16 +94,8 @@ class Directory(SegmentDirectory):
             return m.Leased(0, 0.0, [])
         lease, each_once = next(self._ids), list(dict.fromkeys(entries))
         self.contents.hold(each_once)
-        self.leases.grant(lease, client.id, each_once, self._now())
+        self.leases.grant(lease, client.id, each_once)
         return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
-
-    def renew(self, lease: int) -> bool:
-        """Extend a lease to its full time. Any client may ask. False if it has ended."""
-        return self.leases.renew(lease, self._now())
-
-    def release(self, lease: int) -> bool:
-        """End a lease. Any client may ask. False if the lease had ended before."""
-        return self.leases.release(lease, self._now())
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
         """Make chunks recent, the first the most. Returns how many are in the pool."""
@@ -213,7 +205,7 @@ class Directory(SegmentDirectory):
     def disconnect(self, client: Peer) -> None:
         """Handle a closed connection: its leases end after `GRACE_SECONDS`, its reservations become
         void and their slots quarantined."""
-        self.backlog.later(self.leases.drop_client(client.id, self._now))
+        self.backlog.later(self.leases.drop_client(client.id))
         self.claims.end(client.id)
         self.promises.drop_client(client)
         self.reservations.void(self.reservations.of_client(client.id))
@@ -225,10 +217,9 @@ class Directory(SegmentDirectory):
 
     def tick(self) -> None:
         """End overdue leases and reservations, and remove dropped segments that are empty."""
-        now = self._now()
-        self.leases.expire(now)
+        self.leases.expire()
         self.promises.tick()
-        overdue = self.reservations.overdue(now)
+        overdue = self.reservations.overdue(self._now())
         self.reservations.void(overdue)
         self.counters["expired_reservations"] += len(overdue)
         for segment in self.contents.placement.in_state("draining"):

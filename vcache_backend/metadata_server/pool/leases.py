@@ -1,4 +1,4 @@
-"""Leases: which client may read which chunks until when. Pure: callers pass the time."""
+"""Leases: which client may read which chunks until when. Pure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ class Grant(msgspec.Struct, gc=False):
 
 
 class Leases:
-    """The table of leases. It calls `let_go(entries)` when a lease ends."""
+    """The table of leases. It calls `let_go(entries)` when a lease ends. now: a monotonic clock in
+    seconds. Any client may renew or release a lease, since a process may read under another's."""
 
-    def __init__(self, seconds: float, let_go: Callable[[list[Entry]], None]) -> None:
-        self.seconds = seconds
+    def __init__(
+        self, seconds: float, now: Callable[[], float], let_go: Callable[[list[Entry]], None]
+    ) -> None:
+        self._seconds, self._now = seconds, now
         self.expired = 0
         self._let_go = let_go
         self._leases: OrderedDict[int, Grant] = OrderedDict()
@@ -53,19 +56,19 @@ class Leases:
             or self._leased_by[client] + more > MAX_LEASED_PER_CLIENT
         )
 
-    def grant(self, lease: int, client: int, entries: list[Entry], now: float) -> None:
+    def grant(self, lease: int, client: int, entries: list[Entry]) -> None:
         """Add a lease of `entries`, each once. The caller has counted the reader."""
-        self._leases[lease] = Grant(client, now + self.seconds, entries)
+        self._leases[lease] = Grant(client, self._now() + self._seconds, entries)
         self._of_client.setdefault(client, {})[lease] = None
         self._leased_by[client] += len(entries)
 
-    def renew(self, lease: int, now: float) -> bool:
-        """Extend a lease to its full time; False if it has ended. Any client may ask, since a
-        process may read under another's lease."""
+    def renew(self, lease: int) -> bool:
+        """Extend a lease to its full time; False if it has ended."""
+        now = self._now()
         held = self._holding(lease, now)
         if held is None:
             return False
-        held.deadline = now + self.seconds
+        held.deadline = now + self._seconds
         if held.client not in self._of_client:
             held.client = None
         self._orphans.pop(lease, None)
@@ -73,16 +76,16 @@ class Leases:
         self._leases.move_to_end(lease)
         return True
 
-    def release(self, lease: int, now: float) -> bool:
-        """End a lease; False if it had ended before. Any client may ask."""
-        held = self._holding(lease, now)
+    def release(self, lease: int) -> bool:
+        """End a lease; False if it had ended before."""
+        held = self._holding(lease, self._now())
         if held is None:
             return False
         self._end(lease, held)
         return True
 
-    def expire(self, now: float) -> None:
-        left = AT_ONCE
+    def expire(self) -> None:
+        now, left = self._now(), AT_ONCE
         for table in (self._leases, self._orphans):
             while table and left > 0:
                 lease, held = next(iter(table.items()))
@@ -91,19 +94,19 @@ class Leases:
                 left -= 1 + len(held.entries)
                 self._holding(lease, now)
 
-    def drop_client(self, client: int, now: Callable[[], float]) -> Steps:
+    def drop_client(self, client: int) -> Steps:
         """Make the leases of a closed connection end after `GRACE_SECONDS`, as promised when
         granted, unless another client renews them."""
         leases = self._of_client.pop(client, {})
         self._leased_by.pop(client, None)
-        return self._orphan(leases, now)
+        return self._orphan(leases)
 
-    def _orphan(self, leases: Iterable[int], now: Callable[[], float]) -> Steps:
+    def _orphan(self, leases: Iterable[int]) -> Steps:
         for lease in leases:
             held = self._leases.get(lease)
             if held is not None and held.client is not None:
                 held.client = None
-                held.deadline = now() + GRACE_SECONDS
+                held.deadline = self._now() + GRACE_SECONDS
                 self._orphans[lease] = self._leases.pop(lease)
             yield
 

@@ -81,7 +81,7 @@ class Service:
             case m.Acquire(keys):
                 return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys))
             case m.Release(lease):
-                return m.Verdict(directory.release(lease))
+                return m.Verdict(directory.leases.release(lease))
             case m.Reserve(keys, nbytes, tenant):
                 reserved = directory.reserve(client, keys, nbytes, tenant)
                 return _in_epoch(reserved, directory.epochs.of(keys))
@@ -90,7 +90,7 @@ class Service:
             case m.Abort(reservation):
                 return m.Count(directory.abort(client, reservation))
             case m.Renew(lease):
-                return m.Verdict(directory.renew(lease))
+                return m.Verdict(directory.leases.renew(lease))
             case m.Contains(keys):
                 return m.Present(directory.contains(keys), directory.epochs.of(keys))
             case m.Touch(keys):
