@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class Client(Channel):
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
         """Like `contains`, with the epoch in which to ask the offload tier for the others."""
-        replies = list(self._in_parts(keys, m.Contains, m.Present))
+        replies = list(self._calls(map(m.Contains, _parts(keys)), m.Present))
         return msgspec.structs.replace(
             replies[0], present=[held for reply in replies for held in reply.present]
         )
@@ -104,10 +104,11 @@ class Client(Channel):
         return self._call(m.Abort(reservation), m.Count).count
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
-        return sum(reply.count for reply in self._in_parts(keys, m.Touch, m.Count, last_first=True))
+        # The first parts last: they become the most recent.
+        return self._sum(map(m.Touch, reversed(_parts(keys))))
 
     def remove(self, keys: list[m.ChunkKey]) -> int:
-        return sum(reply.count for reply in self._in_parts(keys, m.Remove, m.Count))
+        return self._sum(map(m.Remove, _parts(keys)))
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
         """Forget a namespace's chunks. Returns how many. reset: also void its offloaded ones."""
@@ -151,11 +152,7 @@ class Client(Channel):
         heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            untold = self._untold
-            untold["asked"] += asked
-            untold["found"] += found
-            untold["awaited"] += awaited
-            untold["waited_ms"] += waited_ms
+            self._untold.update(asked=asked, found=found, awaited=awaited, waited_ms=waited_ms)
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)
@@ -191,11 +188,7 @@ class Client(Channel):
         count = len(whole.keys)
         packed_bytes = (len(whole.blocks) + len(whole.generations)) // max(1, count)
         most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + packed_bytes)))
-        deadline, taken = time.perf_counter() + self._config.request_seconds, 0
-        for start in range(0, count, most):
-            part = whole.cut(start, start + most)
-            taken += self._call(part, m.Count, deadline - time.perf_counter()).count
-        return taken
+        return self._sum(whole.cut(start, start + most) for start in range(0, count, most))
 
     def retract(self, instance: bytes, sequence: int) -> int:
         """Void earlier publications, also those that arrive later. Returns how many chunks."""
@@ -241,23 +234,24 @@ class Client(Channel):
 
     # ---- inside
 
-    def _in_parts(
-        self,
-        keys: list[m.ChunkKey],
-        request: Callable[[list[m.ChunkKey]], m.Request],
-        kind: type[R],
-        last_first: bool = False,
-    ) -> Iterator[R]:
-        """Send the keys in several requests by one deadline, and yield the replies."""
+    def _calls(self, requests: Iterable[m.Request], kind: type[R]) -> Iterator[R]:
+        """Make several calls by the deadline of one."""
         deadline = time.perf_counter() + self._config.request_seconds
-        starts = range(0, max(len(keys), 1), m.MAX_KEYS)
-        for start in reversed(starts) if last_first else starts:
-            part = request(keys[start : start + m.MAX_KEYS])
-            yield self._call(part, kind, deadline - time.perf_counter())
+        for request in requests:
+            yield self._call(request, kind, deadline - time.perf_counter())
+
+    def _sum(self, requests: Iterable[m.Request]) -> int:
+        return sum(reply.count for reply in self._calls(requests, m.Count))
 
     def _list(self) -> None:
         with suppress(VCacheError):
             self.on_segments(self.list_segments())
+
+
+def _parts(keys: list[m.ChunkKey]) -> list[list[m.ChunkKey]]:
+    """Split keys for requests; one without keys if there are none."""
+    starts = range(0, max(len(keys), 1), m.MAX_KEYS)
+    return [keys[start : start + m.MAX_KEYS] for start in starts]
 
 
 def _most_found(request: m.Find | m.Promise) -> int:

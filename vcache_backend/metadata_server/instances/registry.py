@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from heapq import nlargest
 from typing import Any
 
@@ -101,13 +101,11 @@ class InstanceRegistry:
 
     @property
     def descriptors(self) -> int:
-        parts = (part for instance in self._of.values() for part in instance.parts.values())
-        return sum(len(part.fds) for part in parts)
+        return sum(len(part.fds) for _, part in self._parts())
 
     def processes(self) -> set[ProcessId]:
         """Processes whose end removes their parts, even if a child holds the connection open."""
-        instances = self._of.values()
-        return {part.peer.process for instance in instances for part in instance.parts.values()}
+        return {part.peer.process for _, part in self._parts()}
 
     # ---- shown
 
@@ -213,11 +211,7 @@ class InstanceRegistry:
         """The rows of all clients with the most bytes."""
         rows = ((read, client) for client, reads in self._reads.values() for read in reads)
         most = nlargest(MAX_READS, rows, key=lambda row: (row[0].nbytes, row[0].refused))
-        names = {
-            part.peer.id: id_
-            for id_, instance in self._of.items()
-            for part in instance.parts.values()
-        }
+        names = {part.peer.id: id_ for id_, part in self._parts()}
         return [
             m.ReadStats(
                 client.process.pid,
@@ -236,6 +230,11 @@ class InstanceRegistry:
         ]
 
     # ---- inside
+
+    def _parts(self) -> Iterator[tuple[m.InstanceId, ShownPart]]:
+        for id_, instance in self._of.items():
+            for part in instance.parts.values():
+                yield id_, part
 
     def _part(self, instance: m.InstanceId, rank: int) -> ShownPart | None:
         return self._of[instance].parts.get(rank) if instance in self._of else None
