@@ -20,6 +20,13 @@ from vcache_backend import config_file
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError, printable
 
 _LARGEST_FIRST = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{binary}{b}": (1024 if binary else 1000) ** power
+    for power, letter in enumerate("KMGT", 1)
+    for binary in ("", "I")
+    for b in ("", "B")
+}
+"""Bytes by unit, in capitals: G and GB are 10^9, Gi and GiB are 2^30, as in Kubernetes."""
 MAX_BYTES = 1 << 48
 MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in a socket's address."""
@@ -30,13 +37,6 @@ _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-
 DEVICE_FORMS = (
     "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
 )
-_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS = (
-    {"": 1, "B": 1}
-    | {f"{letter}{b}": size for letter, size in _DECIMAL.items() for b in ("", "B")}
-    | {unit.upper().removesuffix("B") + b: size for unit, size in _LARGEST_FIRST for b in ("", "B")}
-)
-"""Bytes by unit, in capitals: G and GB are 10^9, Gi and GiB are 2^30, as in Kubernetes."""
 
 KV_AXES = ("part", "block", "token", "head", "dim")
 """Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of
@@ -351,7 +351,7 @@ def from_dict(
     apply `VCACHE_SOCKET`.
 
     Raises ConfigError that names `source`, the key, and its line if `lines` has it: see
-    `config_file.lines`."""
+    `config_file.parse`."""
     offload = values.get("offload")
     if isinstance(offload, dict) and offload.get("policy") is False:
         # YAML reads a plain `off` as false.
@@ -420,14 +420,7 @@ def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
         raise ConfigError(f"{path}: {error}") from error
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES:,} B, too large for a configuration")
-    config_file.check(text, str(path))
-    try:
-        values, lines = msgspec.yaml.decode(text), config_file.lines(text, str(path))
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {config_file.not_yaml(error, text)}") from error
-    # by PyYAML: a number or a date that is none
-    except (ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}; put it in quotes if it is text") from error
+    values, lines = config_file.parse(text, str(path))
     if values is None:
         values = {}
     if not isinstance(values, dict):

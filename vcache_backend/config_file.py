@@ -1,4 +1,4 @@
-"""Explains mistakes in configuration files: their lines, repeated keys, what was meant."""
+"""Reads YAML, and explains mistakes in configuration files: their lines, what was meant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,23 @@ some ten thousand levels down."""
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def check(text: bytes, source: str) -> None:
+def parse(text: bytes, source: str) -> tuple[Any, dict[str, int]]:
+    """Read a YAML text. Returns its value, and the line of each key by path, such as
+    `.pool.device`. ConfigError, with the mistake's line if it is known."""
+    _refuse_endless(text, source)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        lines = _lines(node, source)
+        return None if node is None else loader.construct_document(node), lines
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: {_not_yaml(error, text)}") from error
+    # by PyYAML: a number or a date that is none
+    except (ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{source}: not YAML: {error}; put it in quotes if it is text") from error
+
+
+def _refuse_endless(text: bytes, source: str) -> None:
     """Raise ConfigError for YAML that takes endless time or memory to read: aliases, which can
     stand for a thousand times as much text, and deep nesting. What is no YAML passes."""
     depth = 0
@@ -35,15 +51,16 @@ def check(text: bytes, source: str) -> None:
                 raise ConfigError(f"{at}: the sections are nested too deeply")
 
 
-def lines(text: bytes, source: str) -> dict[str, int]:
-    """The line of each key of a YAML text that `check` lets pass, by path, such as `.pool.device`.
-    Raises ConfigError: a key is there twice, or is no text."""
+def _lines(document: yaml.Node | None, source: str) -> dict[str, int]:
+    """The line of each key, by path. Raises ConfigError: a key is there twice, or is no text."""
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, at: str) -> None:
         if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # no key of a dict: PyYAML refuses it
             path, line = f"{at}.{key.value}", key.start_mark.line + 1
             if not key.tag.endswith(":str"):
                 said = f"a key is a name, and this is none to YAML: {key.value!r}"
@@ -54,20 +71,19 @@ def lines(text: bytes, source: str) -> dict[str, int]:
             found[path] = line
             walk(value, path)
 
-    walk(yaml.compose(text, Loader=_Loader), "")
+    walk(document, "")
     return found
 
 
-def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
+def _not_yaml(error: yaml.YAMLError, text: bytes) -> str:
     """Why `text` is not YAML, in one line that begins with the mistake's line, if known."""
-    told = error.__context__
-    if isinstance(told, yaml.reader.ReaderError):
-        at = len(text[: told.position].splitlines())
-        return f"line {max(1, at)}: not YAML: {told.reason}"
-    said = getattr(told, "problem", None) or str(error).partition("\n")[0]
+    if isinstance(error, yaml.reader.ReaderError):
+        at = len(text[: error.position].splitlines())
+        return f"line {max(1, at)}: not YAML: {error.reason}"
+    said = getattr(error, "problem", None) or str(error).partition("\n")[0]
     if said.startswith("but "):
-        said = f"{getattr(told, 'context', '')}, {said}"
-    mark = getattr(told, "problem_mark", None)
+        said = f"{getattr(error, 'context', '')}, {said}"
+    mark = getattr(error, "problem_mark", None)
     if mark is None:
         return f"not YAML: {said}"
     return f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: not YAML: {said}"
