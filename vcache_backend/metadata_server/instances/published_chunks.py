@@ -19,7 +19,6 @@ CHUNK_BYTES, BLOCK_BYTES = 320, 136
 block of an instance. The latter pays for `holders` and both tables, which never shrink."""
 MAX_COPIES = 2048
 """The most copies that an instance has yet to be told of. Beyond it the oldest are dropped."""
-_FIRST_RANK = bytes(m.RANK_BYTES)
 
 
 class PublishedChunk(msgspec.Struct, gc=False, eq=False):
@@ -88,17 +87,14 @@ class InstancePublications:
         if sequence < self._floor:
             return 0
         taken, limit = 0, len(self) + most
-        for at, key in enumerate(request.keys):
+        for at, key in enumerate(m.of_rank(request.keys, 0)):
             part = slice(at * each, (at + 1) * each)
             blocks = request.blocks[part.start * m.NUMBER_BYTES : part.stop * m.NUMBER_BYTES]
             generations = request.generations[
                 part.start * m.GENERATION_BYTES : part.stop * m.GENERATION_BYTES
             ]
-            first = m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK) if rank else key
-            full = len(self) >= limit
-            taken += self._take(
-                PublishedChunk(first, blocks, generations, sequence, 1 << rank), numbers[part], full
-            )
+            chunk = PublishedChunk(key, blocks, generations, sequence, 1 << rank)
+            taken += self._take(chunk, numbers[part], full=len(self) >= limit)
         return taken
 
     def retract(self, sequence: int) -> tuple[Table, Table]:

@@ -91,11 +91,12 @@ class Directory(SegmentDirectory):
         self.counters["acquire_chunks"] += len(keys)
         self.counters["acquire_hits"] += len(entries)
         if not entries:
-            return m.Leased(0, 0.0, [])
+            return m.Leased(0, 0.0, [], self.epochs.of(keys))
         lease, each_once = next(self._ids), list(dict.fromkeys(entries))
         self.contents.hold(each_once)
         self.leases.grant(lease, client.id, each_once)
-        return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
+        locations = [entry.location for entry in entries]
+        return m.Leased(lease, self._limits.lease_seconds, locations, self.epochs.of(keys))
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
         """Make chunks recent, the first the most. Returns how many are in the pool."""
@@ -113,8 +114,9 @@ class Directory(SegmentDirectory):
 
         A key gets a refusal instead if its chunk is stored or being written, or if it comes after
         the first `MAX_SLOTS` new keys."""
+        epoch = self.epochs.of(keys)
         if reason := self._not_now(client):
-            return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
+            return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason, epoch)
         reservation, live = next(self._ids), self.contents.live
         refusal, reason = self._refusal(client, nbytes)
         self.touch(keys)  # stored chunks are in use: do not evict them for the others
@@ -131,19 +133,17 @@ class Directory(SegmentDirectory):
         if refusal is not None:
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
         given = dict(zip(some, locations, strict=False))
-        slots = list[m.Location | int](locations)
-        if len(given) < len(keys):
-            slots = _answers(keys, given, live.among(keys), busy, refusal)
+        slots = _answers(keys, given, live.among(keys), busy, refusal)
         self.promises.refused(
             key
             for key, slot in zip(keys, slots, strict=True)
             if isinstance(slot, int) and slot != m.Refusal.BUSY
         )
         if not given:
-            return m.Reserved(0, 0.0, slots, reason)
+            return m.Reserved(0, 0.0, slots, reason, epoch)
         self._open(client, reservation, given, payer)
         self.counters["reserved"] += len(given)
-        return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
+        return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason, epoch)
 
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
         """Publish a reservation of this client. Returns how many chunks are visible.

@@ -27,8 +27,8 @@ SAME_SEGMENT = 64
 
 class Peer(msgspec.Struct):
     """A client's connection: its number, its process and that process's user, the preferred device,
-    the segments it cannot map, the name from its hello, and when (monotonic clock) its last message
-    came."""
+    the segments it cannot map, the name from its hello, when (monotonic clock) its last message
+    came, and the pace that its last promise told, see `OpenPromise`."""
 
     id: int
     process: ProcessId
@@ -38,6 +38,7 @@ class Peer(msgspec.Struct):
     name: str = ""
     heard: float = msgspec.field(default_factory=time.monotonic)
     uid: int = 0
+    pace: tuple[float, float] = (0.0, 0.0)
 
     @property
     def caller(self) -> Caller:

@@ -54,8 +54,6 @@ class Promises:
         self._quiet: dict[OpenPromise, None] = {}
         """All promises, those that have been quiet longest first."""
         self._by_key: dict[m.ChunkKey, OpenPromise] = {}
-        self._paces: dict[int, tuple[float, float]] = {}
-        """By connection, what its last promise said of its pace."""
 
     def __len__(self) -> int:
         """The number of promised chunks."""
@@ -104,7 +102,7 @@ class Promises:
             return 0
         taken.confirmed = True
         taken.begun = request.begun
-        taken.pace = self._paces[client.id] = request.chunk_seconds, request.step_seconds
+        taken.pace = client.pace = request.chunk_seconds, request.step_seconds
         return len(taken.left)
 
     # ---- kept
@@ -141,7 +139,6 @@ class Promises:
                 self._remove(promised, [key])
 
     def drop_client(self, client: Peer) -> None:
-        self._paces.pop(client.id, None)
         self._drop(list(self._of.get(client.id, {}).values()))
 
     def clear(self, namespace: bytes) -> None:
@@ -171,8 +168,7 @@ class Promises:
         if promised is None:
             if len(self._quiet) >= MAX_PROMISES or len(of_client) >= MAX_OF_CLIENT:
                 return None
-            pace = self._paces.get(client.id, (0.0, 0.0))
-            promised = OpenPromise(client, number, ranks, 0.0, pace, {})
+            promised = OpenPromise(client, number, ranks, 0.0, client.pace, {})
         room = min(MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
         new = [key for key in lacking if key not in promised.left][: max(0, room)]
         for key in new:

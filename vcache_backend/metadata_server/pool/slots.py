@@ -139,6 +139,7 @@ class Segment:
     until its last reader and writer are gone."""
 
     def __init__(self, info: SegmentInfo) -> None:
+        self._added = info
         self.id, self.nbytes = info.id, info.nbytes
         self.device, self.medium = info.device, info.medium
         self.state: SegmentState = info.state
@@ -156,11 +157,8 @@ class Segment:
 
     def info(self) -> SegmentInfo:
         """The segment as the protocol describes it."""
-        return SegmentInfo(
-            id=self.id,
-            device=self.device,
-            medium=self.medium,
-            nbytes=self.nbytes,
+        return msgspec.structs.replace(
+            self._added,
             used=self.capacity - self.extents.free,
             chunks=len(self.ending) - self.reserved,
             leased=self.leased,

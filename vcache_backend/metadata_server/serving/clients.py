@@ -190,8 +190,6 @@ class Clients:
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds
         reply, held = self._service.answer(connection.client, request, connection.fds)
-        if isinstance(reply, m.ServerStats):
-            reply = msgspec.structs.replace(reply, clients=len(self._connections))
         connection.close_fds()
         connection.queue(reply, held)
 

@@ -51,8 +51,12 @@ class Layouts:
 
     def __init__(self) -> None:
         self._of: dict[int, _Connected] = {}
-        self.hits: dict[str, list[int]] = {}
+        self.hits: dict[str, tuple[int, int]] = {}
         """By namespace, the tokens looked up, and found, since the server's start."""
+
+    def __len__(self) -> int:
+        """The number of connected clients, tools among them."""
+        return len(self._of)
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Add a client. Returns a line for each other namespace of the same model."""
@@ -74,10 +78,9 @@ class Layouts:
         found ones earlier."""
         connected = self._of.get(client)
         if connected is not None and (name := printable(connected.namespace)):
-            totals = self.hits.pop(name, [0, 0])
-            totals[0] += asked
-            totals[1] = min(totals[1] + found, totals[0])
-            self.hits[name] = totals
+            asked_before, found_before = self.hits.pop(name, (0, 0))
+            asked += asked_before
+            self.hits[name] = asked, min(found_before + found, asked)
             if len(self.hits) > MAX_NAMESPACES:
                 del self.hits[next(iter(self.hits))]
 

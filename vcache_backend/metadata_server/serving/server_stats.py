@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def server_stats(service: Service) -> m.ServerStats:
-    """Collect all statistics but the number of connections."""
+    """Collect all statistics."""
     directory, layouts = service.directory, service.layouts
     open_, quarantined = directory.reservations.counts()
     # One process may belong to a hundred instances.
@@ -27,7 +27,7 @@ def server_stats(service: Service) -> m.ServerStats:
     stats = m.ServerStats(
         epoch=service.epoch,
         uptime_seconds=time.monotonic() - service.started,
-        clients=0,
+        clients=len(layouts),
         chunks=len(directory),
         leases=len(directory.leases),
         reservations=open_,
@@ -45,7 +45,7 @@ def server_stats(service: Service) -> m.ServerStats:
         mismatches=layouts.mismatches(),
         instances=instances,
         reads=service.instances.reads(),
-        hits={name: (asked, found) for name, (asked, found) in layouts.hits.items()},
+        hits=dict(layouts.hits),
         tenants=directory.quotas.stats(directory.contents.placement.capacity()),
     )
     return fitting(stats)

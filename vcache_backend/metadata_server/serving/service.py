@@ -79,12 +79,11 @@ class Service:
         directory = self.directory
         match request:
             case m.Acquire(keys):
-                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys))
+                return directory.acquire(client, keys)
             case m.Release(lease):
                 return m.Verdict(directory.leases.release(lease))
             case m.Reserve(keys, nbytes, tenant):
-                reserved = directory.reserve(client, keys, nbytes, tenant)
-                return _in_epoch(reserved, directory.epochs.of(keys))
+                return directory.reserve(client, keys, nbytes, tenant)
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix))
             case m.Abort(reservation):
@@ -263,7 +262,3 @@ def _check_ranks(keys: list[m.ChunkKey], ranks: int) -> None:
     """Refuse a look-up that would take too long."""
     if len(keys) * ranks > m.MAX_LOOKED_UP:
         raise Refused(f"{len(keys):,} keys x {ranks:,} ranks; {m.MAX_LOOKED_UP:,} is the limit")
-
-
-def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
-    return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
