@@ -12,6 +12,7 @@
 #   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
+#   modes    in place: fp8, MLA, n-gram drafts                                                      3 minutes
 #   sparse   pages of several sizes, in place and through a pool, with controls: an EAGLE head with other KV heads (*_equal_head), and a
 #            DeepSeek V3.2 shape (*_equal_sparse*; unpack gemm.tar.xz last; needs nvcc)             6 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
@@ -155,6 +156,7 @@ models() {
   ttft modes 550 fp8,mla,ngram,tp2,tp2_ttft --integration vllm --scale beside --rounds 3 &
   wait
 }
+modes() { ttft modes_in_place 300 fp8,mla,ngram "${in_place[@]}" --scale beside --rounds 3; }
 workers() {
   local parts=${PARTS:-tp2,tp2_ttft,pp2,pp2_ttft} ways=${WAYS:-in_place pool}
   [[ $ways != *in_place* ]] || ttft workers_in_place 280 "$parts" "${in_place[@]}" --scale beside --rounds 3
@@ -221,7 +223,7 @@ states() {
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models workers three sparse which death promises weights copies lmcache decode serving routed ranks ep ep_chat states " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models modes workers three sparse which death promises weights copies lmcache decode serving routed ranks ep ep_chat states " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait
