@@ -100,8 +100,8 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
         wire.close_fds(fds)
     for number in range(200):
         layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
-        service.layouts.add(peer(number), layout)
-        service.layouts.looked_up(number, 1 << 32, 1 << 32)
+        service.layouts.add(client := peer(number), layout)
+        service.layouts.looked_up(client, 1 << 32, 1 << 32)
     stats, segments = (
         service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
     )

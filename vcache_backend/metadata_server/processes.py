@@ -11,7 +11,6 @@ import select
 import socket
 import struct
 import sys
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -157,17 +156,10 @@ class Watch:
 
     def __init__(self) -> None:
         self._pidfds: dict[ProcessId, Descriptor] = {}
-        self._connections = Counter[ProcessId]()
 
-    def joined(self, process: ProcessId, pidfd: Descriptor | None) -> None:
-        """Count a connection of `process`, which sent a `pidfd`, if any."""
-        self._connections[process] += 1
-        if pidfd is not None:
-            self._pidfds.setdefault(process, pidfd)
-
-    def left(self, process: ProcessId) -> None:
-        """Count a closed connection of the process. Its pidfd is kept until the next `ended`."""
-        self._connections[process] -= 1
+    def keep(self, process: ProcessId, pidfd: Descriptor) -> None:
+        """Keep the pidfd that a process has sent, as long as `ended` is told of the process."""
+        self._pidfds.setdefault(process, pidfd)
 
     def pidfd(self, process: ProcessId) -> Descriptor | None:
         """A pidfd of the process; None if the process has ended, or sent none and is not visible.
@@ -177,10 +169,9 @@ class Watch:
             pidfd = self._pidfds[process] = Descriptor(fd)
         return pidfd
 
-    def ended(self, wanted: set[ProcessId]) -> list[ProcessId]:
-        """Which of these processes have ended. Forgets other processes without connections."""
-        self._connections = +self._connections
-        for process in self._pidfds.keys() - self._connections.keys() - wanted:
+    def ended(self, wanted: set[ProcessId], connected: set[ProcessId]) -> list[ProcessId]:
+        """Which of the `wanted` processes have ended. Forgets all but these and the connected."""
+        for process in self._pidfds.keys() - connected - wanted:
             del self._pidfds[process]
         gone, watched, poll = list[ProcessId](), dict[int, ProcessId](), select.poll()
         for process in wanted:

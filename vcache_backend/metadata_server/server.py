@@ -156,7 +156,8 @@ class Server:
     def _watch_processes(self) -> None:
         """Handle the ends of processes that free slots or KV caches."""
         writers, owners = self._directory.reservations.processes(), self._service.instances
-        for process in self._watch.ended(writers | owners.processes()):
+        connected = {client.process for client in self._service.layouts.clients.values()}
+        for process in self._watch.ended(writers | owners.processes(), connected):
             self._service.process_gone(process)
 
 

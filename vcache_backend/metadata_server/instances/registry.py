@@ -96,8 +96,6 @@ class InstanceRegistry:
         """spare: how many more fds the server may keep. pidfd: see `Watch.pidfd`."""
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
         self._of: dict[m.InstanceId, SharedInstance] = {}
-        self._reads: dict[int, tuple[Peer, list[m.Reads]]] = {}
-        """What each client last said of its reads."""
 
     @property
     def descriptors(self) -> int:
@@ -191,7 +189,6 @@ class InstanceRegistry:
     # ---- gone
 
     def disconnect(self, client: Peer) -> None:
-        self._reads.pop(client.id, None)
         self._leave(lambda peer: peer.id == client.id)
 
     def process_gone(self, process: ProcessId) -> None:
@@ -203,13 +200,9 @@ class InstanceRegistry:
 
     # ---- statistics
 
-    def note_reads(self, client: Peer, reads: list[m.Reads]) -> None:
-        """Replace what this client last said of its reads."""
-        self._reads[client.id] = client, reads
-
-    def reads(self) -> list[m.ReadStats]:
-        """The rows of all clients with the most bytes."""
-        rows = ((read, client) for client, reads in self._reads.values() for read in reads)
+    def reads(self, clients: Iterable[Peer]) -> list[m.ReadStats]:
+        """What these clients said of their reads: the rows with the most bytes."""
+        rows = ((read, client) for client in clients for read in client.reads)
         most = nlargest(MAX_READS, rows, key=lambda row: (row[0].nbytes, row[0].refused))
         names = {part.peer.id: id_ for id_, part in self._parts()}
         return [

@@ -11,7 +11,7 @@ from operator import attrgetter
 import msgspec
 
 from vcache_backend.metadata_server.client_lines import Caller
-from vcache_backend.metadata_server.messages import Location, Medium, SegmentId, SegmentState
+from vcache_backend.metadata_server.messages import Location, Medium, Reads, SegmentId, SegmentState
 from vcache_backend.metadata_server.pool.allocator import padded
 from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.slots import Entry, Segment
@@ -26,19 +26,28 @@ SAME_SEGMENT = 64
 
 
 class Peer(msgspec.Struct):
-    """A client's connection: its number, its process and that process's user, the preferred device,
-    the segments it cannot map, the name from its hello, when (monotonic clock) its last message
-    came, and the pace that its last promise told, see `OpenPromise`."""
+    """A client's connection, `id` by number.
+
+    From its hello: its process, that process's user and parent, the preferred device, the
+    instance's name and layout (empty for tools). What it said last: the segments it cannot map, its
+    reads, its pace (see `OpenPromise`), and when (monotonic clock) it said anything."""
 
     id: int
     process: ProcessId
     device: str
     medium: Medium
-    avoids: set[SegmentId] = msgspec.field(default_factory=set)
     name: str = ""
-    heard: float = msgspec.field(default_factory=time.monotonic)
     uid: int = 0
+    parent: int = 0
+    layout: dict[str, str] = {}
+    avoids: set[SegmentId] = msgspec.field(default_factory=set)
+    reads: list[Reads] = []
     pace: tuple[float, float] = (0.0, 0.0)
+    heard: float = msgspec.field(default_factory=time.monotonic)
+
+    @property
+    def namespace(self) -> str:
+        return self.layout.get("namespace", "")
 
     @property
     def caller(self) -> Caller:

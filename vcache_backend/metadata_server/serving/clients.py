@@ -210,7 +210,7 @@ class Clients:
         pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
         if pidfd is not None:
             connection.fds.remove(pidfd)
-        self._watch.joined(process, Descriptor(pidfd) if pidfd is not None else None)
+            self._watch.keep(process, Descriptor(pidfd))
         for fd in connection.fds:
             self._service.predecessors.hear(fd)
         connection.close_fds()
@@ -239,7 +239,6 @@ class Clients:
         connection.close()
         self._admission.listen_again()
         if connection.client is not None:
-            self._watch.left(connection.client.process)
             for reservation in connection.untold():
                 self._directory.abort(connection.client, reservation)
             self._service.disconnect(connection.client)

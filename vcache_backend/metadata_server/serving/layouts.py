@@ -6,8 +6,6 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable
 
-import msgspec
-
 from vcache_backend.errors import MAX_LINE_CHARS, MAX_SHOWN_CHARS, printable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
@@ -34,50 +32,33 @@ ADVICE = {"extra.hash_root": _SEED}
 """Advice for fields whose names do not say what to set. Both integrations have `hash_root`."""
 
 
-class _Connected(msgspec.Struct):
-    """A client, its layout (empty for tools) and its parent process's pid."""
-
-    peer: Peer
-    layout: dict[str, str]
-    parent: int
-
-    @property
-    def namespace(self) -> str:
-        return self.layout.get("namespace", "")
-
-
 class Layouts:
     """The layouts of connected instances, from their hellos. Clients without a model are tools."""
 
     def __init__(self) -> None:
-        self._of: dict[int, _Connected] = {}
+        self.clients: dict[int, Peer] = {}
+        """All connected clients by number, tools among them."""
         self.hits: dict[str, tuple[int, int]] = {}
         """By namespace, the tokens looked up, and found, since the server's start."""
 
-    def __len__(self) -> int:
-        """The number of connected clients, tools among them."""
-        return len(self._of)
-
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Add a client. Returns a line for each other namespace of the same model."""
-        layout = {name: _short(value) for name, value in layout.items()}
-        if not layout.get("model"):
-            layout = {}
-        new = _Connected(client, layout, processes.parent(client.process))
-        others = self._by_model()[layout["model"]] if layout else {}
-        others.pop(new.namespace, None)
-        self._of[client.id] = new
-        lines = [_line(new, peers[0]) for peers in list(others.values())[:MAX_LINES]]
+        if layout.get("model"):
+            client.layout = {name: _short(value) for name, value in layout.items()}
+        client.parent = processes.parent(client.process)
+        others = self._by_model()[client.layout["model"]] if client.layout else {}
+        others.pop(client.namespace, None)
+        self.clients[client.id] = client
+        lines = [_line(client, peers[0]) for peers in list(others.values())[:MAX_LINES]]
         return [line for line in lines if line]
 
     def drop(self, client: int) -> None:
-        self._of.pop(client, None)
+        self.clients.pop(client, None)
 
-    def looked_up(self, client: int, asked: int, found: int) -> None:
+    def looked_up(self, client: Peer, asked: int, found: int) -> None:
         """Count tokens that an instance has looked up, and found; it may have looked up some of the
         found ones earlier."""
-        connected = self._of.get(client)
-        if connected is not None and (name := printable(connected.namespace)):
+        if name := printable(client.namespace):
             asked_before, found_before = self.hits.pop(name, (0, 0))
             asked += asked_before
             self.hits[name] = asked, min(found_before + found, asked)
@@ -92,17 +73,16 @@ class Layouts:
         Children of an instance's process that sent no layout are its workers. Processes with the
         same parent and name are one instance."""
         children = defaultdict[int, list[Peer]](list)
-        for each in self._of.values():
+        for each in self.clients.values():
             if not each.layout:
-                for pid in filter(None, (each.peer.process.pid, each.parent)):
-                    children[pid].append(each.peer)
+                for pid in filter(None, (each.process.pid, each.parent)):
+                    children[pid].append(each)
         instances: dict[Hashable, tuple[str, list[Peer]]] = {}
-        for id_, each in self._of.items():
-            if each.layout and each.peer.process not in in_place:
-                name = each.peer.name
-                identity = (name, each.parent) if name and each.parent else id_
+        for each in self.clients.values():
+            if each.layout and each.process not in in_place:
+                identity = (each.name, each.parent) if each.name and each.parent else each.id
                 _, peers = instances.setdefault(identity, (each.namespace, []))
-                peers += [each.peer, *children[each.peer.process.pid]]
+                peers += [each, *children[each.process.pid]]
         return [
             m.InstanceStats(
                 "",
@@ -118,7 +98,8 @@ class Layouts:
         ]
 
     def namespaces(self) -> dict[str, str]:
-        named = {each.namespace: each.layout["model"] for each in self._of.values() if each.layout}
+        clients = self.clients.values()
+        named = {each.namespace: each.layout["model"] for each in clients if each.layout}
         return {
             printable(name): printable(model)
             for name, model in list(named.items())[:MAX_NAMESPACES]
@@ -132,26 +113,26 @@ class Layouts:
                 mismatches += _mismatches(list(groups.values())[:MAX_COMPARED])
         return mismatches[:MAX_MISMATCHES]
 
-    def _by_model(self) -> dict[str, dict[str, list[_Connected]]]:
+    def _by_model(self) -> dict[str, dict[str, list[Peer]]]:
         """The instances of each model, by namespace."""
-        models = defaultdict[str, dict[str, list[_Connected]]](dict)
-        for each in self._of.values():
+        models = defaultdict[str, dict[str, list[Peer]]](dict)
+        for each in self.clients.values():
             if each.layout:
                 models[each.layout["model"]].setdefault(each.namespace, []).append(each)
         return models
 
 
-def _mismatches(groups: list[list[_Connected]]) -> list[m.Mismatch]:
+def _mismatches(groups: list[list[Peer]]) -> list[m.Mismatch]:
     """The fields in which groups of equal instances of one model differ."""
     layouts = [group[0].layout for group in groups]
     mismatches: list[m.Mismatch] = []
     for name in sorted({name for layout in layouts for name in layout}.difference(_APART)):
-        holders = defaultdict[str, list[_Connected]](list)
+        holders = defaultdict[str, list[Peer]](list)
         for layout, group in zip(layouts, groups, strict=True):
             holders[layout.get(name, "")] += group[:MAX_COMPARED]
         if len(holders) > 1:
             values = [
-                (printable(value), [_who(each.peer) for each in instances[:MAX_COMPARED]])
+                (printable(value), list(map(_who, instances[:MAX_COMPARED])))
                 for value, instances in holders.items()
             ]
             model, field = printable(layouts[0]["model"]), printable(name)
@@ -166,7 +147,7 @@ def _short(text: str) -> str:
     return text[:MAX_SHOWN_CHARS] + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _line(new: _Connected, other: _Connected) -> str:
+def _line(new: Peer, other: Peer) -> str:
     """Say in words why two instances of one model do not share; empty if no field differs."""
     mismatches = _mismatches([[new], [other]])[:MAX_LINES]
     if not mismatches:
@@ -176,7 +157,7 @@ def _line(new: _Connected, other: _Connected) -> str:
         for each in mismatches
     ]
     advice = dict.fromkeys(each.advice for each in mismatches if each.advice)
-    whose = f"another instance of {mismatches[0].model!r} ({_who(other.peer)})"
+    whose = f"another instance of {mismatches[0].model!r} ({_who(other)})"
     return "; ".join(
         [f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]]
     )[:MAX_LINE_CHARS]

@@ -27,7 +27,7 @@ def server_stats(service: Service) -> m.ServerStats:
     stats = m.ServerStats(
         epoch=service.epoch,
         uptime_seconds=time.monotonic() - service.started,
-        clients=len(layouts),
+        clients=len(layouts.clients),
         chunks=len(directory),
         leases=len(directory.leases),
         reservations=open_,
@@ -44,7 +44,7 @@ def server_stats(service: Service) -> m.ServerStats:
         quarantined_slots=dict(directory.reservations.writers()),
         mismatches=layouts.mismatches(),
         instances=instances,
-        reads=service.instances.reads(),
+        reads=in_place.reads(layouts.clients.values()),
         hits=dict(layouts.hits),
         tenants=directory.quotas.stats(directory.contents.placement.capacity()),
     )

@@ -243,9 +243,8 @@ class Service:
 
     def _note(self, client: Peer, request: m.ListSegments) -> None:
         """Note the news of a client's heartbeat."""
-        client.avoids = set(request.unmappable)
-        self.instances.note_reads(client, request.reads)
-        self.layouts.looked_up(client.id, request.asked, request.found)
+        client.avoids, client.reads = set(request.unmappable), request.reads
+        self.layouts.looked_up(client, request.asked, request.found)
         counters = self.directory.counters
         counters["awaited_tokens"] += request.awaited
         counters["waited_milliseconds"] += request.waited_ms
