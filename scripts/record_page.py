@@ -36,9 +36,8 @@ def main() -> None:
             here.connect("b", in_place),
             here.connect("c", pooled),
         )
-        options = ["--socket", str(here.socket), "--listen", ":0", "--every", "0.5"]
         shown = here.undo.enter_context(
-            Child([sys.executable, "-m", "vcache_backend.monitor", *options])
+            Child([sys.executable, "-m", "vcache_backend.monitor", str(here.socket), ":0"])
         )
         address = shown.expect("metrics and a page at").split("//")[1].strip()
         choice = random.Random(4)

@@ -49,11 +49,11 @@ def address_of(shown: Child) -> str:
 
 
 MONITOR = """
-import os
+import os, sys
 from vcache_backend.monitor import __main__, metrics, samples
 metrics.SILENT_SECONDS, samples.EVERY_SECONDS = 1.0, 0.1
 os.dup2(os.pipe()[0], 0)
-raise SystemExit(__main__.main())
+raise SystemExit(__main__.main(*sys.argv[1:]))
 """
 
 
@@ -61,8 +61,9 @@ def monitoring(alone: Stage) -> tuple[Child, str]:
     """A server's monitor that asks more often than that of `server.metrics`, and takes an instance
     for silent sooner; and where it listens.
     """
-    options = ["--socket", str(alone.path), "--listen", ":0"]
-    monitor = alone.undo.enter_context(Child([sys.executable, "-c", MONITOR, *options]))
+    monitor = alone.undo.enter_context(
+        Child([sys.executable, "-c", MONITOR, str(alone.path), ":0"])
+    )
     return monitor, address_of(monitor)
 
 

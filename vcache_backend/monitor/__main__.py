@@ -1,12 +1,11 @@
-"""Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor --socket PATH
---listen HOST:PORT`.
+"""Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor SOCKET HOST:PORT
+[NAME...]`, with further names by which clients may reach it.
 
 The server starts it if `server.metrics` is set. It ends when its standard input ends, and so with
 the server."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -26,23 +25,17 @@ from vcache_backend.monitor.web import Web
 log = logging.getLogger("vcache_backend.monitor")
 
 
-def main() -> int:
+def main(path: str, listen: str, *names: str) -> int:
     """Serve until standard input ends, or Ctrl-C. Returns the exit code: 1 if it cannot listen."""
-    parser = argparse.ArgumentParser(prog="python -m vcache_backend.monitor", description=__doc__)
-    parser.add_argument("--socket", required=True, type=Path, help="the metadata server's socket")
-    parser.add_argument("--listen", required=True, help="HOST:PORT")
-    parser.add_argument("--hosts", default="", help="its names, with commas between them")
-    arguments = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     log_format.begin()
-    samples = Samples(arguments.socket)
+    samples = Samples(Path(path))
     registry = CollectorRegistry()
     registry.register(ServerMetrics(samples))
     try:
-        host, port = split_address(arguments.listen, "--listen")
-        web = Web(host, port, samples, registry, arguments.hosts.split(","))
-    except (OSError, ValueError) as error:
-        log.error("server.metrics: cannot listen at %s: %s", arguments.listen, error)
+        web = Web(*split_address(listen, "metrics"), samples, registry, names)
+    except (OSError, ValueError) as error:  # ValueError: no name of a host
+        log.error("server.metrics: cannot listen at %s: %s", listen, error)
         return 1
     log.info("metrics and a page at http://%s", web.address)
     with suppress(KeyboardInterrupt, asyncio.CancelledError):
@@ -57,4 +50,4 @@ async def _serve(web: Web) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -20,8 +20,7 @@ class MonitorProcess:
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
         self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor"]
-        self._command += ["--socket", str(config.path), "--listen", config.metrics]
-        self._command.append(f"--hosts={','.join(config.metrics_hosts)}")
+        self._command += [str(config.path), config.metrics, *config.metrics_hosts]
         self._process: subprocess.Popen[bytes] | None = None
         self._again_at = 0.0
 
