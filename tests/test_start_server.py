@@ -113,6 +113,26 @@ def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(
         assert not servers(path)
 
 
+def test_a_server_that_is_killed_once_more_may_stay_away_as_long_as_at_first(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "KILLED_SECONDS", 3600.0)
+    ensure(config(path))
+    calls: list[float] = []
+    with Client(path, QUICK) as client:
+        client.on_killed = lambda: calls.append(time.monotonic())
+        os.kill(servers(path)[0], signal.SIGKILL)
+        eventually(lambda: "no metadata server" in client.trouble)
+        ensure(config(path))
+        eventually(lambda: client.connected)
+        time.sleep(0.5)
+        monkeypatch.setattr(channel, "KILLED_SECONDS", 0.5)
+        killed = time.monotonic()
+        os.kill(servers(path)[0], signal.SIGKILL)
+        eventually(lambda: bool(calls))
+    assert calls[0] - killed >= 0.5
+
+
 def test_the_log_of_a_server_that_is_started_so_is_bounded_and_keeps_what_it_said_last(
     path: Path,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -96,8 +97,8 @@ class Channel:
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
         """Called with each answer, in any thread; must neither raise nor make calls."""
-        self._killed = False
-        self._killed_at: float | None = None
+        self._killed_at = math.inf
+        """Since when the server has been away, if it was killed; else infinite."""
         self._start_after = 0.0
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -274,8 +275,10 @@ class Channel:
                 link.close()
             wire.close_fds(received)
             self._down = self._no_connection(error)
-            self._killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
+            killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
+            self._killed_at = min(self._killed_at, time.monotonic()) if killed else math.inf
             return False
+        self._killed_at = math.inf
         self._keep_ledger(received)
         self._link = link
         self._greet(welcome)
@@ -354,14 +357,9 @@ class Channel:
 
     def _start_again(self) -> None:
         """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
-        now = time.monotonic()
-        if not self._killed:
-            self._killed_at = None
-        elif self._killed_at is None:
-            self._killed_at = now
-        elif now >= max(self._killed_at + KILLED_SECONDS, self._start_after):
+        if time.monotonic() >= max(self._killed_at + KILLED_SECONDS, self._start_after):
             self.on_killed()
-            self._killed_at = None
+            self._killed_at = math.inf
             self._start_after = time.monotonic() + AGAIN_SECONDS
 
     def _complain(self) -> None:
