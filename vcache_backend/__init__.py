@@ -3,6 +3,7 @@ and `Layout` are its library."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,17 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "VCacheEngine", "__version__"]
 __version__ = "0.1.0"
+_MODULES = {"VCacheEngine": "vcache_backend.engine", "Layout": "vcache_backend.transfer.layout"}
 
 
 def __getattr__(name: str) -> Any:
     """Import `VCacheEngine` and `Layout` on first use: they need torch, which the server and the
     commands do without."""
-    if name == "VCacheEngine":
-        from vcache_backend.engine import VCacheEngine
-
-        return VCacheEngine
-    if name == "Layout":
-        from vcache_backend.transfer.layout import Layout
-
-        return Layout
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

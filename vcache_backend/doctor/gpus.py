@@ -94,13 +94,13 @@ def check_memory(config: Config) -> Iterator[Finding]:
     if wanted == 0:
         yield ok("memory", "pool.segment_bytes is 0: this worker lends nothing")
         return
-    gpu = _pool_gpu(config.pool.device) if not config.pool.device.startswith("host") else None
+    device = config.pool.device
+    gpu = _pool_gpu(device) if not device.startswith("host") else None
     if gpu is not None:
         yield _gpu_budget(gpu, wanted)
         return
-    if config.pool.device not in ("auto", "host") and not config.pool.device.startswith("host:"):
-        detail = f"pool.device: {config.pool.device} is not here"
-        yield fail("memory", detail, "set pool.device: auto or host")
+    if device != "auto" and not device.startswith("host"):
+        yield fail("memory", f"pool.device: {device} is not here", "set pool.device: auto or host")
         return
     available = devices.host_available()
     detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"

@@ -8,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks, whole_blocks
-from vcache_backend.vram_pool.paged import PagedKV
-
-Int64s = npt.NDArray[np.int64]
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 
 class BlockPlaces:

@@ -75,7 +75,10 @@ class Session:
         place = self.device.name, self.device.medium
         self.client = Client(config.server.path, config.client, *place, fields, name=name)
         self.client.reads = self.stats.reads
-        self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
+        lends = self.client, self.device, config.pool.lent
+        # Host memory beside a GPU takes nothing of the GPU's budget.
+        pinned = self.device.medium == "host" and self.device.ordinal is not None
+        self.pool = PinnedPool(*lends) if pinned else pool.Pool(*lends, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
         """The offload tier, or None. `bind` sets it to None if memory for it is lacking; the pool
@@ -200,19 +203,6 @@ class Session:
         # Close the client before the pool: its heartbeats would map segments again.
         self.client.close()
         self.pool.close()
-
-
-def make_pool(
-    client: Client,
-    device: devices.Device,
-    segment_bytes: int,
-    over_budget: Callable[[int, int], str | None],
-) -> pool.Pool:
-    """Make the pool of a device. over_budget: see `Pool`. Not asked for host memory beside a GPU,
-    which takes no memory of the GPU."""
-    if device.medium == "host" and device.ordinal is not None:
-        return PinnedPool(client, device, segment_bytes)
-    return pool.Pool(client, device, segment_bytes, over_budget)
 
 
 def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:

@@ -20,7 +20,6 @@ from vcache_backend.metadata_server.instances.published_chunks import (
     PublishedChunk,
     Table,
 )
-from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks
 
@@ -101,7 +100,7 @@ class ResidentDirectory:
         taken = publications.publish(rank, request, max(0, most))
         self._settle(publications)
         self._counters["published"] += taken
-        there = [key for key in of_rank(request.keys, 0) if key in publications.complete]
+        there = [key for key in m.of_rank(request.keys, 0) if key in publications.complete]
         self._arrived(there)
         self._note_copies(request.instance, publications, there)
         return taken

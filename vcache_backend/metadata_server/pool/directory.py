@@ -141,7 +141,9 @@ class Directory(SegmentDirectory):
         )
         if not given:
             return m.Reserved(0, 0.0, slots, reason, epoch)
-        self._open(client, reservation, given, payer)
+        entries = self.contents.occupy(given, reservation, payer)
+        self.reservations.open(reservation, client.id, client.process, entries, self._now())
+        self.records.append(records.Held(reservation, client.process, given))
         self.counters["reserved"] += len(given)
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason, epoch)
 

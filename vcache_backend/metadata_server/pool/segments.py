@@ -11,7 +11,6 @@ from vcache_backend.metadata_server import records
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.contents import Contents
 from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.reservations import (
     MAX_RESERVATIONS_PER_CLIENT,
     MAX_WRITTEN,
@@ -85,18 +84,6 @@ class SegmentDirectory:
         return [segment.info() for segment in self.segments.values()]
 
     # ---- inside
-
-    def _open(
-        self,
-        client: Peer,
-        reservation: int,
-        chunks: dict[m.ChunkKey, m.Location],
-        tenant: Tenant | None,
-    ) -> None:
-        """Open a reservation: from now on the client may write these slots."""
-        entries = self.contents.occupy(chunks, reservation, tenant)
-        self.reservations.open(reservation, client.id, client.process, entries, self._now())
-        self.records.append(records.Held(reservation, client.process, chunks))
 
     def _not_now(self, client: Peer) -> str:
         """Explain why this client can reserve nothing at present; empty if it can."""
