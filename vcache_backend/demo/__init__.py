@@ -96,7 +96,6 @@ def play(devices: list[str]) -> dict[str, Any]:
         "bytes_checked": total["bytes"],
         "wrong_bytes": total["wrong"],
         "changed_byte_found": control == 1,
-        "gb_per_s": round(total["bytes"] / total["seconds"] / 1e9, 2),
     }
 
 

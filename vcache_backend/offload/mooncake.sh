@@ -67,7 +67,7 @@ stop() {
 }
 
 command -v mooncake_master mooncake_client >/dev/null ||
-    die "no mooncake_master here: pip install mooncake-transfer-engine (without CUDA: mooncake-transfer-engine-non-cuda)"
+    die "no mooncake_master here: pip install '/path/to/vcache[mooncake]' (without CUDA: mooncake-transfer-engine-non-cuda xxhash)"
 
 if [ -z "$logs" ]; then logs=$(mktemp -d) own_logs=true; fi
 mkdir -p "$logs"
