@@ -30,9 +30,10 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
-from vcache_backend.config import split_address
+from vcache_backend.config import ServerConfig, split_address
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.serving import monitoring
 from vcache_backend.monitor import web
 from vcache_backend.monitor.samples import Samples
 
@@ -57,7 +58,7 @@ raise SystemExit(__main__.main(*sys.argv[1:]))
 """
 
 
-def monitoring(alone: Stage) -> tuple[Child, str]:
+def watching(alone: Stage) -> tuple[Child, str]:
     """A server's monitor that asks more often than that of `server.metrics`, and takes an instance
     for silent sooner; and where it listens.
     """
@@ -69,7 +70,7 @@ def monitoring(alone: Stage) -> tuple[Child, str]:
 
 def beside(alone: Stage) -> str:
     """Where such a monitor listens."""
-    return monitoring(alone)[1]
+    return watching(alone)[1]
 
 
 def get(address: str, path: str = "/metrics", **headers: str) -> tuple[int, str]:
@@ -245,7 +246,7 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
 def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path) -> None:
     """All at once here, without waiting for them to last."""
     server = alone.server()
-    monitor, address = monitoring(alone)
+    monitor, address = watching(alone)
     with scraping(address, tmp_path, re.sub(r"\n +for: .*", "", ALERTS.read_text())) as prometheus:
         assert prometheus.alerts() == set()
         reader = used(alone)
@@ -330,6 +331,22 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     assert alone.client().connected
     server.signal(signal.SIGTERM)
     assert server.wait()[0] == 0
+
+
+def test_a_monitor_whose_port_is_taken_is_started_ever_less_often(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitoring, "AGAIN_SECONDS", 0.01)
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        address = "{}:{}".format(*taken.getsockname())
+        monitor = monitoring.MonitorProcess(ServerConfig(metrics=address))
+        with closing(monitor):
+
+            def starts() -> list[str]:
+                monitor.tick()
+                return [line.rpartition(" after ")[2] for line in caplog.messages]
+
+            eventually(lambda: starts() == ["0.02 s", "0.04 s"])
 
 
 def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_nothing(
@@ -420,7 +437,7 @@ def test_slow_connections_keep_nobody_away(
 def test_a_monitor_without_descriptors_says_so_once_and_then_answers(alone: Stage) -> None:
     """Its lines are in the server's log, and asyncio writes 64 tracebacks a second."""
     alone.server()
-    monitor, address = monitoring(alone)
+    monitor, address = watching(alone)
     assert answers(address)
     monitor.descriptors(limit=3)
     with socket.create_connection(split_address(address, "")) as waiting:

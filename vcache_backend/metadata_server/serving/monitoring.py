@@ -12,17 +12,19 @@ from vcache_backend.config import ServerConfig
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 5.0
+LONGEST_SECONDS = 320.0
 
 
 class MonitorProcess:
-    """Restarts the process if it has ended, `AGAIN_SECONDS` after its last start."""
+    """Restarts the process if it has ended, `AGAIN_SECONDS` after its last start. If it cannot
+    listen, such as at a port that is taken, the pauses double up to `LONGEST_SECONDS`."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
         self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor"]
         self._command += [str(config.path), config.metrics, *config.metrics_hosts]
         self._process: subprocess.Popen[bytes] | None = None
-        self._again_at = 0.0
+        self._pause, self._again_at = AGAIN_SECONDS, 0.0
 
     def tick(self) -> None:
         """Start the process if it does not run. Call this now and then."""
@@ -32,9 +34,13 @@ class MonitorProcess:
             status = self._process.poll()
             if status is None:
                 return
-            log.error("server.metrics: its process ended with %d; it is started again", status)
+            could_listen = status != 1
+            self._pause = AGAIN_SECONDS if could_listen else min(2 * self._pause, LONGEST_SECONDS)
+            then = "" if could_listen else f" now, and after {self._pause:g} s"
+            said = "server.metrics: its process ended with %d; it is started again%s"
+            log.error(said, status, then)
             self.close()
-        self._again_at = time.monotonic() + AGAIN_SECONDS
+        self._again_at = time.monotonic() + self._pause
         try:
             # The monitor ends when this pipe closes, which any end of this process causes.
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
