@@ -100,7 +100,7 @@ class Generations:
                 f"{MAX_BLOCKS:,} blocks, "
                 f"not {len(instance)} and {blocks:,}"
             )
-        self.instance, self.blocks = instance, blocks
+        self.blocks = blocks
         with raising_as(SegmentError, f"generation table of {blocks:,} blocks", OSError):
             self.fd, self._memory = sealed("generations", _size(blocks), SEALS)
         self._undo = ExitStack()
@@ -157,8 +157,8 @@ class Generations:
 class GenerationView:
     """Another instance's table, mapped as long as this object lives. Any thread."""
 
-    def __init__(self, memory: mmap.mmap, instance: bytes, blocks: int) -> None:
-        self.instance, self.blocks = instance, blocks
+    def __init__(self, memory: mmap.mmap, blocks: int) -> None:
+        self.blocks = blocks
         self.counters: UInt64s = np.frombuffer(
             memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
         )
@@ -187,7 +187,7 @@ class GenerationView:
                 f"generation table: of instance {theirs.hex()} with {count:,} blocks, not of "
                 f"{instance.hex()} with {blocks:,}"
             )
-        return cls(memory, instance, blocks)
+        return cls(memory, blocks)
 
     @property
     def dead(self) -> bool:

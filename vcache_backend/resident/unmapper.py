@@ -32,7 +32,8 @@ class Unmapper:
         self._watched: dict[Neighbour, list[int]] = {}
         """The pidfds of each neighbour's owner."""
         self._going: list[Neighbour] = []
-        self._closing = False
+        self.closed = False
+        """Whether `admit` refuses: after `close`, or if the thread has failed."""
         self._thread = threading.Thread(target=self._run, name="vcache-neighbours", daemon=True)
         self._thread.start()
 
@@ -40,20 +41,15 @@ class Unmapper:
         """Watch these processes, and take over the pidfds. After `close` it returns False: both
         then stay the caller's."""
         with self._lock:
-            if not self._closing:
+            if not self.closed:
                 self._watched[neighbour] = pidfds
-            return not self._closing
-
-    @property
-    def closed(self) -> bool:
-        """Whether `admit` refuses: after `close`, or if the thread has failed."""
-        return self._closing
+            return not self.closed
 
     def close(self, seconds: float) -> None:
         """Forbid all copies, unmap each memory after its last copy, and end the thread. Waits at
         most `seconds`. Idempotent."""
         with self._lock:
-            self._closing = True
+            self.closed = True
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("other instances' KV caches stay mapped until copies out of them are over")
@@ -62,13 +58,13 @@ class Unmapper:
 
     def _run(self) -> None:
         try:
-            while self._watched or self._going or not self._closing:
+            while self._watched or self._going or not self.closed:
                 self._turn()
         except Exception:  # the thread's last line of defence
             log.exception("other instances' KV caches are not read any more")
         finally:
             with self._lock:
-                self._closing = True
+                self.closed = True
             for neighbour in list(self._watched):
                 self._end(neighbour)
             for neighbour in self._going:
@@ -82,7 +78,7 @@ class Unmapper:
             poll.register(fd, select.POLLIN)
         ended = {watched[fd] for fd, _ in poll.poll(LOOK_SECONDS * 1000)}
         for neighbour in dict.fromkeys(watched.values()):
-            if neighbour in ended or self._closing or neighbour.view.dead:
+            if neighbour in ended or self.closed or neighbour.view.dead:
                 self._end(neighbour)
         for neighbour in list(self._going):
             if neighbour.unmap():
