@@ -93,12 +93,26 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
     assert (file.read_text(), link.is_symlink()) == ("mine", True)
 
 
-def test_a_server_that_gets_no_memory_for_its_ledger_says_what_it_lacks(tmp_path: Path) -> None:
-    """As where seccomp forbids memfd_create. Here files have 1 KiB at most."""
-    command = shlex.join([sys.executable, "-m", "vcache_backend", "serve"])
-    done = ran("bash", "-c", f"ulimit -f 1; {command} --socket {tmp_path / 'run' / 'v.sock'}")
-    said = "vcache: memory for the server's ledger (memfd_create): [Errno 27] File too large\n"
-    assert (done.returncode, done.stderr) == (1, said)
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ("-f 1", "memory for the server's ledger (memfd_create): [Errno 27] File too large"),
+        (
+            "-s 4000000 -v 4000000",
+            "can't start new thread: raise ulimit -u, or pids.max of the cgroup",
+        ),
+    ],
+    ids=["ledger", "threads"],
+)
+def test_a_server_that_lacks_what_it_needs_says_so_in_one_line(
+    limits: str, said: str, tmp_path: Path
+) -> None:
+    """Memory for its ledger, as where seccomp forbids memfd_create: here files have 1 KiB at most.
+    Threads: here a stack is as large as the address space."""
+    # -B: Python 3.11 would leave compiled modules of 1 KiB, which nobody can import.
+    command = shlex.join([sys.executable, "-B", "-m", "vcache_backend", "serve"])
+    done = ran("bash", "-c", f"ulimit {limits}; {command} --socket {tmp_path / 'run' / 'v.sock'}")
+    assert (done.returncode, done.stderr) == (1, f"vcache: {said}\n")
 
 
 # ---- folders

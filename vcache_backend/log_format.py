@@ -27,12 +27,12 @@ class _Log(QueueHandler):
 
     def __init__(self, path: Path | None) -> None:
         self._lines, self._left_out = SimpleQueue[logging.LogRecord | None](), 0
-        super().__init__(self._lines)
         self._path = path
         if path is not None:
             _become_stderr(path)
         self._thread = threading.Thread(target=self._run, name="vcache-log", daemon=True)
         self._thread.start()
+        super().__init__(self._lines)  # from here on the end of the process calls `close`
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._lines.qsize() >= MAX_WAITING:

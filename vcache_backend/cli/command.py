@@ -51,8 +51,8 @@ ENGINE = ("torch", "numpy", "triton")
 
 
 class _Group(TyperGroup):
-    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a
-    module of `ENGINE` is missing."""
+    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised, a
+    module of `ENGINE` is missing, or no thread can be started."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -71,6 +71,11 @@ class _Group(TyperGroup):
                 raise
             trouble = error
             line = f"{error.name} is not installed: pip install '/path/to/vcache[engine]'"
+        except RuntimeError as error:
+            if "new thread" not in str(error):
+                raise
+            trouble = error
+            line = f"{error}: raise ulimit -u, or pids.max of the cgroup"
         typer.secho(f"vcache: {printable(line, MAX_LINE_CHARS)}", fg="red", err=True)
         raise typer.Exit(1) from trouble
 
