@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import signal
 import stat
@@ -113,6 +114,18 @@ def test_a_server_that_lacks_what_it_needs_says_so_in_one_line(
     command = shlex.join([sys.executable, "-B", "-m", "vcache_backend", "serve"])
     done = ran("bash", "-c", f"ulimit {limits}; {command} --socket {tmp_path / 'run' / 'v.sock'}")
     assert (done.returncode, done.stderr) == (1, f"vcache: {said}\n")
+
+
+def test_a_server_near_its_limit_of_address_space_ends_and_says_why(stage_: Stage) -> None:
+    """At the limit itself CPython may spin for ever, with the clients' connections open."""
+    server = stage_.server()
+    stage_.raw().ask("list_segments")
+    limit = int(Path(f"/proc/{server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    limit += 32 << 20
+    resource.prlimit(server.pid, resource.RLIMIT_AS, (limit, limit))
+    status, said = server.wait()
+    assert status == 1
+    assert "MiB of address space left; raise ulimit -v" in said
 
 
 # ---- folders

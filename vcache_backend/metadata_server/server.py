@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import os
 import secrets
 import select
@@ -36,6 +37,9 @@ PATH_SECONDS = 0.01
 """How often a busy server checks that the socket's path still leads to it."""
 EVENTS_A_TURN = 64
 """The most connections to read from in one turn, one request each."""
+SPARE_BYTES = 64 << 20
+"""The address space that must be free. Without any, CPython's handling of a MemoryError may never
+end."""
 BACKLOG_STEPS = 256
 """About how many steps of the backlog each turn does."""
 
@@ -135,6 +139,7 @@ class Server:
             raise ConfigError(f"server.socket: {what}; it stops: two must not use one segment")
 
     def _tick(self) -> None:
+        _check_address_space()
         self._endpoint.keep_fresh()
         self._directory.tick()
         self._service.collect_dropped()
@@ -159,6 +164,13 @@ class Server:
         connected = {client.process for client in self._service.layouts.clients.values()}
         for process in self._watch.ended(writers | owners.processes(), connected):
             self._service.process_gone(process)
+
+
+def _check_address_space() -> None:
+    """ConfigError if less than `SPARE_BYTES` is left until RLIMIT_AS. The map takes no memory."""
+    what = f"less than {SPARE_BYTES >> 20} MiB of address space left; raise ulimit -v"
+    with raising_as(ConfigError, what, OSError):
+        mmap.mmap(-1, SPARE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0).close()
 
 
 def serve(config: ServerConfig) -> None:
