@@ -265,7 +265,8 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
 
 
 def moving(arguments: dict[str, Any]) -> Any:
-    """An engine whose model's path leads to `then` once its weights are loaded."""
+    """An engine whose model's path leads to `then` once its weights are loaded, and whose clock is
+    set forward after that."""
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm_inside import Serving
 
@@ -279,6 +280,8 @@ def moving(arguments: dict[str, Any]) -> Any:
         time.sleep(2 * weights._EXACT_SECONDS)
         Path(arguments["model"]).unlink()
         Path(arguments["model"]).symlink_to(then)
+        clock = time.time
+        time.time = lambda: clock() + 86400
 
     CPUWorker.load_model = load_model
     return Serving(arguments)

@@ -16,11 +16,12 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from ... import BOOTED, booted
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
@@ -113,7 +114,8 @@ def _changed_lately(path: Path) -> bool:
     for file in _files(path):
         times += file.stat().st_ctime, file.lstat().st_ctime
     began = started(os.getpid()) / os.sysconf("SC_CLK_TCK") + _EXACT_SECONDS
-    return max(times, default=0.0) > began + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    # Files written before the clock was set forward have the times of before.
+    return max(times, default=0.0) > began + min(BOOTED, booted())
 
 
 def extra(vllm_config: Any) -> dict[str, str]:
