@@ -174,8 +174,13 @@ def test_the_order_of_a_set_makes_no_difference() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [{"rope_parameters": {"rope_type": "longrope"}}, {"model_type": "llama4"}, {}],
-    ids=["LongRoPE", "Llama 4", "any other"],
+    [
+        {"rope_parameters": {"rope_type": "longrope"}},
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        {"model_type": "llama4"},
+        {},
+    ],
+    ids=["LongRoPE", "dynamic NTK", "Llama 4", "any other"],
 )
 def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_for_it(
     model: dict[str, Any],

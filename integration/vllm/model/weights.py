@@ -165,11 +165,12 @@ def _seen_as(multimodal: Any) -> dict[str, Any]:
 
 
 def _longest(model: Any) -> str:
-    """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE) or scales queries
-    (Llama 4), with the settings that may say otherwise of the latter; else empty."""
+    """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE; dynamic NTK in some
+    models) or scales queries (Llama 4), with the settings that may say otherwise of the latter;
+    else empty."""
     scales = str(getattr(model.hf_config, "model_type", "")).startswith("llama4")
     settings = [model.generation_config, model.override_generation_config] if scales else []
-    matters = scales or "longrope" in rope(model)
+    matters = scales or any(kind in rope(model) for kind in ("longrope", "dynamic"))
     return f"{model.max_model_len} {digest(settings)}".strip() if matters else ""
 
 
