@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,6 +173,15 @@ def test_the_order_of_a_set_makes_no_difference() -> None:
     assert one == other
 
 
+def test_a_patch_release_has_a_namespace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may mend what a model computes."""
+    found = set()
+    for version in ("0.32.0", "0.32.1"):
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+        found.add(namespace(model_spec.read_model(vllm_config()), [SHARD]))
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -269,7 +279,7 @@ def test_real_vllm_is_read(tmp_path: Path) -> None:
     assert (model.model, model.revision[:6]) == (str(tmp_path.resolve()), "files-")
     assert model.gpu_memory_utilization is None
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
-    assert re.fullmatch(r"vllm 0\.\d+", model.extra["engine"])
+    assert re.fullmatch(r"vllm 0\.\d+\.\d+.*", model.extra["engine"])
     assert refused is None
 
 

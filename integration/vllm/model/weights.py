@@ -122,10 +122,9 @@ def extra(vllm_config: Any) -> dict[str, str]:
     """Settings that change a block's bytes, or what is computed into it, and have no field of their
     own in `Layout`."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    release = str(getattr(sys.modules.get("vllm"), "__version__", "")).split(".")[:2]
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", ()) or ()
     settings = {
-        "engine": f"vllm {'.'.join(release)}",
+        "engine": f"vllm {getattr(sys.modules.get('vllm'), '__version__', '')}",
         "model_config": digest(_model_config(model)),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
         "weights": _loaded(getattr(vllm_config, "load_config", None)),
