@@ -245,10 +245,11 @@ def test_a_router_hears_that_what_the_old_weights_computed_is_gone(
     two: Two, router: vllm_cases.Router
 ) -> None:
     kept(two.a, new_tokens(2 * CHUNK))
-    eventually(lambda: router.finds()["CPU"])
+    # What is stored is told with a step.
+    eventually(lambda: two.a.one(new_tokens(5)) and router.finds()["CPU"])
     two.a.ask(update, two.models[1], two.new)
     two.a.one(new_tokens(5))
-    assert router.finds()["CPU"] == {}
+    eventually(lambda: router.finds()["CPU"] == {})
 
 
 def test_weights_that_nobody_names_are_shared_with_nobody(two: Two) -> None:
