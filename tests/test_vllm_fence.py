@@ -77,7 +77,7 @@ class Worker:
         assert len(self.copier.ends) == 2
 
     def store(self, blocks: list[int], number: int) -> None:
-        self.stores.start([StoreSpec("r", [KEYS[number]], blocks, [])])
+        self.stores.start([StoreSpec([KEYS[number]], blocks, [])])
 
     def loads(self, *specs: LoadSpec, ends: tuple[str, str] = ("", "")) -> Loads:
         """These loads, which begin once the stores are over. ends: see `StepMetadata`."""
