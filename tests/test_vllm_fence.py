@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,8 +83,7 @@ class Worker:
         for end in self.copier.ends:
             end.set()
         assert self.session.flush(SECONDS)
-        model: Any = SimpleNamespace(block_size=self.block_size)
-        loads = Loads(model, False, Reporter((0, 0), 0, 0), self.stores, Meter())
+        loads = Loads(self.block_size, False, Reporter((0, 0), 0, 0), self.stores, Meter())
         loads.expect(specs)
         attached = Attached(self.session, self.kv, self.block_size)
         loads.begin(attached, StepMetadata(list(specs), ends=ends))

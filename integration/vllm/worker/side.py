@@ -75,13 +75,13 @@ class WorkerSide:
         self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
-        self._stores = Stores(meter, compat.clears(kv_cache_config))
+        self.stores = Stores(meter, compat.clears(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         events, traced = compat.publishes_events(vllm_config), traces.wanted(vllm_config)
         place = pp_rank, tp_rank
         self.report = Reporter(place, number, self._rank, events=events, traces=traced)
         several = groups.several(kv_cache_config)
-        self.loads = Loads(self._model, several, self.report, self._stores, meter)
+        self.loads = Loads(self._model.block_size, several, self.report, self.stores, meter)
         self.loads.at_once = compat.loads_at_once(vllm_config, config)
 
     # ---- start
@@ -104,7 +104,7 @@ class WorkerSide:
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
-        self._stores.open(self._worker)
+        self.stores.open(self._worker)
         self.report.open(session, shard)
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
@@ -158,7 +158,7 @@ class WorkerSide:
             return
         if meta.instance and self.in_place is not None:
             self.in_place.show(InstanceId(meta.instance))
-        self._stores.fence(meta)
+        self.stores.fence(meta)
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
@@ -166,7 +166,7 @@ class WorkerSide:
         queued."""
         if self._worker is None:
             return
-        self._stores.start(self._meta.stores)
+        self.stores.start(self._meta.stores)
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(self._meta.publications)
 
@@ -175,12 +175,8 @@ class WorkerSide:
         victims = self._meta.victims
         self._meta.victims = None
         if victims is not None and self.in_place is not None:
-            self.in_place.save(victims, self._stores)
+            self.in_place.save(victims, self.stores)
         return self.loads.finished(self._meta.idle)
-
-    def measured(self) -> None:
-        """See `Stores.measure`."""
-        self._stores.measure()
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory

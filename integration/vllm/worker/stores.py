@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load import Load
-from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion
 
@@ -71,8 +70,7 @@ class Stores:
             return
         for spec in stores:
             keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
-            places, chunks = worker.places(spec.blocks), range(len(keys))
-            self._store(worker, places, keys, chunks, prefix, spec.blocks, tenant=spec.tenant)
+            self._store("store", worker, keys, spec.blocks, prefix, tenant=spec.tenant)
 
     def promote(self, load: Load, spec: LoadSpec) -> None:
         """Store chunks in the pool again that a load has brought from the offload tier."""
@@ -82,8 +80,10 @@ class Stores:
         each, blocks = worker.per_chunk, list[int]()
         for chunk in chunks:
             blocks += spec.blocks[chunk * each : (chunk + 1) * each]
-        given = load.places, load.keys, chunks, worker.session.own(spec.prefix), blocks
-        self._store(worker, *given, load.epoch, tenant=spec.tenant)
+        keys = [load.keys[chunk] for chunk in chunks]
+        prefix = [*worker.session.own(spec.prefix), *load.keys[: chunks[0]]]
+        how = {"tenant": spec.tenant, "fetched_in": load.epoch}
+        self._store("promote", worker, keys, blocks, prefix, **how)
 
     def save(
         self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
@@ -93,8 +93,7 @@ class Stores:
         blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
         drops the chunks because a block was handed out meanwhile."""
         if (worker := self._worker) is not None:
-            given = worker.places(blocks), keys, range(len(keys)), list[ChunkKey](), blocks
-            self._store(worker, *given, epoch, holds)
+            self._store("save", worker, keys, blocks, fetched_in=epoch, holds=holds)
 
     def measure(self) -> None:
         """Tell the meter what the session has counted since the last call."""
@@ -120,24 +119,20 @@ class Stores:
 
     def _store(
         self,
+        what: str,
         worker: Attached,
-        places: BlockPlaces,
         keys: list[ChunkKey],
-        chunks: Sequence[int],
-        prefix: list[ChunkKey],
         blocks: list[int],
-        fetched_in: int | None = None,
-        holds: Callable[[], bool] | None = None,
-        tenant: bytes = b"",
+        prefix: Sequence[ChunkKey] = (),
+        **how: Any,
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
-        for the copy. holds: see `save`. tenant: see `StoreSpec`."""
-        session = worker.session
+        for the copy. what: for the log. prefix, how: see `transfer.store`."""
+        session, chunks = worker.session, range(len(keys))
         try:
-            how: dict[str, Any] = {"fetched_in": fetched_in, "holds": holds, "tenant": tenant}
+            places = worker.places(blocks)
             pending = store(session, places, keys, chunks, prefix, beside=True, **how)
         except Exception as error:  # noqa: BLE001 - a failed store counts as no store
-            what = "store" if fetched_in is None else "promote" if holds is None else "save"
             session.miss(what, error)
             self._meter.count("failures", 1, "store")
             return
