@@ -114,11 +114,10 @@ class WorkerSide:
         self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
     ) -> Session:
         """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
-        model = self._model
         session = Session(
             self._config,
-            model_spec.layout(model, [shard], self._config.engine.chunk_size, b""),
-            over_budget=vllm_memory.beside_vllm(model.device_type, model.gpu_memory_utilization),
+            model_spec.layout(self._model, [shard], self._config.engine.chunk_size, b""),
+            over_budget=vllm_memory.beside_vllm(self._vllm),
             anonymous=True,
             rank=self._rank,
             kv_device=str(kv.device),
