@@ -35,7 +35,6 @@ from vcache_backend.integration.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
-from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.integration.vllm.model.decision import decide, hinders
 from vcache_backend.metadata_server.messages import KEY_BYTES, MAX_PUBLISHED, ChunkKey, Publish
 
@@ -86,8 +85,7 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(
     config, tables = engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(getattr(config, section) if section else platform, name, value)
-    model = model_spec.read_model(config)
-    line = hinders(config, tables, model)
+    line = hinders(config, tables)
     shared = decide(config, tables, Config()).settings.connector.share
     assert (shared, "\n" in line) == ("pool" if said else "in_place", False)
     assert line.startswith(said) if said else not line

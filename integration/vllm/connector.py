@@ -284,8 +284,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         policy = outermost._kv_transfer_config.kv_load_failure_policy
         if wanted and policy != wanted:
             log.warning(
-                "vcache: %s",
-                settings.other_policy(policy, wanted, outermost._kv_transfer_config.kv_connector),
+                'vcache: a request whose load fails %s: put "kv_load_failure_policy":"%s" beside '
+                '"kv_connector":"%s" in --kv-transfer-config; vLLM reads it there alone, where it '
+                "is %s",
+                "fails, too" if policy == "fail" else "is computed",
+                *(wanted, outermost._kv_transfer_config.kv_connector, policy),
             )
 
     @answers(None)

@@ -56,10 +56,9 @@ class WorkerSide:
         meter: Meter,
     ) -> None:
         self._vllm, self._kv_config = vllm_config, kv_cache_config
-        self._pp_rank, self._tp_rank = pp_rank, tp_rank
-        decision = decide(vllm_config, kv_cache_config, config)
-        self._model, self._config, self._refused = decision
-        config = self._config
+        self._place = pp_rank, tp_rank
+        self._model, config, self._refused = decide(vllm_config, kv_cache_config, config)
+        self._config = config
         if self._model.device_type == "cpu":
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
@@ -78,8 +77,7 @@ class WorkerSide:
         self.stores = Stores(meter, compat.clears(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         events, traced = compat.publishes_events(vllm_config), traces.wanted(vllm_config)
-        place = pp_rank, tp_rank
-        self.report = Reporter(place, number, self._rank, events=events, traces=traced)
+        self.report = Reporter(self._place, number, self._rank, events=events, traces=traced)
         several = groups.several(kv_cache_config)
         self.loads = Loads(self._model.block_size, several, self.report, self.stores, meter)
         self.loads.at_once = compat.loads_at_once(vllm_config, config)
@@ -97,9 +95,7 @@ class WorkerSide:
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
         kv = model_spec.describe(tables, kv_caches, blocks)
-        shard = model_spec.read_shard(
-            self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
-        )
+        shard = model_spec.read_shard(self._vllm, kv_caches, kv, size, *self._place, tables.layers)
         session = self._session(kv_caches, kv, shard)
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
@@ -114,11 +110,10 @@ class WorkerSide:
         self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
     ) -> Session:
         """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
-        model = self._model
         session = Session(
             self._config,
-            model_spec.layout(model, [shard], self._config.engine.chunk_size, b""),
-            over_budget=vllm_memory.beside_vllm(model.device_type, model.gpu_memory_utilization),
+            model_spec.layout(self._model, [shard], self._config.engine.chunk_size, b""),
+            over_budget=vllm_memory.beside_vllm(self._vllm),
             anonymous=True,
             rank=self._rank,
             kv_device=str(kv.device),
