@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from vcache_backend.vram_pool import memory_budget
 
 
-def beside_vllm(device_type: str, utilization: float | None) -> Callable[[int, int], str | None]:
+def beside_vllm(vllm_config: Any) -> Callable[[int, int], str | None]:
     """A function that `Pool` asks before it lends memory: given the bytes in all and those that are
     new, why the GPU has no room for them.
 
-    The GPU is the one that is current now. device_type: vLLM's. utilization: its
-    gpu_memory_utilization; None if it does not apply."""
+    The GPU is the one that is current now."""
+    cache = vllm_config.cache_config
+    # vLLM goes by one of both.
+    utilization = None if cache.kv_cache_memory_bytes else float(cache.gpu_memory_utilization)
+    on_gpu = vllm_config.device_config.device_type != "cpu" and torch.cuda.is_available()
     # Determined now: `Pool` also asks from its client's thread, where another GPU may be current.
-    device = (
-        torch.cuda.current_device() if device_type != "cpu" and torch.cuda.is_available() else None
-    )
+    device = torch.cuda.current_device() if on_gpu else None
 
     def over_budget(whole: int, new: int) -> str | None:
         if device is None:

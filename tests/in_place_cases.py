@@ -5,8 +5,9 @@ importance. The server is real, and so are the tables."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import lookups, tracked
 from vcache_backend.metadata_server.messages import Publish
@@ -78,10 +79,10 @@ class Published(NamedTuple):
     sequence: int
 
 
-def lying(spec: PublicationSpec) -> list[tuple[list[int], list[int]]]:
+def lying(said: Publish) -> list[tuple[list[int], list[int]]]:
     """Of each chunk the blocks, and their generations."""
-    both = np.frombuffer(spec.blocks, dtype="<u4"), np.frombuffer(spec.generations, dtype="<u8")
-    return list(zip(*(one.reshape(len(spec.keys), -1).tolist() for one in both), strict=True))
+    both = np.frombuffer(said.blocks, dtype="<u4"), np.frombuffer(said.generations, dtype="<u8")
+    return list(zip(*(one.reshape(len(said.keys), -1).tolist() for one in both), strict=True))
 
 
 class Engine:
@@ -141,6 +142,8 @@ class Engine:
             # No model runs, so the time of steps says nothing.
             self.pace.computes = lambda chunks: False
         self.metas: list[StepMetadata] = []
+        self.rows: list[dict[str, set[int]]] = []
+        """By step, and by request: the blocks that vLLM gives it."""
         self.publisher: Publisher | None = None
         self.slow = False
         """Whether its worker publishes what a test tells it to."""
@@ -168,9 +171,7 @@ class Engine:
         """The step is over: its worker publishes."""
         assert self.publisher is not None
         for spec in meta.publications:
-            instance, packed = self.half.publications.instance, (spec.blocks, spec.generations)
-            one = Publish(instance, spec.sequence, spec.keys, *packed, spec.epoch)
-            self.publisher.submit(one, Finished(0.0))
+            self.publisher.submit(spec.publish, Finished(0.0))
 
     def flush(self) -> None:
         """Wait until all that was published is known."""
@@ -204,6 +205,8 @@ class Engine:
         self.ran(output)
         meta: StepMetadata = output.kv_connector_metadata
         self.metas.append(meta)
+        tables = self.scheduler.kv_cache_manager.get_block_ids
+        self.rows.append({name: {*chain(*tables(name))} for name in output.num_scheduled_tokens})
         if self.publisher is not None and not self.slow:
             self.tell(meta)
         self.end(output, **said)
@@ -235,17 +238,18 @@ class Engine:
 
     def published(self, request: Request, meta: StepMetadata | None = None) -> list[Published]:
         """The request's chunks in a step's publications; of the last step."""
-        found = []
-        for spec in (meta or self.metas[-1]).publications:
-            if spec.request_id != request.request_id:
-                continue
-            keys = self.keys(request)
-            numbers = [keys.index(key) for key in spec.keys]
-            found += [
-                Published(number, *lies, spec.sequence)
-                for number, lies in zip(numbers, lying(spec), strict=True)
-            ]
-        return found
+        keys, meta = self.keys(request), meta or self.metas[-1]
+        return [
+            Published(keys.index(key), *lies, spec.publish.sequence)
+            for spec in meta.publications
+            for key, lies in zip(spec.publish.keys, lying(spec.publish), strict=True)
+            if self.has(request, lies[0], meta)
+        ]
+
+    def has(self, request: Request, blocks: Iterable[int], meta: StepMetadata) -> bool:
+        """Whether the request has all these blocks in this step."""
+        step = [other is meta for other in self.metas].index(True)
+        return self.rows[step].get(request.request_id, set()).issuperset(blocks)
 
     def keys(self, request: Request) -> list[Any]:
         made, instance = request.block_hashes, self.half.instance
@@ -253,9 +257,8 @@ class Engine:
 
     def stored(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         """Which of the request's chunks a step stores in the pool; the last step."""
-        keys = self.keys(request)
-        specs = (meta or self.metas[-1]).stores
-        mine = [spec for spec in specs if spec.request_id == request.request_id]
+        keys, meta = self.keys(request), meta or self.metas[-1]
+        mine = [spec for spec in meta.stores if self.has(request, spec.blocks, meta)]
         return [keys.index(key) for spec in mine for key in spec.keys]
 
     def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:

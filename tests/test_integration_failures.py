@@ -239,7 +239,8 @@ PLACES = [
         f"{vllm_cases.OURS}.scheduler.side:SchedulerSide.{name}"
         for name in ("arrived", "matched", "allocated", "plan", "update", "finished")
     ),
-    *(f"{vllm_cases.OURS}.worker.side:WorkerSide.{name}" for name in ("store", "measured")),
+    f"{vllm_cases.OURS}.worker.side:WorkerSide.store",
+    f"{vllm_cases.OURS}.worker.stores:Stores.measure",
     *(vllm_cases.SCATTER, RELEASE),
 ]
 """Methods that run with every request. Those around a load: test_vllm_sharing."""

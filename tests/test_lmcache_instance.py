@@ -10,13 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from lmcache_cases import kv_transfer, needs_lmcache
@@ -93,7 +91,6 @@ def test_layers_whose_pages_have_several_sizes_are_refused(
 def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance]) -> None:
     found = under_vllm(worker_id=3)
     assert (found.model.model, found.model.block_size) == ("org/model", BLOCK)
-    assert found.model.gpu_memory_utilization == 0.9
     expected = (1, 1, 2, BLOCKS)
     assert (found.pp_rank, found.rank, found.ranks, found.num_blocks) == expected
     assert found.kvcaches is found.adapter.kv_caches
@@ -102,8 +99,7 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     assert (mla.pp_rank, mla.rank, mla.ranks) == (1, 0, 1)
     with pytest.raises(ConfigError, match="no vLLM here with LMCacheConnectorV1"):
         under_vllm(kvcaches={})
-    window = type("SlidingWindowSpec", (), {"sliding_window": 8})()
-    assert under_vllm(kind=window).several > found.several
+    assert under_vllm(kind=WINDOW).several > found.several
 
 
 def test_the_weights_go_by_what_they_are(
@@ -240,36 +236,36 @@ def test_the_example_is_supported_without_a_remark(under_vllm: Callable[..., Ins
     assert list(checks.remarks(lm_config(), under_vllm())) == []
 
 
+WINDOW = type("SlidingWindowSpec", (), {"sliding_window": 8})()
 RENAMED: dict[str, Any] = {"storage_plugins": ["other", "pool"], "store_location": "other"}
 NAMED = {"storage_plugin.pool.module_path": "vcache_backend.integration.lmcache.backend"}
 RENAMED |= {"extra_config": NAMED | {"save_only_first_rank": False}}
-BY_PRIORITY = {"vllm_config": vllm_config(scheduler_config__policy="priority")}
 LOCAL = "LocalCPUBackend"
 ELSEWHERE = {"lmcache": {"store_location": LOCAL}}
-FIRST_RANK: dict[str, Any] = {"lmcache": {"extra_config": {}}, "model": {"use_mla": True}}
+FIRST_RANK: dict[str, Any] = {"lmcache": {"extra_config": {}}}
+FIRST_RANK |= {"vllm": {"model_config__use_mla": True}}
 REFUSED: dict[str, dict[str, Any]] = {
     "set use_layerwise: false": {"lmcache": {"use_layerwise": True}},
     "remove external_lookup_client": {"lmcache": {"external_lookup_client": "mooncakestore://x"}},
     "add vcache to it": {"lmcache": {"retrieve_locations": [LOCAL]}},
     f"store_location is {LOCAL}, .* set store_location: vcache": ELSEWHERE,
     "set store_location: pool": {"lmcache": RENAMED},
-    "context parallel": {"model": {"context_parallel": 2}},
-    "without --enable-fault-tolerance": {"model": {"fault_tolerance": True}},
-    "LMCache does not hear of them": {"model": {"new_weights": True, "named": True}},
+    "context parallel": {"vllm": {"parallel_config__decode_context_parallel_size": 2}},
+    "without --enable-fault-tolerance": {"vllm": {"parallel_config__enable_fault_tolerance": True}},
+    "LMCache does not hear of them": {"vllm": {"weight_transfer_config": object()}},
     "set save_only_first_rank: false": FIRST_RANK,
-    'with "kv_connector":"VCacheConnector"': {"instance": {"several": True}},
-    "without --scheduling-policy priority": {"instance": BY_PRIORITY},
+    'with "kv_connector":"VCacheConnector"': {"vllm": {"kind": WINDOW}},
+    "without --scheduling-policy priority": {"vllm": {"scheduler_config__policy": "priority"}},
 }
-"""What is said of which change, in LMCache's settings, the model's or the instance."""
+"""What is said of which change, in LMCache's settings or in vLLM's."""
 
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_cannot_work_is_named_with_what_to_set(
     under_vllm: Callable[..., Instance], said: str
 ) -> None:
-    good, changes = under_vllm(), REFUSED[said]
-    model = msgspec.structs.replace(good.model, **changes.get("model", {}))
-    instance = replace(good, model=model, **changes.get("instance", {}))
+    changes = REFUSED[said]
+    instance = under_vllm(**changes.get("vllm", {}))
     assert re.search(said, checks.refusal(lm_config(**changes.get("lmcache", {})), instance) or "")
 
 

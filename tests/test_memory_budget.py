@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_objects import vllm_config
 
 from integration.vllm_memory import beside_vllm
 from vcache_backend.config import ByteSize
@@ -80,6 +81,6 @@ def test_the_workers_gpu_is_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch)
         torch.cuda, "current_device", lambda: int(threading.current_thread() is own)
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", info)
-    over_budget = beside_vllm("cuda", 0.5)
+    over_budget = beside_vllm(vllm_config(cache_config__gpu_memory_utilization=0.5))
     with ThreadPoolExecutor(1) as others:
         assert others.submit(over_budget, GIB, GIB).result() is None

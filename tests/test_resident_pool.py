@@ -86,7 +86,14 @@ class Watched:
             copies.append(Copy(key, OWNER, last, int(self.owner.counters[last])))
         self.duplicates.hear(copies)
         self.duplicates.learn()
-        return used(ids), blocks
+        tracked = used(ids)
+        tracked.lookup.keys = [copy.key for copy in copies]
+        return tracked, blocks
+
+    def end(self, tracked: Tracked, blocks: list[Any]) -> None:
+        """The request ends."""
+        self.duplicates.finished(tracked, 4)
+        self.pool.free_blocks(reversed(blocks))
 
     def changed(self, before: Any) -> list[int]:
         """Blocks whose generation is another."""
@@ -172,8 +179,7 @@ def test_after_a_reset_no_copy_leaves_before_the_empty_blocks(watched: Watched) 
         pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
     tracked, copies = watched.read([0])
-    pool.free_blocks(reversed(copies))
-    watched.duplicates.finished(tracked, 4)
+    watched.end(tracked, copies)
     watched.take(BLOCKS - 1 - EACH)
     assert all(block.block_hash is not None for block in copies)
 
@@ -189,8 +195,16 @@ def test_requests_that_have_ended_do_not_stay_in_memory(watched: Watched) -> Non
 def freed(watched: Watched, chunks: list[int]) -> list[Any]:
     """The blocks of a request that has read these chunks, and has ended."""
     tracked, blocks = watched.read(chunks)
-    watched.duplicates.finished(tracked, 4)
-    watched.pool.free_blocks(reversed(blocks))
+    watched.end(tracked, blocks)
+    return blocks
+
+
+def twice(watched: Watched, chunks: list[int]) -> list[Any]:
+    """The same, and another request has found them here and has ended at once."""
+    tracked, blocks = watched.read(chunks)
+    watched.end(tracked, blocks)
+    watched.pool.touch(blocks)
+    watched.end(tracked, blocks)
     return blocks
 
 
@@ -216,11 +230,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_a_copy_that_was_used_shortly_before_stays(watched: Watched, clock: Clock) -> None:
+def test_a_copy_that_was_used_twice_shortly_before_stays(watched: Watched, clock: Clock) -> None:
     """It is needed again before what was last used far longer ago."""
     fill_up(watched, BLOCKS - 1 - EACH)
     clock.now = 1091.0
-    copy = freed(watched, [0])
+    copy = twice(watched, [0])
     clock.now = 1100.0
     watched.take(1)
     assert all(block.block_hash is not None for block in copy)
@@ -229,13 +243,36 @@ def test_a_copy_that_was_used_shortly_before_stays(watched: Watched, clock: Cloc
     assert copy[-1].block_hash is None
 
 
+def test_a_copy_that_was_used_once_leaves_however_lately(watched: Watched, clock: Clock) -> None:
+    """What a request has just ended with is not needed more often for it."""
+    own = fill_up(watched, BLOCKS - 1 - EACH)
+    clock.now = 1100.0
+    copy = freed(watched, [0])
+    watched.take(1)
+    assert copy[-1].block_hash is None
+    assert all(block.block_hash is not None for block in own)
+
+
+def test_the_copy_that_was_used_last_leaves_last(watched: Watched) -> None:
+    first, blocks = watched.read([0])
+    watched.end(first, blocks)
+    other = freed(watched, [1])
+    fill_up(watched, BLOCKS - 1 - 2 * EACH)
+    watched.pool.touch(blocks)
+    watched.end(first, blocks)
+    watched.take(EACH)
+    assert all(block.block_hash is None for block in other)
+    watched.take(EACH)
+    assert all(block.block_hash is None for block in blocks)
+
+
 def test_what_would_leave_instead_is_what_vllm_s_cache_still_finds(
     watched: Watched, clock: Clock
 ) -> None:
     """vLLM puts each request's last block, which is not full, before all others."""
     fill_up(watched, BLOCKS - 2 - EACH)
     clock.now = 1095.0
-    copy = freed(watched, [0])
+    copy = twice(watched, [0])
     clock.now = 1100.0
     last, _ = watched.take(1)
     watched.duplicates.finished(used([last[0].block_id]), 4)
@@ -293,8 +330,7 @@ def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_
     assert watched.duplicates.count == 2
     watched.take(1)
     assert watched.duplicates.count == 0
-    watched.duplicates.finished(tracked, 4)
-    watched.pool.free_blocks(reversed(blocks))
+    watched.end(tracked, blocks)
     watched.take(1)
     assert [block.block_hash is None for block in own + blocks] == [
         *[False] * (len(own) - 2),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import pickle
 import platform
 import random
 from collections import Counter
@@ -28,9 +29,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.config import Config
-from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
-from vcache_backend.integration.vllm.model import spec as model_spec
+from vcache_backend.integration.vllm.metadata import (
+    LoadSpec,
+    PublicationSpec,
+    StepMetadata,
+    WorkerReport,
+)
 from vcache_backend.integration.vllm.model.decision import decide, hinders
+from vcache_backend.metadata_server.messages import KEY_BYTES, MAX_PUBLISHED, ChunkKey, Publish
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
@@ -79,8 +85,7 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(
     config, tables = engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(getattr(config, section) if section else platform, name, value)
-    model = model_spec.read_model(config)
-    line = hinders(config, tables, model)
+    line = hinders(config, tables)
     shared = decide(config, tables, Config()).settings.connector.share
     assert (shared, "\n" in line) == ("pool" if said else "in_place", False)
     assert line.startswith(said) if said else not line
@@ -95,6 +100,16 @@ def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
 
 
 # ---- what a step publishes
+
+
+def test_more_chunks_than_one_message_holds_reach_a_worker_of_another_process(
+    engine: Engine,
+) -> None:
+    """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
+    keys, instance = [ChunkKey(bytes(KEY_BYTES))], engine.half.publications.instance
+    many = Publish(instance, 1, keys * (MAX_PUBLISHED + 1), b"", b"")
+    meta = StepMetadata(publications=[PublicationSpec(many)], victims=many)
+    assert pickle.loads(pickle.dumps(meta)) == meta
 
 
 def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine) -> None:
@@ -116,7 +131,7 @@ def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engin
     tokens, pool = new_tokens(CHUNK), engine.scheduler.kv_cache_manager.block_pool
     engine.add([*tokens, 5])
     engine.step()
-    (before,) = [one for spec in engine.metas[-1].publications for one in lying(spec)]
+    (before,) = [one for spec in engine.metas[-1].publications for one in lying(spec.publish)]
     engine.finish(*engine.scheduler.running)
     pool.evict_blocks({before[0][0]})
     engine.finish(engine.add([*tokens[:BLOCK], 6]))
@@ -418,13 +433,15 @@ class Written(Engine):
 
     def note(self, meta: StepMetadata) -> None:
         """What the step publishes. Of a request that ended with it, nobody knows the tokens."""
-        for spec in meta.publications:
-            if (request := self.scheduler.requests.get(spec.request_id)) is None:
-                continue
-            for key, (blocks, generations) in zip(spec.keys, lying(spec), strict=True):
-                at = self.keys(request).index(key) * EACH
-                due = [self.named[name] for name in request.block_hashes[at : at + EACH]]
-                self.told += zip(blocks, generations, due, strict=True)
+        hashes = {
+            key: request.block_hashes[number * EACH : (number + 1) * EACH]
+            for request in self.scheduler.requests.values()
+            for number, key in enumerate(self.keys(request))
+        }
+        for publish in (spec.publish for spec in meta.publications):
+            for key, (blocks, generations) in zip(publish.keys, lying(publish), strict=True):
+                due = [self.named[name] for name in hashes.get(key, ())]
+                self.told += zip(blocks, generations, due, strict=bool(due))
 
     def load(self, spec: LoadSpec, owner: Engine) -> bool:
         """As a worker does."""

@@ -81,10 +81,6 @@ def test_kv_caches_that_are_not_understood_are_an_error(
 
 # ---- who shares
 
-UNCHANGED = {"prompt_embeds", "sleep_mode", "unnamed_inputs", "fault_tolerance"}
-UNCHANGED |= {"new_weights", "named", "gpu_memory_utilization"}
-"""Fields that say nothing of the bytes: any other one does."""
-
 
 def another(value: Any) -> Any:
     """A value of the same kind."""
@@ -96,7 +92,7 @@ def another(value: Any) -> Any:
 @pytest.mark.parametrize("field", ModelSpec.__struct_fields__)
 def test_a_field_that_changes_bytes_changes_the_namespace(field: str) -> None:
     changed = msgspec.structs.replace(MODEL, **{field: another(getattr(MODEL, field))})
-    assert (namespace(changed, [SHARD]) == namespace(MODEL, [SHARD])) == (field in UNCHANGED)
+    assert (namespace(changed, [SHARD]) == namespace(MODEL, [SHARD])) == (field == "named")
 
 
 @pytest.mark.parametrize(
@@ -222,21 +218,28 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"new_weights": True}, "set connector.weights to the version"),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
-        ({"hash_algorithm": "xxhash"}, "set --prefix-caching-hash-algo sha256"),
-        ({"model": "s3://bucket/model", "revision": ""}, "set connector.model to a name"),
+        ({"weight_transfer_config": object()}, "set connector.weights to the version"),
+        ({"cache_config__cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
+        (
+            {"cache_config__prefix_caching_hash_algo": "xxhash"},
+            "set --prefix-caching-hash-algo sha256",
+        ),
+        (
+            {"model_config__model": "s3://bucket/model", "model_config__revision": ""},
+            "set connector.model to a name",
+        ),
     ],
 )
 def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
     changes: dict[str, Any], said: str
 ) -> None:
-    answer = model_spec.refusal(msgspec.structs.replace(MODEL, **changes), "0")
+    config = vllm_config(**changes)
+    answer = model_spec.refusal(config, model_spec.read_model(config), "0")
     assert answer is not None
     assert said in answer
     assert "\n" not in answer
     for seed in (None, "", "random"):
-        assert "set PYTHONHASHSEED=0" in (model_spec.refusal(MODEL, seed) or "")
+        assert "set PYTHONHASHSEED=0" in (model_spec.refusal(vllm_config(), MODEL, seed) or "")
 
 
 # ---- real vLLM, where it is installed
@@ -249,8 +252,9 @@ def real(served: object, folder: str, **changes: Any) -> tuple[ModelSpec, str | 
     given: dict[str, Any] = {"model": folder, "skip_tokenizer_init": True, "dtype": "bfloat16"}
     given |= {"enforce_eager": True, "block_size": 32, "max_model_len": 512}
     given |= {"load_format": "dummy", "prefix_caching_hash_algo": "sha256_cbor"}
-    model = model_spec.read_model(EngineArgs(**given | changes).create_engine_config())
-    return model, model_spec.refusal(model, "0")
+    config = EngineArgs(**given | changes).create_engine_config()
+    model = model_spec.read_model(config)
+    return model, model_spec.refusal(config, model, "0")
 
 
 def of_the_hub(served: object, folder: str) -> tuple[str, str]:
@@ -277,7 +281,6 @@ def test_real_vllm_is_read(tmp_path: Path) -> None:
     assert (model.dtype, model.kv_cache_dtype) == ("bfloat16", "bfloat16")
     assert (model.device_type, model.hash_algorithm) == ("cpu", "sha256_cbor")
     assert (model.model, model.revision[:6]) == (str(tmp_path.resolve()), "files-")
-    assert model.gpu_memory_utilization is None
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
     assert re.fullmatch(r"vllm 0\.\d+\.\d+.*", model.extra["engine"])
     assert refused is None

@@ -53,28 +53,15 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 # ---- tensor parallel ranks
 
 
-@contextmanager
-def at_rank(
-    instance: Instance,
-    rank: int,
-    place: str,
-    action: str = "count",
-    times: int = vllm_cases.FOREVER,
-) -> Iterator[list[int]]:
-    """As `meddled`, in the process of one rank; then how often each rank came by."""
-    instance.ask("meddle_at", rank, place, action, times)
-    calls: list[int] = []
-    yield calls
-    calls += instance.ask("leave_ranks_alone")
-
-
 def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     """What is answered where only one rank's copy fails, and what is right."""
     right = reader.one(tokens, fresh=True, params={"vcache": {"load": False, "store": False}})
     reader.forget()
-    with at_rank(reader, 1, f"{vllm_cases.SCATTER},pull", "raise", times=1) as copies:
-        lost = reader.one(tokens)
-    assert copies == [1, 1], "each rank launched one copy, and one of them failed"
+    reader.ask("meddle_at", 1, f"{vllm_cases.SCATTER},pull", "raise", 1)
+    lost = reader.one(tokens)
+    assert reader.ask("leave_ranks_alone") == [1, 1], (
+        "each rank launched one copy, and one of them failed"
+    )
     eventually(lambda: reader.counter("vllm:vcache_failures", cause="copy") == 1)
     return lost, right
 

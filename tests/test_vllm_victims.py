@@ -28,7 +28,7 @@ from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetada
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.integration.vllm.worker.loading import Attached
 from vcache_backend.integration.vllm.worker.stores import Stores
-from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
+from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Publish
 from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer import publisher
 from vcache_backend.transfer.session import Session
@@ -100,10 +100,10 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
             if (counters[blocks] != generations).any():
                 del there[first]
                 left.append(number - told.pop(first))
-        for spec in (*meta.publications, meta.victims):
-            for blocks, generations in lying(spec) if spec is not None else ():
+        for said in (*(spec.publish for spec in meta.publications), meta.victims):
+            for blocks, generations in lying(said) if said is not None else ():
                 there[blocks[0]] = blocks, generations
-                if spec is meta.victims:
+                if said is meta.victims:
                     told.setdefault(blocks[0], number)
     assert len(left) > 50
     assert min(left) > 0
@@ -143,14 +143,15 @@ class Sharing:
         undo.callback(self.in_place.close)
         kv = self.session.bind(tensors)
         self.in_place.open(self.session, kv, tensors)
-        self.stores.open(Attached(self.session, kv, cache.sizes.block_size))
-        name, self.client = InstanceId(b"w" * 16), undo.enter_context(here.client())
+        self.attached = Attached(self.session, kv, cache.sizes.block_size)
+        self.name = name = InstanceId(b"w" * 16)
+        self.client = undo.enter_context(here.client())
         self.table = Generations(name, cache.sizes.blocks)
         undo.callback(self.table.close)
         self.client.join(
             name, self.session.namespace.prefix, self.table.blocks, 1, each, self.table.fd
         )
-        self.in_place.show(name)
+        self.in_place.show(self.session, name)
         self.keys = [
             ChunkKey(self.session.namespace.prefix + os.urandom(16) + b"\0\0") for _ in range(4)
         ]
@@ -158,20 +159,14 @@ class Sharing:
 
     def publish(self, *chunks: int) -> None:
         """Each is a request's."""
-        made = [
-            PublicationSpec(str(one), [self.keys[one]], *self._lies(one), 1, self.epoch)
-            for one in chunks
-        ]
-        self.in_place.publish(made)
+        self.in_place.publish(
+            self.session, [PublicationSpec(self._said(chunk)) for chunk in chunks]
+        )
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.flush(SECONDS)
 
     def save(self, *chunks: int) -> None:
-        keys = [self.keys[chunk] for chunk in chunks]
-        lies = zip(*map(self._lies, chunks), strict=True)
-        self.in_place.save(
-            PublicationSpec("", keys, *map(b"".join, lies), 0, self.epoch), self.stores
-        )
+        self.in_place.save(self.attached, self._said(*chunks), self.stores)
 
     def saved(self, chunk: int) -> bool:
         """Whether the pool has it, once everything that was saved is read."""
@@ -179,9 +174,10 @@ class Sharing:
         assert self.session.flush(SECONDS)
         return bool(self.client.lookup([self.keys[chunk]]))
 
-    def _lies(self, chunk: int) -> tuple[bytes, bytes]:
-        blocks = np.array([2 * chunk, 2 * chunk + 1], dtype="<u4")
-        return blocks.tobytes(), np.full(2, 2, dtype="<u8").tobytes()
+    def _said(self, *chunks: int) -> Publish:
+        blocks = np.array([(2 * chunk, 2 * chunk + 1) for chunk in chunks], dtype="<u4")
+        keys, generations = [self.keys[chunk] for chunk in chunks], np.full_like(blocks, 2, "<u8")
+        return Publish(self.name, 1, keys, blocks.tobytes(), generations.tobytes(), self.epoch)
 
 
 @pytest.fixture

@@ -71,8 +71,8 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
 
 
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str]:
-    yield from model_spec.misfits(instance.model)
-    if instance.model.new_weights:
+    yield from model_spec.misfits(instance.vllm_config, instance.model)
+    if instance.vllm_config.weight_transfer_config is not None:
         yield (
             "--weight-transfer-config brings new weights, and LMCache does not hear of them: "
             "start vLLM without it, or with "

@@ -71,11 +71,10 @@ def _join(settings: Config, instance: Instance, kv: PagedKV, layout: Layout) -> 
     """Connect, lend memory, and check that bytes come back from the pool unchanged.
 
     Raises StepAside or VCacheError."""
-    model = instance.model
     session = Session(
         msgspec.structs.replace(settings, offload=OffloadConfig()),
         layout,
-        over_budget=beside_vllm(model.device_type, model.gpu_memory_utilization),
+        over_budget=beside_vllm(instance.vllm_config),
         rank=instance.rank,
         kv_device=str(kv.device),
         name=served_at(instance.vllm_config),

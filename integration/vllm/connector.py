@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -61,8 +62,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.failures: set[str] = set()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._half: SchedulerSide | WorkerSide | None = None
-        """Either half, also after it was refused, for `shutdown`; None if it never cached."""
+        self._undo = ExitStack()
+        """For `shutdown`, also after a half was refused."""
         self._engine = str(transfer.engine_id)
         self._thread = 0
         """The thread in which vLLM runs the worker."""
@@ -80,6 +81,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
         self._meter = stats.Meter()
         self._ends = LoadEnds(vllm_config.parallel_config.world_size)
+        self._undo.callback(self._ends.close)
         versions.watch()
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
         decision = decide(vllm_config, kv_cache_config, config)
@@ -89,9 +91,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
         except VCacheError as error:
             log.error("vcache caches nothing: %s. vLLM serves without it", error)
-            self._ends.close()
+            self._undo.close()
             return
-        self._half = self._scheduler = side
+        self._scheduler = side
+        self._undo.callback(side.close)
         if side.publications is not None and side.victims is None:
             self._cache_hit_source = compat.hit_source_of_peers()
 
@@ -102,9 +105,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # All workers move the same tokens: only the first counts them.
         self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
         self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-        self._half = self._worker = WorkerSide(
-            vllm_config, kv_cache_config, config, *ranks, self._meter
-        )
+        self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
+        self._undo.callback(self._worker.close)
         if vllm_config.parallel_config.world_size == 1:
             _workers[self._engine] = self
 
@@ -117,10 +119,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def shutdown(self) -> None:
-        if isinstance(self._half, SchedulerSide):
-            self._ends.close()
-        if self._half is not None:
-            self._half.close()
+        self._undo.close()
 
     # ---- in the scheduler
 
@@ -223,20 +222,20 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(False)
     def reset_cache(self) -> bool:
-        return self._scheduler.reset() if self._scheduler is not None else True
+        return self._scheduler.resets.reset() if self._scheduler is not None else True
 
     @answers(None)
     def weights_change(self) -> None:
         """vLLM is about to change the weights."""
         if self._scheduler is not None:
-            self._scheduler.leave_version()
+            self._scheduler.resets.leave_version()
 
     @answers(None)
     def weights_are(self, name: object) -> None:
         """vLLM's weights are of the version `name` from now on."""
         if self._scheduler is not None and self._scheduler.instance.versions:
             log.info("vcache: the weights have version %.80r", name)
-            self._scheduler.change_version(versions.digest(name))
+            self._scheduler.resets.change_version(versions.digest(name))
 
     # ---- in a worker
 
@@ -285,8 +284,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         policy = outermost._kv_transfer_config.kv_load_failure_policy
         if wanted and policy != wanted:
             log.warning(
-                "vcache: %s",
-                settings.other_policy(policy, wanted, outermost._kv_transfer_config.kv_connector),
+                'vcache: a request whose load fails %s: put "kv_load_failure_policy":"%s" beside '
+                '"kv_connector":"%s" in --kv-transfer-config; vLLM reads it there alone, where it '
+                "is %s",
+                "fails, too" if policy == "fail" else "is computed",
+                *(wanted, outermost._kv_transfer_config.kv_connector, policy),
             )
 
     @answers(None)
@@ -335,7 +337,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         """This process's counts since the last call."""
         if self._worker is not None:
-            self._worker.measured()
+            self._worker.measure()
         return self._meter.take()
 
     @classmethod

@@ -109,6 +109,6 @@ class EndRing:
                 self._ring = words[self._first : self._first + SIZE]
 
     def put(self, number: int) -> None:
-        """Note that a load has succeeded. 0: a load without a number."""
-        if self._ring and number:
+        """Note that a load has succeeded."""
+        if self._ring:
             self._ring[number % SIZE] = number

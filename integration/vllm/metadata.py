@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
+from vcache_backend.metadata_server.messages import ChunkKey, Publish, ResidentRun
 
 from .model.spec import ShardSpec
 
@@ -62,27 +62,21 @@ class StoreSpec(_Spec, frozen=True):
     keys: the keys of rank 0. blocks: vLLM's block numbers of all chunks, in order. prefix: the keys
     of all earlier chunks. tenant: see `Tracked`."""
 
-    request_id: str
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
     tenant: bytes = b""
 
 
-class PublicationSpec(_Spec, frozen=True):
+class PublicationSpec(msgspec.Struct, frozen=True):
     """A publication: chunks of a request that others may read in this KV cache once the step is
     over.
 
-    keys: the keys of rank 0. blocks, generations: of all chunks in order (vLLM's numbers), packed
-    as in `Publish`. sequence, epoch: see `Publish`. loaded: the request loaded or hit all of these
-    chunks, so that no other instance waits for them."""
+    publish: with the keys of rank 0, and perhaps of more chunks than one message holds. loaded: the
+    request loaded or hit all of these chunks, so that no other instance waits for them."""
 
-    request_id: str
-    keys: list[ChunkKey]
-    blocks: bytes
-    generations: bytes
-    sequence: int
-    epoch: int = 0
+    # Not a `_Spec`: MessagePack would refuse to decode more chunks.
+    publish: Publish
     loaded: bool = False
 
 
@@ -108,7 +102,7 @@ class StepMetadata(msgspec.Struct):
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = []
-    victims: PublicationSpec | None = None
+    victims: Publish | None = None
     echoes: set[int] = set()
     ends: tuple[str, str] = "", ""
 

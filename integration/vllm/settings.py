@@ -14,17 +14,6 @@ from vcache_backend.errors import ConfigError
 SOURCE = "kv_connector_extra_config"
 
 
-def other_policy(found: str, wanted: str, connector: str) -> str:
-    """A warning that `connector`, which contains ours, has another `kv_load_failure_policy` than
-    `connector.kv_load_failure_policy`."""
-    then = "fails, too" if found == "fail" else "is computed"
-    return (
-        f'a request whose load fails {then}: put "kv_load_failure_policy":"{wanted}" beside '
-        f'"kv_connector":"{connector}" in '
-        f"--kv-transfer-config; vLLM reads it there alone, where it is {found}"
-    )
-
-
 def read(
     extra_config: Mapping[str, Any],
     where: str = SOURCE,

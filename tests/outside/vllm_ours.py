@@ -88,7 +88,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         _said[item.nodeid][1] = bool(_made)
         # Otherwise the next test, with the same prompts, waits for what this one would compute.
         while _made:
-            if hasattr(made := _made.pop(), "_half"):
+            if hasattr(made := _made.pop(), "_undo"):
                 made.shutdown()
 
 

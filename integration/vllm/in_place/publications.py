@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Callable
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import eq
 
 from vcache_backend.metadata_server.messages import (
@@ -16,6 +16,7 @@ from vcache_backend.metadata_server.messages import (
     Found,
     Heard,
     InstanceId,
+    Publish,
 )
 from vcache_backend.resident.generations import (
     Generations,
@@ -154,7 +155,7 @@ class Publications:
             self._read(tracked, len(state.generations))
         if state.filled < blocks:
             number = self.generations.filled(tracked.store.rows[0][state.filled : blocks])
-            state.generations.extend(repeat(number, blocks - state.filled))
+            state.generations += array(GENERATIONS, [number]) * (blocks - state.filled)
             state.filled = blocks
 
     def complete(
@@ -214,9 +215,9 @@ class Publications:
         keys, blocks = tracked.lookup.keys[first:stop], slice(first * self.each, stop * self.each)
         row, generations = tracked.store.rows[0], tracked.resident.generations
         packs = row[blocks].tobytes(), generations[blocks].tobytes()
+        publish = Publish(self.instance, self.sequence, keys, *packs, self.epoch)
         self.sequence += 1
-        name, sequence = tracked.request.request_id, self.sequence - 1
-        return PublicationSpec(name, keys, *packs, sequence, self.epoch, loaded)
+        return PublicationSpec(publish, loaded)
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()

@@ -7,9 +7,9 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, Publish
 
-from ..metadata import PublicationSpec, StepMetadata
+from ..metadata import StepMetadata
 from .block_pool import KVBlocks
 from .publications import Publications
 
@@ -75,14 +75,13 @@ class Victims:
         fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
         self._saved[self._first[fresh]] = 0
-        for spec in meta.publications:
-            rows = np.frombuffer(spec.blocks, dtype="<u4").reshape(-1, self._each)
-            self._published[rows] = np.frombuffer(spec.generations, dtype="<u8").reshape(
-                -1, self._each
-            )
+        for publish in (spec.publish for spec in meta.publications):
+            rows = np.frombuffer(publish.blocks, dtype="<u4").reshape(-1, self._each)
+            generations = np.frombuffer(publish.generations, dtype="<u8")
+            self._published[rows] = generations.reshape(rows.shape)
             self._first[rows] = rows[:, :1]
             self._rows[rows[:, 0]] = rows
-            self._keys.update(zip(rows[:, 0].tolist(), spec.keys, strict=True))
+            self._keys.update(zip(rows[:, 0].tolist(), publish.keys, strict=True))
 
     def _look(self, meta: StepMetadata, head: list[int]) -> None:
         """Choose the chunks to save. head: the next blocks that vLLM will hand out."""
@@ -108,8 +107,7 @@ class Victims:
             self._saved[chosen] = now[chosen]
             rows = self._rows[chosen]
             keys = [self._keys[first_block] for first_block in chosen.tolist()]
-            place = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
+            packed = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
+            own = self._publications
             # A valid generation belongs to the present epoch, as far as the scheduler knows.
-            meta.victims = PublicationSpec(
-                "", keys, *place, sequence=0, epoch=self._publications.epoch
-            )
+            meta.victims = Publish(own.instance, 0, keys, *packed, own.epoch)

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from vcache_backend.metadata_server.messages import InstanceId, Publish
 from vcache_backend.resident.neighbours import Neighbours
@@ -19,6 +20,7 @@ from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ..metadata import PublicationSpec
+from ..worker.loading import Attached
 from ..worker.stores import Stores
 from .exporter import Exporter
 
@@ -34,9 +36,6 @@ class InPlace:
         """
         self.exporter, self._each, self._shows = exporter, each, shows
         self.neighbours: Neighbours | None = None
-        self._session: Session | None = None
-        self._instance = InstanceId(b"")
-        """The instance's name for others; empty before `show`."""
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
 
@@ -50,47 +49,43 @@ class InPlace:
         self._region = self.exporter.region(kv_caches)
         self._shape = cache_shape(kv, [self._region], device)
         self.neighbours = Neighbours(session.client, device, kv, session.rank)
-        self._session = session
 
-    def show(self, instance: InstanceId) -> None:
+    def show(self, session: Session, instance: InstanceId) -> None:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
-        session = self._session
-        self._instance = instance
-        if session is None or self._shown is not None or not self._shows:
+        if self._shown is not None or not self._shows:
             return
         self._shown = OwnCache(session.client, instance, session.rank, self._shape, [self._region])
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
-    def publish(self, specs: Sequence[PublicationSpec]) -> None:
+    def publish(self, session: Session, specs: Sequence[PublicationSpec]) -> None:
         """Publish chunks once the step has computed them. All of the step's model run must be
         queued.
         """
-        session, publisher = self._session, self.publisher
-        if session is None or publisher is None or not specs:
+        if self.publisher is None or not specs:
             return
         written = session.copier.mark()
         for spec in specs:
-            publisher.submit(self._publication(session, spec), written, soon=not spec.loaded)
+            self.publisher.submit(_own(session, spec.publish), written, soon=not spec.loaded)
 
-    def save(self, spec: PublicationSpec, stores: Stores) -> None:
+    def save(self, worker: Attached, victims: Publish, stores: Stores) -> None:
         """Store those chunks in the pool that are published. A chunk that loses a block during the
         copy is dropped.
         """
-        session, publisher = self._session, self.publisher
-        if session is None or publisher is None:
+        publisher = self.publisher
+        if publisher is None:
             return
-        for published in publisher.known(self._publication(session, spec)):
+        for published in publisher.known(_own(worker.session, victims)):
             blocks: list[int] = np.frombuffer(published.blocks, dtype="<u4").tolist()
-            stores.save(
-                published.keys, blocks, published.epoch, partial(publisher.holds, published)
-            )
-
-    def _publication(self, session: Session, spec: PublicationSpec) -> Publish:
-        keys, packed = session.own(spec.keys), (spec.blocks, spec.generations)
-        return Publish(self._instance, spec.sequence, keys, *packed, spec.epoch)
+            holds = partial(publisher.holds, published)
+            stores.save(worker, published.keys, blocks, published.epoch, holds)
 
     def close(self) -> None:
         """Idempotent. Call it after the last load is over, and before the session is closed."""
         for part in (self.publisher, self._shown, self.neighbours):
             if part is not None:
                 part.close()
+
+
+def _own(session: Session, publish: Publish) -> Publish:
+    """This rank's part of the chunks."""
+    return structs.replace(publish, keys=session.own(publish.keys))

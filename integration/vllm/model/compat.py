@@ -65,7 +65,7 @@ def spec_kind(kv_cache_config: Any) -> str | None:
 
     Dynamo ignores events of an unknown group without a kind."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    specs = [spec for spec in specs if groups.is_full(type(spec).__name__)] or specs
+    specs = [spec for spec in specs if groups.kind(spec)[0] == "full"] or specs
     return str(kv_cache_interface.get_kv_cache_spec_kind(specs[0]).value) if specs else None
 
 

@@ -36,7 +36,7 @@ class Decision(NamedTuple):
 def decide(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Decision:
     """Decide for this instance. All of its processes get the same answer."""
     model = compat.read_model(vllm_config, kv_cache_config, settings.connector)
-    hindrance = hinders(vllm_config, kv_cache_config, model)
+    hindrance = hinders(vllm_config, kv_cache_config)
     if settings.connector.share == "auto":
         if hindrance:
             log.info("vcache: KV goes through a pool (connector.share: auto): %s", hindrance)
@@ -48,7 +48,7 @@ def decide(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Decision
     return Decision(model, settings, refused)
 
 
-def hinders(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str:
+def hinders(vllm_config: Any, kv_cache_config: Any) -> str:
     """Say why this instance's KV cache cannot be shared in place; empty if it can. Names another
     setting to change than `connector.share`, if any helps."""
     if groups.several(kv_cache_config):
@@ -66,13 +66,14 @@ def hinders(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str:
             "without prefix caching vLLM's KV cache keeps nothing to share: take out "
             "--no-enable-prefix-caching"
         )
-    if model.sleep_mode or vllm_config.model_config.enable_cumem_allocator:
+    given = vllm_config.model_config
+    if given.enable_sleep_mode or given.enable_cumem_allocator:
         # Our allocator would replace sleep mode's for the KV cache.
         return (
             "sleep mode frees nothing of a KV cache that others can map: start vLLM without "
             "--enable-sleep-mode"
         )
-    if model.device_type == "cuda" and config.expandable_segments():
+    if vllm_config.device_config.device_type == "cuda" and config.expandable_segments():
         return (
             "expandable_segments does not work with the allocator of a shared KV cache "
             "(pytorch issue 147851): take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
@@ -86,26 +87,27 @@ def _refusals(
     """List why this instance must not cache, each reason with what to change."""
     if not VLLM.supports(vllm.__version__):
         yield f"vLLM {vllm.__version__} is not supported: install {VLLM.name}{VLLM.wanted}"
-    if reason := model_spec.refusal(model, compat.hash_seed(vllm_config)):
+    if reason := model_spec.refusal(vllm_config, model, compat.hash_seed(vllm_config)):
         yield reason
-    if model.sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
+    given = vllm_config.model_config
+    if given.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         yield (
             "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
             "start vLLM without --enable-sleep-mode, "
             "or use vLLM 0.33"
         )
-    backend = vllm_config.model_config.sleep_mode_backend
-    if model.sleep_mode and backend != "cumem":
+    backend = given.sleep_mode_backend
+    if given.enable_sleep_mode and backend != "cumem":
         yield f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
     try:
         groups.read(kv_cache_config, settings.engine.chunk_size)
     except LayoutError as error:
         yield str(error)
-    size, longest = settings.engine.chunk_size, vllm_config.model_config.max_model_len
+    size, longest = settings.engine.chunk_size, given.max_model_len
     if size > longest:
         few = f"no request has more than {longest} tokens (max_model_len)"
         yield f"engine.chunk_size is {size}, and {few}: set it to a fraction of that"
-    if not vllm_config.model_config.is_prefix_caching_supported:
+    if not given.is_prefix_caching_supported:
         yield (
             "the model's pooling needs every token of a prompt computed: set a pooling type of the "
             "last token in --pooler-config, if the model allows that"

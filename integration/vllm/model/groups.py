@@ -22,8 +22,13 @@ NULL = 0
 STATES = "MambaSpec"
 """vLLM's specification of layers with a state in place of tokens: Mamba, gated delta nets, short
 convolutions."""
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_KINDS = {
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "full",
+    "SlidingWindowSpec": "window",
+    "SlidingWindowMLASpec": "window",
+    STATES: "state",
+}
 _MIXED = "UniformTypeKVCacheSpecs"
 """vLLM's specification of a table whose layers' pages have several sizes. Workers see it;
 the scheduler sees that of its first layer instead."""
@@ -50,6 +55,16 @@ class LayerGroup(NamedTuple):
     window: int
     layers: tuple[str, ...] = ()
     state: str = ""
+
+    def __str__(self) -> str:
+        """Its kind and block size."""
+        attends = f"window{self.window}" if self.window else "full"
+        kind = f"state-{self.state}" if self.state else attends
+        return f"{kind}/{self.block_size}"
+
+    def blocks(self, rows: Sequence[Any], begin: int, end: int) -> Any:
+        """The group's blocks with the tokens [begin, end), as a list or an array like its row."""
+        return rows[self.number][begin // self.block_size : end // self.block_size]
 
 
 class Groups:
@@ -92,15 +107,7 @@ class Groups:
     def text(self) -> str:
         """The groups' kinds and block sizes. Two instances must agree on them to share. Empty if
         `plain`."""
-        if self.plain:
-            return ""
-        kinds = (f"window{group.window}" if group.window else "full" for group in self.groups)
-        named = [
-            f"{kind}/{group.block_size}" for kind, group in zip(kinds, self.groups, strict=True)
-        ]
-        return " ".join(
-            named + [f"state-{group.state}/{group.block_size}" for group in self.states]
-        )
+        return "" if self.plain else " ".join(map(str, [*self.groups, *self.states]))
 
     @property
     def layers(self) -> str:
@@ -111,7 +118,7 @@ class Groups:
     def blocks(self) -> int:
         """The number of a chunk's blocks, over all groups. Each takes as many bytes as a block of
         the group with the most layers."""
-        return sum((share.tail or self.size) // share.block_size for share in self.shares)
+        return sum(share.of(self.size) for share in self.shares)
 
     @property
     def parts(self) -> int:
@@ -124,11 +131,8 @@ class Groups:
 
     def chunks(self, rows: Sequence[array[int]], first: int, stop: int) -> list[int]:
         """The blocks of the chunks [first, stop)."""
-        columns, begin, end = list[list[int]](), first * self.size, stop * self.size
-        for group in self.groups:
-            block = group.block_size
-            columns.append(rows[group.number][begin // block : end // block].tolist())
-        return self._listed(columns)
+        begin, end = first * self.size, stop * self.size
+        return self._listed([group.blocks(rows, begin, end).tolist() for group in self.groups])
 
     def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
         """List the blocks to load for the tokens [local, end): as `chunks` from the chunk with
@@ -140,8 +144,7 @@ class Groups:
             raise ValueError(f"vLLM wants {end} tokens, which is not a multiple of {self.whole}")
         columns, begin = list[list[int]](), local // self.size * self.size
         for group, share in zip(self.groups, self.shares, strict=True):
-            block = group.block_size
-            row = rows[group.number][begin // block : end // block]
+            block, row = group.block_size, group.blocks(rows, begin, end)
             for own in range(local // block - begin // block):
                 row[own] = -1
             if group.window:
@@ -155,10 +158,7 @@ class Groups:
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
         """The blocks of the state after `end` tokens, one for each state group that has it."""
-        ends = [
-            rows[group.number][end // group.block_size - 1 : end // group.block_size]
-            for group in self.states
-        ]
+        ends = [group.blocks(rows, end - group.block_size, end) for group in self.states]
         return [block for row in ends for block in row if block != NULL]
 
     def ended(
@@ -188,12 +188,11 @@ class Groups:
         for group, share in zip(self.groups, self.shares, strict=True):
             if not group.window:
                 continue
-            block, row = group.block_size, rows[group.number]
-            gone = (computed - group.window + 1) // block * block
+            gone = (computed - group.window + 1) // group.block_size * group.block_size
             for chunk in range(alive, stop):
                 end = (chunk + 1) * self.size
                 begin = end - (share.tail or self.size)
-                if begin < gone or NULL in row[begin // block : end // block]:
+                if begin < gone or NULL in group.blocks(rows, begin, end):
                     alive = chunk + 1
         return alive
 
@@ -203,10 +202,7 @@ class Groups:
         """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError unless vLLM
         wants exactly these: in the last block of [local, end), and none before."""
         state = self.state(rows, end)
-        before = [
-            rows[group.number][local // group.block_size : end // group.block_size - 1]
-            for group in self.states
-        ]
+        before = [group.blocks(rows, local, end - group.block_size) for group in self.states]
         if len(state) < len(self.states) or any(map(any, before)):
             raise ValueError(f"vLLM wants other states than the one at token {end}")
         return state + [-1] * (self.parts * self.blocks - len(state))
@@ -255,8 +251,7 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
         raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
     for group in groups:
         specs = layer_specs(group.kv_cache_spec)
-        reasons = (unknown(type(spec).__name__) or _unsteady(spec) for spec in specs)
-        reason = next((reason for reason in reasons if reason), None)
+        reason = next(filter(None, map(_refusal, specs)), None)
         moved = group.enable_kv_transfer and not group.host_resident
         if reason is None and not (moved and group.kv_cache_spec.prefix_cacheable):
             reason = "its blocks are not part of vLLM's own prefix cache: no setting changes that"
@@ -269,33 +264,23 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     return Groups(layer_groups, chunk_size)
 
 
-def is_full(kind: str) -> bool:
-    """Whether layers of this kind attend to all tokens."""
-    return kind in _FULL
-
-
 def kind(spec: Any) -> tuple[str, int]:
     """Name the kind of layers of this specification, and the tokens of their window: `full`,
     `window`, `state`, or vLLM's name for other kinds."""
     spec = layer_specs(spec)[0]
     name = type(spec).__name__
-    named = "full" if is_full(name) else "window" if name in _WINDOWED else name
-    named = "state" if name == STATES else named
+    named = _KINDS.get(name, name)
     return named, int(spec.sliding_window) if named == "window" else 0
 
 
-def unknown(kind: str) -> str | None:
-    """Say why layers of this kind (a class of vLLM's `kv_cache_interface`) cannot be cached, and
-    what to change; None if they can."""
-    if kind in (*_FULL, *_WINDOWED, STATES):
-        return None
-    lacks = "whose blocks do not hold the whole prefix: no setting changes that"
-    return _REASONS.get(kind, f"the KV cache is {kind}, {lacks}")
-
-
-def _unsteady(spec: Any) -> str | None:
-    """Say why the state in a block cannot be identified; None if it can."""
-    if type(spec).__name__ != STATES:
+def _refusal(spec: Any) -> str | None:
+    """Say why layers of this specification cannot be cached, and what to change; None if they
+    can."""
+    name = type(spec).__name__
+    if name not in _KINDS:
+        lacks = "whose blocks do not hold the whole prefix: no setting changes that"
+        return _REASONS.get(name, f"the KV cache is {name}, {lacks}")
+    if name != STATES:
         return None
     if spec.mamba_cache_mode != "align":
         return (
@@ -312,10 +297,10 @@ def _unsteady(spec: Any) -> str | None:
 
 def _group(number: int, group: Any) -> LayerGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
-    window, state = 0, ""
-    if type(spec).__name__ in _WINDOWED:
-        window = int(spec.sliding_window) + int(spec.extra_retained_tokens)
-    elif type(spec).__name__ == STATES:
+    (named, window), state = kind(spec), ""
+    if named == "window":
+        window += int(spec.extra_retained_tokens)
+    elif named == "state":
         shapes, dtypes = list(map(list, spec.shapes)), list(map(str, spec.dtypes))
         state = digest([text(spec.mamba_type), shapes, dtypes])
     return LayerGroup(number, int(spec.block_size), window, tuple(group.layer_names), state)

@@ -28,12 +28,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A whole serving instance, as each of its processes reads it from vLLM's configuration.
 
     dtype, kv_cache_dtype: of the computation and of the cache (`auto` resolved). layers, kv_heads,
-    head_dim: of the whole model without draft layers. rope: canonical text. context_parallel: the
-    product of both sizes. unnamed_inputs: images and the like are identified within one process
-    only. new_weights: the weights may change at run time. named: the user has named the weights.
-    block_size: tokens of the blocks that vLLM hands out. gpu_memory_utilization: None if it does
-    not apply. hash_algorithm: of vLLM's block hashes. extra: other settings that change the bytes,
-    by name."""
+    head_dim: of the whole model without draft layers. rope: canonical text. named: the user has
+    named the weights. block_size: tokens of the blocks that vLLM hands out. hash_algorithm: of
+    vLLM's block hashes. extra: other settings that change the bytes, by name."""
 
     model: str
     dtype: str
@@ -48,14 +45,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     rope: str = ""
     pp_size: int = 1
-    prompt_embeds: bool = False
-    fault_tolerance: bool = False
-    context_parallel: int = 1
-    sleep_mode: bool = False
-    unnamed_inputs: bool = False
-    new_weights: bool = False
     named: bool = False
-    gpu_memory_utilization: float | None = None
     device_type: str = ""
     hash_algorithm: str = ""
     extra: dict[str, str] = {}
@@ -93,7 +83,6 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    device_type = str(vllm_config.device_config.device_type)
     known_as, revision = (name, "") if name else weights(model, vllm_config.load_config)
     return ModelSpec(
         model=known_as,
@@ -108,16 +97,8 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         use_mla=bool(model.use_mla),
-        prompt_embeds=bool(model.enable_prompt_embeds),
-        fault_tolerance=bool(parallel.enable_fault_tolerance),
-        context_parallel=parallel.decode_context_parallel_size
-        * parallel.prefill_context_parallel_size,
-        sleep_mode=bool(model.enable_sleep_mode),
-        unnamed_inputs=_unnamed_inputs(model, cache),
-        new_weights=vllm_config.weight_transfer_config is not None,
         named=bool(name),
-        gpu_memory_utilization=_utilization(cache, device_type),
-        device_type=device_type,
+        device_type=str(vllm_config.device_config.device_type),
         block_size=cache.block_size,
         hash_algorithm=text(cache.prefix_caching_hash_algo),
         extra=extra(vllm_config),
@@ -196,7 +177,6 @@ def layout(
         "kv_cache_dtype": model.kv_cache_dtype,
         "quantization": model.quantization,
         "mla": str(model.use_mla),
-        "context_parallel": str(model.context_parallel),
         "device_type": model.device_type,
         "vllm_block_size": str(model.block_size),
     }
@@ -221,13 +201,13 @@ def layout(
 # ---- reasons against caching
 
 
-def refusal(model: ModelSpec, hash_seed: str | None) -> str | None:
+def refusal(vllm_config: Any, model: ModelSpec, hash_seed: str | None) -> str | None:
     """Say why nothing may be cached, in one line with what to change; None if caching is possible.
 
     hash_seed: see `config.hash_seed`."""
-    if reason := next(misfits(model), None):
+    if reason := next(misfits(vllm_config, model), None):
         return reason
-    if model.new_weights and not model.named:
+    if vllm_config.weight_transfer_config is not None and not model.named:
         return (
             "--weight-transfer-config brings new weights, and KV of old ones must not be found: "
             "set connector.weights to the version with which the instance starts "
@@ -241,37 +221,40 @@ def refusal(model: ModelSpec, hash_seed: str | None) -> str | None:
     return seed(hash_seed)
 
 
-def misfits(instance: ModelSpec) -> Iterator[str]:
+def misfits(vllm_config: Any, model: ModelSpec) -> Iterator[str]:
     """List why neither integration may cache this instance, each reason with what to change."""
-    if instance.context_parallel > 1:
+    config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
         yield (
             "context parallelism splits the tokens of a block among workers: set both "
             "context parallel sizes to 1"
         )
-    if instance.prompt_embeds:
+    if config.enable_prompt_embeds:
         yield (
             "prompts given as embeddings have no tokens to tell them apart: start vLLM "
             "without --enable-prompt-embeds"
         )
-    if instance.fault_tolerance:
+    if parallel.enable_fault_tolerance:
         yield (
             "after a failed step vLLM's prefix cache names blocks that were never written: "
             "start it without --enable-fault-tolerance"
         )
-    if instance.kv_cache_dtype.endswith("per_token_head"):
+    if model.kv_cache_dtype.endswith("per_token_head"):
         yield (
-            f"vLLM clears the scales of {instance.kv_cache_dtype} when it first runs a layer, "
+            f"vLLM clears the scales of {model.kv_cache_dtype} when it first runs a layer, "
             "those of loaded chunks with them: "
             "set --kv-cache-dtype fp8 or auto"
         )
-    if instance.unnamed_inputs:
+    # vLLM's caches identify images by content. Without one each process numbers them anew.
+    images, cache = config.multimodal_config, vllm_config.cache_config
+    if images and not (images.mm_processor_cache_gb or cache.enable_prefix_caching):
         yield (
             "each instance counts images instead of naming them by content: start vLLM "
             "without --mm-processor-cache-gb 0"
         )
-    if not (instance.revision or instance.named):
+    if not (model.revision or model.named):
         yield (
-            f"it is not known which weights of {instance.model} vLLM has loaded: they have no "
+            f"it is not known which weights of {model.model} vLLM has loaded: they have no "
             "revision, come from another process, or were written while vLLM started: start it "
             "again, or set connector.model to a name of these weights"
         )
@@ -312,19 +295,3 @@ def _cache_dtype(name: object, model_dtype: object) -> str:
     """vLLM's `cache_dtype`, with `auto` resolved to the model's dtype and `fp8` to `fp8_e4m3`."""
     named = str(name)
     return {"auto": plain(model_dtype), "fp8": "fp8_e4m3"}.get(named, named)
-
-
-def _unnamed_inputs(model: Any, cache: Any) -> bool:
-    """Whether each process numbers images anew. vLLM does so if neither of its caches needs to
-    identify them."""
-    multimodal = model.multimodal_config
-    return multimodal is not None and not (
-        multimodal.mm_processor_cache_gb or cache.enable_prefix_caching
-    )
-
-
-def _utilization(cache: Any, device_type: str) -> float | None:
-    """vLLM's `gpu_memory_utilization`; None on a CPU, or if `kv_cache_memory_bytes` decides
-    instead."""
-    own = device_type == "cpu" or cache.kv_cache_memory_bytes
-    return None if own else float(cache.gpu_memory_utilization)

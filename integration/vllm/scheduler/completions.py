@@ -16,7 +16,7 @@ from vcache_backend.transfer.keys import state_keys
 from ..in_place.block_pool import NUMBERS
 from ..metadata import StepMetadata, StoreSpec
 from ..model.groups import Groups
-from ..telemetry.events import POOL_MEDIUM, block_stored
+from ..telemetry.events import block_stored
 from .introduction import Introduction
 from .lookups import Lookups
 from .resets import Leftovers
@@ -140,9 +140,7 @@ class Completions:
             return
         for number in range(first, stop):
             tokens = number * size, (number + 1) * size
-            event = block_stored(
-                tracked.request, *tokens, self._hash_block, POOL_MEDIUM, self._spec_kind
-            )
+            event = block_stored(tracked.request, *tokens, self._hash_block, self._spec_kind)
             announcer.expect(tracked.lookup.keys[number], event)
 
     # ---- inside
@@ -237,9 +235,7 @@ class Completions:
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
                 before = tracked.lookup.keys[:chunks]
-                meta.stores.append(
-                    StoreSpec(request.request_id, keys, blocks, before, tracked.tenant)
-                )
+                meta.stores.append(StoreSpec(keys, blocks, before, tracked.tenant))
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
         """Store or publish the chunks that are complete once the step has run, which begins with
@@ -268,5 +264,5 @@ class Completions:
         if keys := tracked.lookup.keys[first:ready]:
             blocks = groups.chunks(rows, first, ready)
             prefix = tracked.lookup.keys[:first]
-            meta.stores.append(StoreSpec(request.request_id, keys, blocks, prefix, tracked.tenant))
+            meta.stores.append(StoreSpec(keys, blocks, prefix, tracked.tenant))
         self.stored(tracked, ready)

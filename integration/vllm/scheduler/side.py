@@ -122,7 +122,7 @@ class SchedulerSide:
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
-        self._resets = Resets(
+        self.resets = Resets(
             instance, self._numbers, self._drop_answers, self._outdate, self._rename
         )
         self._completions = Completions(
@@ -156,7 +156,7 @@ class SchedulerSide:
             return
         tracked, (tokens, chunks) = self._track(request), self._loadable(request)
         lacking = tokens - self._least
-        if lacking < 0 or not tracked.loads or self._resets.clearing:
+        if lacking < 0 or not tracked.loads or self.resets.clearing:
             return
         ends, first = range(self._size - 1, tokens, self._size), 0
         # Mostly vLLM's cache has not even the first chunk.
@@ -174,7 +174,7 @@ class SchedulerSide:
         None in place of a number: ask again in the next step."""
         if self.instance.keys is None and self.instance.waits():
             return None, False
-        self._resets.learn()
+        self.resets.learn()
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
         tokens = self._matched(tracked, local)
@@ -225,7 +225,7 @@ class SchedulerSide:
             or output.preempted_req_ids
             or self.instance.keys is None
             or self.instance.refused
-            or self._resets.clearing
+            or self.resets.clearing
             or self.victims is not None
             or (publications is not None and publications.news)
         )
@@ -247,9 +247,9 @@ class SchedulerSide:
             meta.introduce = not self.instance.over
             if meta.introduce and publications is not None:
                 meta.instance = publications.instance
-        if self._resets.clearing:
-            meta.echoes.add(self._resets.number)
-        self._resets.learn()
+        if self.resets.clearing:
+            meta.echoes.add(self.resets.number)
+        self.resets.learn()
         for request_id in output.preempted_req_ids or ():
             if request_id in requests:
                 self._promises.ended(requests[request_id])
@@ -260,7 +260,7 @@ class SchedulerSide:
             if self._guesses:
                 self._distrust_turns([name for name, _, _ in begun])
             meta.echoes |= self._foreign.begin(begun, requests)
-        self._resets.last &= meta.idle and not meta.loads
+        self.resets.last &= meta.idle and not meta.loads
         if not meta.idle:
             unsure = self._foreign.blocks
             self._completions.plan(output, requests, meta, unsure)
@@ -314,18 +314,6 @@ class SchedulerSide:
                 self._cancelled.add(request.request_id)
             elif self.publications is not None and self.publications.duplicates is not None:
                 self.publications.duplicates.finished(tracked, self._groups.block)
-
-    def reset(self) -> bool:
-        """See `Resets.reset`."""
-        return self._resets.reset()
-
-    def leave_version(self) -> None:
-        """See `Resets.leave_version`."""
-        self._resets.leave_version()
-
-    def change_version(self, version: bytes) -> None:
-        """See `Resets.change_version`."""
-        self._resets.change_version(version)
 
     def close(self) -> None:
         """Idempotent."""
@@ -411,7 +399,7 @@ class SchedulerSide:
         """
         if (
             not tracked.loads
-            or self._resets.clearing
+            or self.resets.clearing
             or local % self._groups.block
             or (self.instance.keys is None and not self.instance.open())
         ):
@@ -493,7 +481,7 @@ class SchedulerSide:
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
-        self._resets.note(report)
+        self.resets.note(report)
 
     def _distrust_turns(self, names: Iterable[str]) -> None:
         """Store nothing more of sessions that go on with another turn.

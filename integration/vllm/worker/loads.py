@@ -16,7 +16,6 @@ from vcache_backend.vram_pool.copies.copier import NOTHING
 
 from ..ends import EndRing
 from ..metadata import LoadSpan, LoadSpec, StepMetadata
-from ..model.spec import ModelSpec
 from ..telemetry.stats import Meter
 from .loading import Attached, Loading
 from .report import Reporter
@@ -36,15 +35,14 @@ class Loads:
     """Runs a worker's loads, in its main thread, in the order of vLLM's steps."""
 
     def __init__(
-        self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter
+        self, block_size: int, several: bool, report: Reporter, stores: Stores, meter: Meter
     ) -> None:
-        """several: report failed loads by request: with several block tables vLLM cannot tell which
-        request owns a block."""
+        """block_size: in tokens. several: report failed loads by request: with several block tables
+        vLLM cannot tell which request owns a block."""
         self.at_once = False
         """Loads do not wait for the steps under way (`compat.loads_at_once`)."""
         self._ends = EndRing(report.number)
-        self._model = model
-        self._several = several
+        self._block_size, self._several = block_size, several
         self._report = report
         self._stores = stores
         self._meter = meter
@@ -142,12 +140,7 @@ class Loads:
             if loading.advance():
                 self._under_way.remove(loading)
                 try:
-                    self._note(loading)
-                    if loading.spec.promote and not loading.cause:
-                        self._stores.promote(loading, loading.spec)
-                    if not loading.cause:
-                        self._ends.put(loading.spec.number)
-                    self._over.append(loading.spec.request_id)
+                    self._end(loading)
                 except Exception:  # vLLM waits for the end of this one too
                     log.exception("vcache: a load's end could not be noted, so it counts as failed")
                     self._lost.append(loading.spec)
@@ -161,21 +154,26 @@ class Loads:
             self._over.append(spec.request_id)
             self._say(spec, None)
 
-    def _note(self, loading: Loading) -> None:
+    def _end(self, loading: Loading) -> None:
         """Report a load that is over, and count it."""
-        invalid, name = loading.invalid, loading.spec.request_id
+        spec, invalid, name = loading.spec, loading.invalid, loading.spec.request_id
+        if not loading.cause:
+            if spec.promote:
+                self._stores.promote(loading)
+            self._ends.put(spec.number)
         if invalid:
             self._report.next.failed.add(name)
             if self._several:
                 self._failed.add(name)
             else:
                 self._invalid |= set(invalid)
-        self._say(loading.spec, loading)
+        self._over.append(name)
         with suppress(Exception):  # a number too few
+            self._say(spec, loading)
             if loading.stats.tokens.total() or not loading.cause:
                 self._meter.loaded(loading.stats)
             if loading.cause and loading.cause != transfer.CANCELLED:
-                tokens = len(invalid) * self._model.block_size
+                tokens = len(invalid) * self._block_size
                 said = "%d tokens of request %s are computed, not loaded: %s"
                 log.warning(said, tokens, printable(name, MAX_LINE_CHARS), loading.failure)
                 self._meter.count("failures", 1, loading.failure)

@@ -56,10 +56,9 @@ class WorkerSide:
         meter: Meter,
     ) -> None:
         self._vllm, self._kv_config = vllm_config, kv_cache_config
-        self._pp_rank, self._tp_rank = pp_rank, tp_rank
-        decision = decide(vllm_config, kv_cache_config, config)
-        self._model, self._config, self._refused = decision
-        config = self._config
+        self._place = pp_rank, tp_rank
+        self._model, config, self._refused = decide(vllm_config, kv_cache_config, config)
+        self._config = config
         if self._model.device_type == "cpu":
             amx.permit()
         shards = 1 if self._model.use_mla else self._model.tp_size
@@ -75,13 +74,12 @@ class WorkerSide:
         self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
-        self._stores = Stores(meter, compat.clears(kv_cache_config))
+        self.stores = Stores(meter, compat.clears(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         events, traced = compat.publishes_events(vllm_config), traces.wanted(vllm_config)
-        place = pp_rank, tp_rank
-        self.report = Reporter(place, number, self._rank, events=events, traces=traced)
+        self.report = Reporter(self._place, number, self._rank, events=events, traces=traced)
         several = groups.several(kv_cache_config)
-        self.loads = Loads(self._model, several, self.report, self._stores, meter)
+        self.loads = Loads(self._model.block_size, several, self.report, self.stores, meter)
         self.loads.at_once = compat.loads_at_once(vllm_config, config)
 
     # ---- start
@@ -97,14 +95,11 @@ class WorkerSide:
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
         kv = model_spec.describe(tables, kv_caches, blocks)
-        shard = model_spec.read_shard(
-            self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
-        )
+        shard = model_spec.read_shard(self._vllm, kv_caches, kv, size, *self._place, tables.layers)
         session = self._session(kv_caches, kv, shard)
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
-        self._stores.open(self._worker)
         self.report.open(session, shard)
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
@@ -114,11 +109,10 @@ class WorkerSide:
         self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
     ) -> Session:
         """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
-        model = self._model
         session = Session(
             self._config,
-            model_spec.layout(model, [shard], self._config.engine.chunk_size, b""),
-            over_budget=vllm_memory.beside_vllm(model.device_type, model.gpu_memory_utilization),
+            model_spec.layout(self._model, [shard], self._config.engine.chunk_size, b""),
+            over_budget=vllm_memory.beside_vllm(self._vllm),
             anonymous=True,
             rank=self._rank,
             kv_device=str(kv.device),
@@ -157,30 +151,31 @@ class WorkerSide:
         if worker is None:
             return
         if meta.instance and self.in_place is not None:
-            self.in_place.show(InstanceId(meta.instance))
-        self._stores.fence(meta)
+            self.in_place.show(worker.session, InstanceId(meta.instance))
+        self.stores.fence(worker, meta)
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
         """Store or publish the chunks that the step completes. All of its model run must be
         queued."""
-        if self._worker is None:
+        if (worker := self._worker) is None:
             return
-        self._stores.start(self._meta.stores)
+        self.stores.start(worker, self._meta.stores)
         if self._meta.publications and self.in_place is not None:
-            self.in_place.publish(self._meta.publications)
+            self.in_place.publish(worker.session, self._meta.publications)
 
     def finished(self) -> set[str]:
         """Advance all loads. Returns the requests whose load is over, successful or not."""
         victims = self._meta.victims
         self._meta.victims = None
-        if victims is not None and self.in_place is not None:
-            self.in_place.save(victims, self._stores)
+        if victims is not None and self._worker is not None and self.in_place is not None:
+            self.in_place.save(self._worker, victims, self.stores)
         return self.loads.finished(self._meta.idle)
 
-    def measured(self) -> None:
+    def measure(self) -> None:
         """See `Stores.measure`."""
-        self._stores.measure()
+        if self._worker is not None:
+            self.stores.measure(self._worker.session.stats)
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory

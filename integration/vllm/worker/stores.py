@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.load import Load
-from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion
 
-from ..metadata import LoadSpec, StepMetadata, StoreSpec
+from ..metadata import StepMetadata, StoreSpec
 from ..telemetry.stats import Meter
-from .loading import Attached
+from .loading import Attached, Loading
 
 log = logging.getLogger("vllm.vcache")
 
@@ -46,60 +45,54 @@ class Stores:
         clears (`compat.clears`): it clears and copies a step's blocks before it tells us of the
         step."""
         self._meter, self._at_once = meter, at_once
-        self._worker: Attached | None = None
         self._under_way: list[_Gather] = []
         self._counted: dict[tuple[str, str], float] = {}
         self._updates = 0
 
-    def open(self, worker: Attached) -> None:
-        """Use this KV cache."""
-        self._worker = worker
-
-    def fence(self, meta: StepMetadata) -> None:
+    def fence(self, worker: Attached, meta: StepMetadata) -> None:
         """Make this step's work wait, on the device, for stores that read a block with
         a new owner."""
-        if not self._under_way or self._worker is None:
-            return
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
         for gather in self._under_way:
             if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
-                self._worker.session.copier.fence(gather.copy)
+                worker.session.copier.fence(gather.copy)
 
-    def start(self, stores: Sequence[StoreSpec]) -> None:
+    def start(self, worker: Attached, stores: Sequence[StoreSpec]) -> None:
         """Store the chunks that the step completes. All of its model run must be queued."""
-        if (worker := self._worker) is None:
-            return
         for spec in stores:
             keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
-            places, chunks = worker.places(spec.blocks), range(len(keys))
-            self._store(worker, places, keys, chunks, prefix, spec.blocks, tenant=spec.tenant)
+            self._store("store", worker, keys, spec.blocks, prefix, tenant=spec.tenant)
 
-    def promote(self, load: Load, spec: LoadSpec) -> None:
+    def promote(self, load: Loading) -> None:
         """Store chunks in the pool again that a load has brought from the offload tier."""
-        chunks, worker = load.to_promote(), self._worker
-        if not chunks or worker is None:
+        chunks, worker, spec = load.to_promote(), load.worker, load.spec
+        if not chunks:
             return
         each, blocks = worker.per_chunk, list[int]()
         for chunk in chunks:
             blocks += spec.blocks[chunk * each : (chunk + 1) * each]
-        given = load.places, load.keys, chunks, worker.session.own(spec.prefix), blocks
-        self._store(worker, *given, load.epoch, tenant=spec.tenant)
+        keys = [load.keys[chunk] for chunk in chunks]
+        prefix = [*worker.session.own(spec.prefix), *load.keys[: chunks[0]]]
+        how = {"tenant": spec.tenant, "fetched_in": load.epoch}
+        self._store("promote", worker, keys, blocks, prefix, **how)
 
     def save(
-        self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
+        self,
+        worker: Attached,
+        keys: list[ChunkKey],
+        blocks: list[int],
+        epoch: int,
+        holds: Callable[[], bool],
     ) -> None:
         """Store chunks out of `blocks`, which no request holds and vLLM may hand out at any time.
 
         blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
         drops the chunks because a block was handed out meanwhile."""
-        if (worker := self._worker) is not None:
-            given = worker.places(blocks), keys, range(len(keys)), list[ChunkKey](), blocks
-            self._store(worker, *given, epoch, holds)
+        self._store("save", worker, keys, blocks, fetched_in=epoch, holds=holds)
 
-    def measure(self) -> None:
+    def measure(self, stats: EngineStats) -> None:
         """Tell the meter what the session has counted since the last call."""
-        stats = self._worker.session.stats if self._worker is not None else None
-        if stats is None or stats.updates == self._updates:
+        if stats.updates == self._updates:
             return
         self._updates = stats.updates
         counted = stats.counted("")
@@ -120,24 +113,20 @@ class Stores:
 
     def _store(
         self,
+        what: str,
         worker: Attached,
-        places: BlockPlaces,
         keys: list[ChunkKey],
-        chunks: Sequence[int],
-        prefix: list[ChunkKey],
         blocks: list[int],
-        fetched_in: int | None = None,
-        holds: Callable[[], bool] | None = None,
-        tenant: bytes = b"",
+        prefix: Sequence[ChunkKey] = (),
+        **how: Any,
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
-        for the copy. holds: see `save`. tenant: see `StoreSpec`."""
-        session = worker.session
+        for the copy. what: for the log. prefix, how: see `transfer.store`."""
+        session, chunks = worker.session, range(len(keys))
         try:
-            how: dict[str, Any] = {"fetched_in": fetched_in, "holds": holds, "tenant": tenant}
+            places = worker.places(blocks)
             pending = store(session, places, keys, chunks, prefix, beside=True, **how)
         except Exception as error:  # noqa: BLE001 - a failed store counts as no store
-            what = "store" if fetched_in is None else "promote" if holds is None else "save"
             session.miss(what, error)
             self._meter.count("failures", 1, "store")
             return
