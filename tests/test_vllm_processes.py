@@ -298,12 +298,12 @@ def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: 
     keeper.one(first[: 4 * CHUNK])
     eventually(lambda: failing.again(first[: 4 * CHUNK]).cached)
     failing.forget()
-    with at_rank(failing, 0, vllm_cases.SCATTER, "raise", times=1) as copies:
-        failing.add("first", first)
-        answers = failing.step(1)
-        failing.add("second", second)
-        answers |= failing.finish("first", "second")
-    assert copies == [1, 1]
+    failing.ask("meddle_at", 0, vllm_cases.SCATTER, "raise", 1)
+    failing.add("first", first)
+    answers = failing.step(1)
+    failing.add("second", second)
+    answers |= failing.finish("first", "second")
+    assert failing.ask("leave_ranks_alone") == [1, 1]
     assert answers["second"].cached == 6 * CHUNK
     before = here.chunks()
     failing.one(new_tokens(10 * CHUNK + 1))
