@@ -21,6 +21,8 @@ from ..vllm.scheduler.adapters import Adapters
 if TYPE_CHECKING:
     from vcache_backend.transfer.keys import Tags
 
+    from .doubts import Doubts
+
 TAG_PREFIX = "lmcache.tag."
 TAG_NAME = "vcache"
 TAG = TAG_PREFIX + TAG_NAME
@@ -139,8 +141,8 @@ class Scheduler:
     """Wraps the look-up of LMCache's adapter in vLLM's scheduler, to give every request its scope.
     Runs in the scheduler's thread."""
 
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: Any, doubts: Doubts) -> None:
+        self._adapter, self._doubts = adapter, doubts
         self._look_up = adapter.get_num_new_matched_tokens
         self._adapters = Adapters()
         self._warned = False
@@ -153,7 +155,8 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
             cacheable = False
             self._refuse_to_save(request, error)
-        wanted = cacheable and not getattr(request, "skip_reading_prefix_cache", False)
+        computes = getattr(request, "skip_reading_prefix_cache", False) or self._doubts.everything
+        wanted = cacheable and not computes
         if wanted or self._adapter.lookup_client is None:
             tokens: int | None = self._look_up(request, num_computed_tokens)
             return tokens
