@@ -79,9 +79,7 @@ SHAPES = {"a block a chunk": (1, 1), "chunks that wait for another rank": (1, 2)
 
 
 @pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)
-def test_what_all_publish_is_bounded_in_bytes(
-    monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
-) -> None:
+def test_publications_are_bounded(monkeypatch: pytest.MonkeyPatch, each: int, ranks: int) -> None:
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
     with grows_by_less_than(2 * MIB):
@@ -121,9 +119,7 @@ def join_anew(directory: Directory) -> None:
 
 
 @pytest.mark.parametrize("does", [publish_and_retract, retract_old_ones, clear_nothing, join_anew])
-def test_what_is_void_counts_until_it_is_out_of_memory(
-    monkeypatch: pytest.MonkeyPatch, does: Callable[[Directory], None]
-) -> None:
+def test_what_is_void_counts_while_in_memory(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:
     """A client that is faster than the server's backlog."""
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
@@ -167,9 +163,7 @@ time.sleep(60)
 """
 
 
-def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(
-    alone: Stage,
-) -> None:
+def test_a_process_that_takes_all_connections_it_can_leaves_some_for_others(alone: Stage) -> None:
     alone.server(max_clients=128)
     said = alone.script(HOG).expect("has")
     assert "16 connections: close some, or raise server.max_clients" in said
@@ -197,9 +191,7 @@ LONG = wire.encode(m.Promise(1, [m.ChunkKey(number.to_bytes(26)) for number in r
 """It takes the chunks over from whoever has promised them: about a millisecond."""
 
 
-def test_a_process_with_thirty_connections_does_not_get_thirty_times_the_turns(
-    alone: Stage,
-) -> None:
+def test_thirty_connections_of_a_process_do_not_get_thirty_times_the_turns(alone: Stage) -> None:
     alone.server()
     alone.script(ASKS_MUCH).expect("asks")
     raw = alone.raw()
@@ -221,9 +213,7 @@ SPEAK = (
 )
 
 
-def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(
-    alone: Stage,
-) -> None:
+def test_no_client_fills_the_log_by_connecting_and_others_are_heard(alone: Stage) -> None:
     server = alone.server()
     layout = {"model": "m", "namespace": "aa", "field": "x"}
     alone.raw(hello=False).hello(layout)
@@ -264,9 +254,7 @@ def lines() -> Iterator[tuple[Callable[[int, int], None], list[str], list[float]
     log.setLevel(logging.NOTSET)
 
 
-def test_a_process_has_its_lines_and_then_one_now_and_then_that_says_how_many_were_left_out(
-    lines: Any,
-) -> None:
+def test_a_process_has_its_lines_and_then_now_and_then_one_that_counts_others(lines: Any) -> None:
     say, said, now = lines
     for _ in range(LINES + 7):
         say(1000, 7)

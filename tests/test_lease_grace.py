@@ -145,9 +145,7 @@ class Failed(Copied):
         return False
 
 
-def test_a_load_that_failed_is_not_over_while_another_part_of_it_may_still_write(
-    here: Node,
-) -> None:
+def test_a_load_that_failed_is_not_over_while_another_part_may_still_write(here: Node) -> None:
     here.serve(lease_seconds=60.0)
     cache, tokens, copier = Cache(), prompt(4 * CHUNK), HalfFailing()
     put(here.engine("host:a", 4 * cache.chunk_bytes, layout_of(cache)), cache, tokens)

@@ -119,9 +119,7 @@ def test_resets_go_through_the_other_namespaces_chunks_once_however_many_there_a
     ],
     ids=["no segment", "one slot twice", "outside", "no bytes", "no key"],
 )
-def test_records_that_cannot_all_be_true_are_damage(
-    ledger: Ledger, records: list[r.Record]
-) -> None:
+def test_records_that_cannot_all_be_are_damage(ledger: Ledger, records: list[r.Record]) -> None:
     ledger.write(records, compacts_nothing)
     with pytest.raises(Damaged):
         read(ledger.fd)

@@ -61,9 +61,7 @@ def made(**more: Any) -> Service:
 # ---- the server and its clients
 
 
-def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_its_connection(
-    alone: Stage,
-) -> None:
+def test_a_report_is_logged_once_and_kept_beyond_its_connection(alone: Stage) -> None:
     server = alone.server()
     with alone.client(device="GPU-3") as client:
         assert client.report("warn", SEED) is True
@@ -84,9 +82,7 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
     assert "INFO" in server.expect("xxx")
 
 
-def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_holds(
-    memfd: int,
-) -> None:
+def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd: int) -> None:
     service = made(max_segments=4096)
     for number in range(MAX_REPORTS):
         service.answer(
@@ -132,9 +128,7 @@ def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantin
     assert len(wire.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
 
 
-def test_statistics_look_at_each_process_once_however_many_instances_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_statistics_look_once_at_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred instances of one process and its 64 children took a quarter of a second."""
     looked, stopped = Counter[ProcessId](), processes.stopped
     monkeypatch.setattr(processes, "stopped", lambda one: looked.update([one]) or stopped(one))
@@ -153,9 +147,7 @@ def found(stage_: Stage) -> list[Finding]:
     return [finding for finding in findings if finding.check.startswith("report")]
 
 
-def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(
-    stage_: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recent_error_fails_the_doctor(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(stage_) == []
     stage_.raw().ask("report", "error", SEED)
     stage_.raw().ask("report", "warn", "slow")

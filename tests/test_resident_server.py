@@ -79,9 +79,7 @@ def owning(alone: Stage, text: str = OWN) -> Child:
 # ---- what is shown
 
 
-def test_what_an_instance_shows_and_publishes_others_find_and_open(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader: Client) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A, regions=2)
@@ -125,9 +123,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
         reader.open_instance(A)
 
 
-def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(
-    alone: Stage, reader: Client
-) -> None:
+def test_what_clients_have_read_is_seen_while_connected(alone: Stage, reader: Client) -> None:
     def say(client: Client, *reads: m.Reads) -> None:
         client.reads = lambda: list(reads)
         client.list_segments()
@@ -197,9 +193,7 @@ def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone:
         assert [one.stopped for one in asks.stats().instances] == [second.pid, 0]
 
 
-def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
-    alone: Stage, reader: Client
-) -> None:
+def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reader: Client) -> None:
     scheduler, first, second = (alone.client() for _ in range(3))
 
     def lacks(what: str) -> None:
@@ -220,9 +214,7 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
     assert found(reader, 2, 1) == 0
 
 
-def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
-    alone: Stage, reader: Client
-) -> None:
+def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: Client) -> None:
     owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
     for owner, instance in zip(owners, ids, strict=True):
@@ -239,9 +231,7 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
 # ---- who may
 
 
-def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
-    alone: Stage, reader: Client
-) -> None:
+def test_nobody_takes_over_an_instance_or_publishes_for_it(alone: Stage, reader: Client) -> None:
     owner = owning(alone)
     owner.expect("shown")
     with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
@@ -261,9 +251,7 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
     assert publish(reader, B, keys(1)) == reader.retract(B, 1) == 0
 
 
-def test_the_same_process_takes_its_place_again_while_its_old_connection_is_still_there(
-    alone: Stage, reader: Client
-) -> None:
+def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reader: Client) -> None:
     before, after = alone.client(), alone.client()
     instance_cases.share(before, A)
     show(after, A)
@@ -280,9 +268,7 @@ def test_the_same_process_takes_its_place_again_while_its_old_connection_is_stil
 # ---- what goes with whom
 
 
-def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_a_dead_owners_child_holds_no_instance(alone: Stage, server: Child, reader: Client) -> None:
     owner = owning(alone, OWN_AND_LEAVE_A_CHILD)
     child = int(owner.expect("shown").split()[1])
     try:
@@ -295,9 +281,7 @@ def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(
             os.kill(child, signal.SIGKILL)
 
 
-def test_who_comes_back_shows_again_and_finds_what_it_had_published(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_who_comes_back_has_what_it_published(alone: Stage, server: Child, reader: Client) -> None:
     """The others need not know of it. Only a fresh table or cache begins anew."""
     scheduler, worker = alone.client(), alone.client(PATIENT)
     join(scheduler, A)
@@ -316,9 +300,7 @@ def test_who_comes_back_shows_again_and_finds_what_it_had_published(
 # ---- resets
 
 
-def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
-    alone: Stage, reader: Client
-) -> None:
+def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Client) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A)
@@ -394,9 +376,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
         assert a.listen(A).copies == copies(B, 1, 0)
 
 
-def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
-    alone: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """One publication tells only some of them."""
     monkeypatch.setattr(resident_chunks, "MAX_CELLS", 1)
     with running(alone.path):
@@ -428,9 +408,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(
-    alone: Stage, reader: Client
-) -> None:
+def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reader: Client) -> None:
     raw, table, memory = alone.raw(), instance_cases.make_table(64), make_memfd(4 * 64 * 64)
     assert raw.ask("join", A, instance_cases.NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
     assert raw.ask("show_cache", A, 0, packed(instance_cases.shape()), fds=(memory,)) == [
@@ -523,9 +501,7 @@ def test_readers_that_do_not_read_their_answers_use_up_no_descriptors_of_the_ser
 # ---- bounds
 
 
-def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
-    alone: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many GiB take seconds."""
     freed, close = threading.Event(), os.close
 
@@ -576,9 +552,7 @@ def test_memory_of_instances_leaves_descriptors_for_clients(
             client.add_segment(info("s0", 4096), memfd)
 
 
-def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
-    alone: Stage, reader: Client
-) -> None:
+def test_too_long_an_answer_is_cut_and_asked_for_again(alone: Stage, reader: Client) -> None:
     """Three hundred chunks of 64 blocks take 230 kB."""
     owner, each, count = alone.client(), 64, 300
     join(owner, A, blocks=each * count, each=each)

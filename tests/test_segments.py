@@ -114,9 +114,7 @@ def forged(kind: str) -> Iterator[int]:
         ("huge", r"huge pages: .* SIGBUS"),
     ],
 )
-def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(
-    kind: str, message: str
-) -> None:
+def test_a_forged_fd_is_refused_with_figures_and_leaves_nothing(kind: str, message: str) -> None:
     info = SegmentInfo(SegmentId("0123456789ab"), "host", "host", NBYTES)
     with forged(kind) as fd:
         before = open_fds()
@@ -125,9 +123,7 @@ def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(
         assert open_fds() <= before
 
 
-def test_a_gpu_does_not_map_host_memory_and_a_host_reader_no_gpu_memory(
-    owned: OwnedSegment,
-) -> None:
+def test_a_gpu_does_not_map_host_memory_and_a_host_no_gpu_memory(owned: OwnedSegment) -> None:
     gpu = Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0)
     with pytest.raises(SegmentError, match=r"host memory of host: GPU-0.* cannot map that"):
         map_segment(owned.info, owned.fd, gpu)
@@ -158,9 +154,7 @@ def test_close_may_be_called_again_and_what_is_closed_says_so(
         _ = mapped.whole
 
 
-def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_the_last(
-    owned: OwnedSegment,
-) -> None:
+def test_a_tensor_outlives_its_segment_and_the_mapping_goes_with_it(owned: OwnedSegment) -> None:
     before = open_fds(), mappings()
     mapped = map_segment(owned.info, owned.fd, HOST)
     view = mapped.whole[:NBYTES]

@@ -79,9 +79,7 @@ def put(raw: Raw, *keys: bytes) -> list[Any]:
 # ---- the protocol, message by message
 
 
-def test_every_request_and_its_answer(
-    stage_: Stage, worker: Raw, server: Child, memfd: int
-) -> None:
+def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, memfd: int) -> None:
     """As literal arrays. What the answers say is the directory's tests' business."""
     name, epoch, mismatches = worker.welcome
     assert (name, mismatches) == ("welcome", [])
@@ -139,9 +137,7 @@ def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> Non
     assert first < epochs()[0] == epochs()[1]
 
 
-def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
-    worker: Raw, server: Child, memfd: int
-) -> None:
+def test_a_dropped_segment_is_the_one_handed_out(worker: Raw, server: Child, memfd: int) -> None:
     """The number of a closed descriptor could be anybody's by then."""
     for message in (["open_segment", "s0"], ["drop_segment", "s0"]):
         worker.send(*message)
@@ -206,9 +202,7 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     assert len(str(said)) < 8 * MAX_LINE_CHARS
 
 
-def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(
-    stage_: Stage, server: Child
-) -> None:
+def test_who_is_refused_and_does_not_read_is_let_go_of(stage_: Stage, server: Child) -> None:
     raw = stage_.raw()
     before = server.descriptors()
     others = [stage_.raw() for _ in range(3)]
@@ -253,9 +247,7 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
     assert [greedy.receive()[0] for _ in range(sent)] == ["present"] * sent
 
 
-def test_fds_that_one_client_does_not_receive_leave_room_for_others(
-    stage_: Stage, worker: Raw, memfd: int
-) -> None:
+def test_unreceived_fds_leave_room_for_others(stage_: Stage, worker: Raw, memfd: int) -> None:
     """Linux counts those on their way for the server's user: at its limit nobody gets any."""
     instance, regions = b"i" * 16, 100
     shape = ["host", "host", "x", [[1, 1, 64, 64]], 8, 16, [[0, 0]], [4096] * regions]

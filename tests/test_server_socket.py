@@ -58,9 +58,7 @@ def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: S
     assert stage_.raw().ask("list_segments") == ["segments", []]
 
 
-def test_what_cleaners_of_tmp_would_find_old_is_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_kept_from_tmp_cleaners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "vcache.sock"
     with closing(Endpoint(path)) as endpoint:
         files = [path, beside(path, ".lock")]
@@ -105,9 +103,7 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
     ],
     ids=["ledger", "threads"],
 )
-def test_a_server_that_lacks_what_it_needs_says_so_in_one_line(
-    limits: str, said: str, tmp_path: Path
-) -> None:
+def test_what_a_server_lacks_is_told_in_one_line(limits: str, said: str, tmp_path: Path) -> None:
     """Memory for its ledger, as where seccomp forbids memfd_create: here files have 1 KiB at most.
     Threads: here a stack is as large as the address space."""
     # -B: Python 3.11 would leave compiled modules of 1 KiB, which nobody can import.

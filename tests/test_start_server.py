@@ -92,9 +92,7 @@ def mourner(path: Path) -> Client:
     return made
 
 
-def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_killed_server_is_started_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody is given time to look after a server that was killed.
     monkeypatch.setattr(channel, "KILLED_SECONDS", 0.0)
     ensure(config(path))
@@ -113,9 +111,7 @@ def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(
         assert not servers(path)
 
 
-def test_a_server_that_is_killed_once_more_may_stay_away_as_long_as_at_first(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_kill_gives_the_same_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "KILLED_SECONDS", 3600.0)
     ensure(config(path))
     calls: list[float] = []
@@ -133,9 +129,7 @@ def test_a_server_that_is_killed_once_more_may_stay_away_as_long_as_at_first(
     assert calls[0] - killed >= 0.5
 
 
-def test_the_log_of_a_server_that_is_started_so_is_bounded_and_keeps_what_it_said_last(
-    path: Path,
-) -> None:
+def test_the_log_of_such_a_server_is_bounded_and_keeps_what_it_said_last(path: Path) -> None:
     code = """
 import logging, sys
 from pathlib import Path
@@ -186,9 +180,7 @@ def answers(path: Path) -> bool:
         return client.connected
 
 
-def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outlives_them_all(
-    path: Path,
-) -> None:
+def test_of_many_at_once_one_starts_it_with_its_settings_and_it_outlives_all(path: Path) -> None:
     starters = [starter(path, reservation_seconds=7, lease_seconds=60) for _ in range(3)]
     try:
         ends = [one.wait() for one in starters]
