@@ -69,9 +69,8 @@ def publish(
             for n in range(first, first + at_once)
         )
         generations = chunk_generations(300, at_once, each)
-        taken += directory.residents.publish(
-            0, m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
-        )
+        some = m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
+        taken += directory.residents.publish(0, some)
     return taken
 
 
@@ -83,11 +82,10 @@ def test_publications_are_bounded(monkeypatch: pytest.MonkeyPatch, each: int, ra
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
     with grows_by_less_than(2 * MIB):
-        for number in range(3):
-            join(directory, instance_id(number), each, ranks, 2048)
-        taken = [
-            publish(directory, instance_id(number), each, 2048, of=2048) for number in range(3)
-        ]
+        three = [instance_id(number) for number in range(3)]
+        for one in three:
+            join(directory, one, each, ranks, 2048)
+        taken = [publish(directory, one, each, 2048, of=2048) for one in three]
         assert taken[0] == 2048 > taken[1] > taken[2] == 0
         with pytest.raises(Refused):
             join(directory, instance_id(3), each, ranks, 2048)

@@ -333,9 +333,8 @@ def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: 
 
 def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted: Scripted) -> None:
     server = scripted(lambda request: None)
-    client = stage_.client(
-        msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS), reconnect=False
-    )
+    config = msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS)
+    client = stage_.client(config, reconnect=False)
     errors: list[Exception] = []
 
     def ask() -> None:

@@ -54,16 +54,14 @@ def put(
     """Store chunks as a worker does."""
     of = tenant_id(tenant) if tenant else b""
     reserved = directory.reserve(client, list(keys), nbytes, of)
-    assert directory.commit(client, reserved.reservation, []) == sum(
-        isinstance(slot, m.Location) for slot in reserved.slots
-    )
+    places = sum(isinstance(slot, m.Location) for slot in reserved.slots)
+    assert directory.commit(client, reserved.reservation, []) == places
     return reserved
 
 
 def there(directory: Directory, *keys: m.ChunkKey) -> list[m.ChunkKey]:
-    return [
-        key for key, present in zip(keys, directory.contains(list(keys)), strict=True) if present
-    ]
+    present = zip(keys, directory.contains(list(keys)), strict=True)
+    return [key for key, found in present if found]
 
 
 def used(directory: Directory, segment: str = "s0") -> int:
@@ -238,9 +236,8 @@ def drop_the_segment(directory: Directory, clock: FakeClock) -> Callable[[], obj
 
 def lose_the_writer(directory: Directory, clock: FakeClock) -> Callable[[], object]:
     for n in range(8):
-        directory.reserve(
-            OTHER, [chunk_key(MANY + n * m.MAX_SLOTS + i) for i in range(m.MAX_SLOTS)], KIB
-        )
+        keys = [chunk_key(MANY + n * m.MAX_SLOTS + i) for i in range(m.MAX_SLOTS)]
+        directory.reserve(OTHER, keys, KIB)
     directory.disconnect(OTHER)
     assert directory.reservations.counts() == (0, 8)
     directory.clear(b"")

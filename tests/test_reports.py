@@ -84,12 +84,9 @@ def test_a_report_is_logged_once_and_kept_beyond_its_connection(alone: Stage) ->
 
 def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd: int) -> None:
     service = made(max_segments=4096)
+    text = "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20
     for number in range(MAX_REPORTS):
-        service.answer(
-            peer(),
-            m.Report("info", f"{number} " + "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20),
-            [],
-        )
+        service.answer(peer(), m.Report("info", f"{number} {text}"), [])
     for number in range(MAX_SEGMENTS + 1):
         fds, id_ = [os.dup(memfd)], m.SegmentId(f"{number:064}")
         service.answer(peer(), m.AddSegment(id_, "\N{GRINNING FACE}" * 64, "host", 4096), fds)
@@ -98,9 +95,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
         layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
         service.layouts.add(client := peer(number), layout)
         service.layouts.looked_up(client, 1 << 32, 1 << 32)
-    stats, segments = (
-        service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
-    )
+    stats, segments = (service.answer(peer(), ask, [])[0] for ask in (m.Stats(), m.ListSegments()))
     assert wire.encode(segments)
     assert wire.encode(stats)
     assert len(stats.segments) == len(segments.segments) == MAX_SEGMENTS

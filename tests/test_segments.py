@@ -127,10 +127,9 @@ def test_a_gpu_does_not_map_host_memory_and_a_host_no_gpu_memory(owned: OwnedSeg
     gpu = Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0)
     with pytest.raises(SegmentError, match=r"host memory of host: GPU-0.* cannot map that"):
         map_segment(owned.info, owned.fd, gpu)
+    of_gpu = msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda")
     with pytest.raises(SegmentError, match="cuda memory of GPU-0.*: host cannot map that"):
-        map_segment(
-            msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda"), owned.fd, HOST
-        )
+        map_segment(of_gpu, owned.fd, HOST)
 
 
 # ---- closing
@@ -173,10 +172,8 @@ def test_a_tensor_outlives_its_segment_and_the_mapping_goes_with_it(owned: Owned
 
 @pytest.mark.parametrize("spec", ["", "host:a/b", "cuda:-1", "GPU-123"])
 def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID",
-    ):
+    forms = "auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID"
+    with pytest.raises(ConfigError, match=rf"pool\.device: .*expected {forms}"):
         devices.resolve(spec)
 
 

@@ -100,24 +100,17 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert worker.ask("contains", [A, D]) == ["present", [True, False], 0]
     name, lease, seconds, locations, _ = worker.ask("acquire", [A, B, C])
     assert (name, seconds, locations) == ("leased", 10.0, slots)
-    assert (
-        stage_.raw().ask("renew", lease) == stage_.raw().ask("release", lease) == ["verdict", True]
-    )
+    renews, releases = stage_.raw(), stage_.raw()
+    assert renews.ask("renew", lease) == releases.ask("release", lease) == ["verdict", True]
     assert worker.ask("renew", lease) == worker.ask("release", lease) == ["verdict", False]
     assert worker.ask("acquire", [C]) == ["leased", 0, 0.0, [], 0]
     assert worker.ask("touch", [A, D]) == worker.ask("remove", [A, D]) == ["count", 1]
-    assert [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")] == [
-        ["count", 0],
-        ["count", 1],
-        ["count", 0],
-    ]
+    cleared = [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")]
+    assert cleared == [["count", 0], ["count", 1], ["count", 0]]
     assert worker.ask("report", "info", "all is well") == ["count", 1]
     assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
-    assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == [
-        "error",
-        "error",
-    ]
+    assert worker.ask("drop_segment", "s0")[0] == worker.ask("open_segment", "s0")[0] == "error"
 
 
 def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> None:
@@ -155,12 +148,8 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     """
     layout = {"model": "llama", "extra.hash_root": "17", "namespace": "aa", "pp_rank": "0"}
     assert hello(stage_, layout)[2] == []
-    other = Client(
-        stage_.path,
-        PATIENT,
-        layout=layout | {"extra.hash_root": "-4", "namespace": "bb"},
-        reconnect=False,
-    )
+    strange = layout | {"extra.hash_root": "-4", "namespace": "bb"}
+    other = Client(stage_.path, PATIENT, layout=strange, reconnect=False)
     here = f"pid {os.getpid()} on host"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"vcache: another instance of 'llama' ({here}) does not share")
@@ -168,9 +157,8 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     assert "same PYTHONHASHSEED" in line
     assert hello(stage_, {"model": "qwen", "namespace": "cc"})[2] == []
     next_stage = hello(stage_, layout | {"pp_rank": "1", "namespace": "dd"})
-    assert ["'17' here, '-4' there" in line for line in next_stage[2]] == [True], (
-        "the stages of one instance are no mismatch"
-    )
+    # The stages of one instance are no mismatch.
+    assert ["'17' here, '-4' there" in line for line in next_stage[2]] == [True]
     (mismatch,) = other.stats().mismatches
     assert (mismatch.model, mismatch.field) == ("llama", "extra.hash_root")
     assert dict(mismatch.values)["-4"] == [here]

@@ -33,6 +33,12 @@ def restart_with(stage_: Stage, client: Client, server: Child, **config: Any) ->
     return again
 
 
+def is_back(client: Client, before: int) -> bool:
+    """It is connected to a server after the one with this epoch, which has its segment."""
+    states = [one.state for one in client.list_segments()] if client.connected else []
+    return client.epoch != before and states == ["live"]
+
+
 def test_a_killed_server_s_leases_hold_for_their_grace(stage_: Stage, memfd: int) -> None:
     """The next server starts at once, in this process, and knows the leased chunk's slot as one to
     evict.
@@ -174,16 +180,10 @@ def test_slots_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd
     client = offering(stage_, memfd)
     writer = reserving(stage_)
     writer.signal(signal.SIGSTOP)
+    before = client.epoch
     server.kill()
-    eventually(lambda: not client.connected)
     again = stage_.server()
-    eventually(
-        lambda: (
-            client.connected
-            and client.list_segments()
-            and client.list_segments()[0].state == "live"
-        )
-    )
+    eventually(lambda: is_back(client, before))
     eventually(lambda: watches(again, writer))
     assert not has_room(client)
     assert client.stats().quarantined == 1
@@ -202,13 +202,7 @@ def test_a_server_in_another_namespace_takes_nobody_for_gone(stage_: Stage, memf
     before = client.epoch
     server.kill()
     stage_.server(within=processes.IN_A_CONTAINER)
-    eventually(
-        lambda: (
-            client.connected
-            and client.epoch != before
-            and [i.state for i in client.list_segments()] == ["live"]
-        )
-    )
+    eventually(lambda: is_back(client, before))
     time.sleep(0.2)  # some ticks
     assert client.stats().quarantined == 1
     assert not has_room(client)

@@ -36,6 +36,13 @@ def refused(path: Path) -> str:
     return said
 
 
+def refusal(path: Path) -> str:
+    """Why a client does not use the server there."""
+    with Client(path, PATIENT, reconnect=False) as client, pytest.raises(ServerUnavailable) as why:
+        client.require()
+    return str(why.value)
+
+
 # ---- two servers
 
 
@@ -134,12 +141,7 @@ def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path
 
     def both_say(why: str) -> None:
         assert why in refused(path)
-        with (
-            Client(path, PATIENT, reconnect=False) as client,
-            pytest.raises(ServerUnavailable) as raised,
-        ):
-            client.require()
-        assert why in str(raised.value)
+        assert why in refusal(path)
 
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
@@ -187,14 +189,10 @@ print("got", len(peer.recv(1 << 16)), "bytes", flush=True)
 def test_a_client_sends_nothing_to_another_user_s_server(stage_: Stage) -> None:
     rogue = stage_.script(ROGUE)
     rogue.expect("listening")
-    with (
-        Client(stage_.path, PATIENT, reconnect=False) as client,
-        pytest.raises(ServerUnavailable) as raised,
-    ):
-        client.require()
-    assert f"uid {NOBODY}" in str(raised.value)
-    assert "client.server_uid" in str(raised.value)
-    assert "vcache serve" not in str(raised.value)
+    why = refusal(stage_.path)
+    assert f"uid {NOBODY}" in why
+    assert "client.server_uid" in why
+    assert "vcache serve" not in why
     rogue.expect("got 0 bytes")
 
 
