@@ -166,7 +166,7 @@ class Loads:
         spec, invalid, name = loading.spec, loading.invalid, loading.spec.request_id
         if not loading.cause:
             if spec.promote:
-                self._stores.promote(loading, spec)
+                self._stores.promote(loading)
             self._ends.put(spec.number)
         if invalid:
             self._report.next.failed.add(name)
