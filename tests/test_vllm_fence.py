@@ -70,13 +70,13 @@ class Worker:
         here.undo.callback(self.copier.close)
         self.stores = Stores(Meter(), at_once)
         self.kv, self.block_size = session.bind(cache.tensors), cache.sizes.block_size
-        self.stores.open(Attached(session, self.kv, self.block_size))
+        self.attached = Attached(session, self.kv, self.block_size)
         for number, blocks in enumerate((FIRST, SECOND)):
             self.store(blocks, number)
         assert len(self.copier.ends) == 2
 
     def store(self, blocks: list[int], number: int) -> None:
-        self.stores.start([StoreSpec([KEYS[number]], blocks, [])])
+        self.stores.start(self.attached, [StoreSpec([KEYS[number]], blocks, [])])
 
     def loads(self, *specs: LoadSpec, ends: tuple[str, str] = ("", "")) -> Loads:
         """These loads, which begin once the stores are over. ends: see `StepMetadata`."""
@@ -85,14 +85,13 @@ class Worker:
         assert self.session.flush(SECONDS)
         loads = Loads(self.block_size, False, Reporter((0, 0), 0, 0), self.stores, Meter())
         loads.expect(specs)
-        attached = Attached(self.session, self.kv, self.block_size)
-        loads.begin(attached, StepMetadata(list(specs), ends=ends))
+        loads.begin(self.attached, StepMetadata(list(specs), ends=ends))
         return loads
 
     def step(self, *fresh: list[int], **more: Any) -> list[int]:
         """The stores that a step waits for which gives away these blocks."""
         self.copier.fenced.clear()
-        self.stores.fence(StepMetadata(fresh=list(fresh), **more))
+        self.stores.fence(self.attached, StepMetadata(fresh=list(fresh), **more))
         return self.copier.fenced
 
 

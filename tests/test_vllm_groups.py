@@ -360,8 +360,8 @@ def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
     assert groups.read(there, 64).text == "window33/16"
 
 
-def wide(kind: Any, dtype: Any = torch.float32, **more: int) -> Any:
-    return kind(block_size=16, num_kv_heads=2, head_size=8, dtype=dtype, **more)
+def wide(kind: Any, **more: int) -> Any:
+    return kind(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, **more)
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -419,49 +419,46 @@ def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
     assert groups.read(caches(kept), 64).text == "window49/16"
 
 
+def refused(chunk_size: int = 64, **changes: Any) -> str:
+    """Why an instance with one table does not cache; changes: of vLLM's configuration."""
+    settings = from_dict({"engine": {"chunk_size": chunk_size}, "connector": {"model": "named"}})
+    return decide(vllm_config(**changes), caches(spec()), settings).refused
+
+
 def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = {"engine": {"chunk_size": 64}, "connector": {"model": "named"}}
-    config, settings = vllm_config(), from_dict(given)
     for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
         monkeypatch.setattr(vllm, "__version__", version)
-        said = decide(config, caches(spec()), settings).refused
-        assert said == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
+        assert refused() == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
     for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
         monkeypatch.setattr(vllm, "__version__", version)
-        assert "is not supported" not in decide(config, caches(spec()), settings).refused
+        assert "is not supported" not in refused()
 
 
 def test_chunks_that_no_request_can_fill_are_refused() -> None:
     said = "engine.chunk_size is 2064, and no request has more than 2048 tokens (max_model_len)"
     for size in (2048, 2064):
-        settings = from_dict({"engine": {"chunk_size": size}, "connector": {"model": "named"}})
-        refused = decide(vllm_config(), caches(spec()), settings).refused
-        assert refused.startswith(said) == (size > 2048)
+        assert refused(size).startswith(said) == (size > 2048)
 
 
 def test_who_goes_on_after_a_step_that_failed_is_refused() -> None:
     """vLLM's prefix cache names the step's blocks, and what is computed from them would be shared."""
-    config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
     said = "start it without --enable-fault-tolerance"
     for enabled in (False, True):
-        config.parallel_config.enable_fault_tolerance = enabled
-        assert (said in decide(config, caches(spec()), settings).refused) == enabled
+        assert (said in refused(parallel_config__enable_fault_tolerance=enabled)) == enabled
 
 
 def test_who_returns_the_experts_of_each_token_is_refused_where_vllm_knows_none_of_loaded_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM's worker looks for them, and raises. 0.33 takes the hit for none."""
-    given = {"engine": {"chunk_size": 64}, "connector": {"model": "named"}}
-    config, settings, aux = vllm_config(), from_dict(given), decision.AuxOutputSchedulerConnector
+    aux = decision.AuxOutputSchedulerConnector
     for enabled, caps in ((False, False), (True, False), (True, True)):
-        config.aux_output_config.enabled = enabled
         monkeypatch.setattr(aux, "cap_external_hit", None, raising=False)
         if not caps:
             monkeypatch.delattr(aux, "cap_external_hit")
-        said = decide(config, caches(spec()), settings).refused
+        said = refused(aux_output_config__enabled=enabled)
         assert ("without --enable-return-routed-experts" in said) == (enabled and not caps)
 
 

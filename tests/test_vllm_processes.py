@@ -53,28 +53,15 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 # ---- tensor parallel ranks
 
 
-@contextmanager
-def at_rank(
-    instance: Instance,
-    rank: int,
-    place: str,
-    action: str = "count",
-    times: int = vllm_cases.FOREVER,
-) -> Iterator[list[int]]:
-    """As `meddled`, in the process of one rank; then how often each rank came by."""
-    instance.ask("meddle_at", rank, place, action, times)
-    calls: list[int] = []
-    yield calls
-    calls += instance.ask("leave_ranks_alone")
-
-
 def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     """What is answered where only one rank's copy fails, and what is right."""
     right = reader.one(tokens, fresh=True, params={"vcache": {"load": False, "store": False}})
     reader.forget()
-    with at_rank(reader, 1, f"{vllm_cases.SCATTER},pull", "raise", times=1) as copies:
-        lost = reader.one(tokens)
-    assert copies == [1, 1], "each rank launched one copy, and one of them failed"
+    reader.ask("meddle_at", 1, f"{vllm_cases.SCATTER},pull", "raise", 1)
+    lost = reader.one(tokens)
+    assert reader.ask("leave_ranks_alone") == [1, 1], (
+        "each rank launched one copy, and one of them failed"
+    )
     eventually(lambda: reader.counter("vllm:vcache_failures", cause="copy") == 1)
     return lost, right
 
@@ -297,6 +284,36 @@ def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> 
         "kv_connector_extra_config": {"connectors": connectors},
         **more,
     }
+
+
+@pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
+def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: Node) -> None:
+    """It loads and stores in one step. In one of two pipeline stages the load fails; when vLLM
+    hears of that, another request has found the blocks. What gets them later is stored."""
+    stages = STAGES | {"environment": OPEN, "max_num_batched_tokens": 160}
+    keeper, failing = here.start("keeper", **stages), here.start("failing-too", **stages)
+    aside = here.alone("aside")
+    first = new_tokens(6 * CHUNK + 7)
+    second = first[: 6 * CHUNK] + new_tokens(5 * CHUNK + 3)
+    keeper.one(first[: 4 * CHUNK])
+    eventually(lambda: failing.again(first[: 4 * CHUNK]).cached)
+    failing.forget()
+    failing.ask("meddle_at", 0, vllm_cases.SCATTER, "raise", 1)
+    failing.add("first", first)
+    answers = failing.step(1)
+    failing.add("second", second)
+    answers |= failing.finish("first", "second")
+    assert failing.ask("leave_ranks_alone") == [1, 1]
+    assert answers["second"].cached == 6 * CHUNK
+    before = here.chunks()
+    failing.one(new_tokens(10 * CHUNK + 1))
+    here.stored(before + 20)
+    for tokens in (first, second):
+        right = aside.one(tokens)
+        assert failing.one(tokens).agrees(right)
+        assert keeper.again(tokens).agrees(right)
+    for one in (keeper, failing, aside):
+        one.close()
 
 
 # ---- `vllm serve`

@@ -166,9 +166,9 @@ _SEEN = [
 @pytest.mark.parametrize("first", [0, 4])
 def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], first: int) -> None:
     request = make_request(8 * BLOCK + 5, **arguments)
-    ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK, "SHARED")
+    ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK)
     theirs = vllms_own_event(request, first, first + 4)
-    assert (ours.medium, ours.locality) == ("SHARED", "LOCAL")
+    assert (ours.medium, ours.locality) == ("CPU", "LOCAL")
     same = {
         name: getattr(theirs, name)
         for name in theirs.__struct_fields__
@@ -192,9 +192,7 @@ class Ranks:
         return self._event(chunk).block_hashes[-1]
 
     def _event(self, chunk: int) -> BlockStored:
-        return events.block_stored(
-            self._request, 2 * chunk * BLOCK, 2 * (chunk + 1) * BLOCK, BLOCK, "CPU"
-        )
+        return events.block_stored(self._request, 2 * chunk * BLOCK, 2 * (chunk + 1) * BLOCK, BLOCK)
 
     def order(self, *chunks: int) -> None:
         """A step stores them."""

@@ -143,7 +143,7 @@ class Sharing:
         undo.callback(self.in_place.close)
         kv = self.session.bind(tensors)
         self.in_place.open(self.session, kv, tensors)
-        self.stores.open(Attached(self.session, kv, cache.sizes.block_size))
+        self.attached = Attached(self.session, kv, cache.sizes.block_size)
         self.name = name = InstanceId(b"w" * 16)
         self.client = undo.enter_context(here.client())
         self.table = Generations(name, cache.sizes.blocks)
@@ -151,7 +151,7 @@ class Sharing:
         self.client.join(
             name, self.session.namespace.prefix, self.table.blocks, 1, each, self.table.fd
         )
-        self.in_place.show(name)
+        self.in_place.show(self.session, name)
         self.keys = [
             ChunkKey(self.session.namespace.prefix + os.urandom(16) + b"\0\0") for _ in range(4)
         ]
@@ -159,12 +159,14 @@ class Sharing:
 
     def publish(self, *chunks: int) -> None:
         """Each is a request's."""
-        self.in_place.publish([PublicationSpec(self._said(chunk)) for chunk in chunks])
+        self.in_place.publish(
+            self.session, [PublicationSpec(self._said(chunk)) for chunk in chunks]
+        )
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.flush(SECONDS)
 
     def save(self, *chunks: int) -> None:
-        self.in_place.save(self._said(*chunks), self.stores)
+        self.in_place.save(self.attached, self._said(*chunks), self.stores)
 
     def saved(self, chunk: int) -> bool:
         """Whether the pool has it, once everything that was saved is read."""

@@ -337,7 +337,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         """This process's counts since the last call."""
         if self._worker is not None:
-            self._worker.stores.measure()
+            self._worker.measure()
         return self._meter.take()
 
     @classmethod

@@ -152,7 +152,10 @@ class Client(Channel):
         heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            self._untold.update(asked=asked, found=found, awaited=awaited, waited_ms=waited_ms)
+            self._untold["asked"] += asked
+            self._untold["found"] += found
+            self._untold["awaited"] += awaited
+            self._untold["waited_ms"] += waited_ms
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

@@ -113,12 +113,11 @@ class Fetch:
         self._arrived = threading.Condition()
         self._staged: dict[int, Staged] = {}
         self._given = 0
-        self._came = 0
         self._end = len(self.keys)
         self._started = self._moved = reader.now()
+        """The first moves on while threads wait for buffers, the second with each chunk."""
         self._called: dict[int, float] = {}
         """The start of each batch's call, by the batch's first chunk."""
-        self._waited = 0.0
         self.cause = ""
         """Why the fetch ended early: `absent`, `bad`, `timeout` or `store`."""
         self._parts = parts(len(self.keys), reader.batch)
@@ -200,7 +199,7 @@ class Fetch:
             return
         asked = reader.now()
         buffers = reader.ring.take(len(keys), BUFFER_SECONDS)
-        self._waited += reader.now() - asked
+        self._started += reader.now() - asked
         if not buffers or part.start >= self._end:
             reader.ring.give(buffers)
             self._stop(part.start, "timeout")
@@ -214,19 +213,20 @@ class Fetch:
 
     def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
         """Pass on the object of `nbytes` bytes if it is right. Runs in a checker thread."""
-        came, good = 0, index < self._end and self._is_right(index, buffer, nbytes)
+        good, bound = index < self._end and self._is_right(index, buffer, nbytes), self._bound
         with self._arrived:
-            if good and index < self._end:
+            good = good and index < self._end
+            if good:
                 payload = buffer.memory[HEADER_BYTES:]
-                self._staged[index] = Staged(payload, self._bound.codec, buffer)
+                self._staged[index] = Staged(payload, bound.codec, buffer)
                 self._moved = self._reader.now()
-                self._came = came = self._came + 1
                 self._arrived.notify_all()
-        if not came:
+            last = good and self._given + len(self._staged) == len(self.keys)
+        if not good:
             self._reader.ring.give([buffer])
-        elif came == len(self.keys):
-            seconds = self._moved - self._started - self._waited
-            self._bound.measured(came * self._bound.format.chunk_bytes, seconds)
+        elif last:
+            nbytes = len(self.keys) * bound.format.chunk_bytes
+            bound.measured(nbytes, self._moved - self._started)
 
     def _is_right(self, index: int, buffer: Buffer, nbytes: int) -> bool:
         bound, key = self._bound, self.keys[index]

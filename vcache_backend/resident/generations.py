@@ -162,7 +162,7 @@ class GenerationView:
         self.counters: UInt64s = np.frombuffer(
             memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
         )
-        self._dead: UInt32s = np.frombuffer(memory, dtype="<u4", offset=_DEAD_AT, count=1)
+        self._dead = memoryview(memory)[_DEAD_AT : _DEAD_AT + 4].cast("I")
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Callable
-from itertools import groupby, repeat
+from itertools import groupby
 from operator import eq
 
 from vcache_backend.metadata_server.messages import (
@@ -155,7 +155,7 @@ class Publications:
             self._read(tracked, len(state.generations))
         if state.filled < blocks:
             number = self.generations.filled(tracked.store.rows[0][state.filled : blocks])
-            state.generations.extend(repeat(number, blocks - state.filled))
+            state.generations += array(GENERATIONS, [number]) * (blocks - state.filled)
             state.filled = blocks
 
     def complete(

@@ -20,6 +20,7 @@ from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ..metadata import PublicationSpec
+from ..worker.loading import Attached
 from ..worker.stores import Stores
 from .exporter import Exporter
 
@@ -35,7 +36,6 @@ class InPlace:
         """
         self.exporter, self._each, self._shows = exporter, each, shows
         self.neighbours: Neighbours | None = None
-        self._session: Session | None = None
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
 
@@ -49,39 +49,35 @@ class InPlace:
         self._region = self.exporter.region(kv_caches)
         self._shape = cache_shape(kv, [self._region], device)
         self.neighbours = Neighbours(session.client, device, kv, session.rank)
-        self._session = session
 
-    def show(self, instance: InstanceId) -> None:
+    def show(self, session: Session, instance: InstanceId) -> None:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
-        session = self._session
-        if session is None or self._shown is not None or not self._shows:
+        if self._shown is not None or not self._shows:
             return
         self._shown = OwnCache(session.client, instance, session.rank, self._shape, [self._region])
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
-    def publish(self, specs: Sequence[PublicationSpec]) -> None:
+    def publish(self, session: Session, specs: Sequence[PublicationSpec]) -> None:
         """Publish chunks once the step has computed them. All of the step's model run must be
         queued.
         """
-        session, publisher = self._session, self.publisher
-        if session is None or publisher is None or not specs:
+        if self.publisher is None or not specs:
             return
         written = session.copier.mark()
         for spec in specs:
-            publisher.submit(_own(session, spec.publish), written, soon=not spec.loaded)
+            self.publisher.submit(_own(session, spec.publish), written, soon=not spec.loaded)
 
-    def save(self, victims: Publish, stores: Stores) -> None:
+    def save(self, worker: Attached, victims: Publish, stores: Stores) -> None:
         """Store those chunks in the pool that are published. A chunk that loses a block during the
         copy is dropped.
         """
-        session, publisher = self._session, self.publisher
-        if session is None or publisher is None:
+        publisher = self.publisher
+        if publisher is None:
             return
-        for published in publisher.known(_own(session, victims)):
+        for published in publisher.known(_own(worker.session, victims)):
             blocks: list[int] = np.frombuffer(published.blocks, dtype="<u4").tolist()
-            stores.save(
-                published.keys, blocks, published.epoch, partial(publisher.holds, published)
-            )
+            holds = partial(publisher.holds, published)
+            stores.save(worker, published.keys, blocks, published.epoch, holds)
 
     def close(self) -> None:
         """Idempotent. Call it after the last load is over, and before the session is closed."""

@@ -16,7 +16,7 @@ from vcache_backend.transfer.keys import state_keys
 from ..in_place.block_pool import NUMBERS
 from ..metadata import StepMetadata, StoreSpec
 from ..model.groups import Groups
-from ..telemetry.events import POOL_MEDIUM, block_stored
+from ..telemetry.events import block_stored
 from .introduction import Introduction
 from .lookups import Lookups
 from .resets import Leftovers
@@ -140,9 +140,7 @@ class Completions:
             return
         for number in range(first, stop):
             tokens = number * size, (number + 1) * size
-            event = block_stored(
-                tracked.request, *tokens, self._hash_block, POOL_MEDIUM, self._spec_kind
-            )
+            event = block_stored(tracked.request, *tokens, self._hash_block, self._spec_kind)
             announcer.expect(tracked.lookup.keys[number], event)
 
     # ---- inside

@@ -31,9 +31,9 @@ MOST_CHECKED = 16_384
 
 
 def block_stored(
-    request: Any, start: int, end: int, block_size: int, medium: str, spec_kind: str | None = None
+    request: Any, start: int, end: int, block_size: int, spec_kind: str | None = None
 ) -> BlockStored:
-    """vLLM's `BlockStored` for the tokens [start, end) of vLLM's `request`.
+    """vLLM's `BlockStored` in the pool for the tokens [start, end) of vLLM's `request`.
 
     block_size: tokens that one of `request.block_hashes` covers. spec_kind: see `compat.spec_kind`.
     ValueError if the tokens are not whole blocks, or not all of these have a hash."""
@@ -47,7 +47,7 @@ def block_stored(
         )
     lora = request.lora_request
     return BlockStored(
-        medium=medium,
+        medium=POOL_MEDIUM,
         group_idx=0,
         locality=LOCALITY,
         block_hashes=_published(hashes),

@@ -51,8 +51,7 @@ class Loading(transfer.Load):
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()
-        self.spec, self._per_chunk = spec, worker.per_chunk
-        self.in_place = worker.neighbours is not None
+        self.worker, self.spec = worker, spec
 
     @property
     def invalid(self) -> list[int]:
@@ -60,11 +59,12 @@ class Loading(transfer.Load):
         cancelled."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        missed = self.spec.blocks[self.loaded * self._per_chunk :]
+        missed = self.spec.blocks[self.loaded * self.worker.per_chunk :]
         return [block for block in missed if block >= 0]
 
     @property
     def failure(self) -> str:
         """The cause of a failure, as the metrics count it."""
-        absent = "store" if self.spec.offload else "changed" if self.in_place else "lease_lost"
+        here = "changed" if self.worker.neighbours is not None else "lease_lost"
+        absent = "store" if self.spec.offload else here
         return absent if self.cause == transfer.ABSENT else self.cause

@@ -100,7 +100,6 @@ class WorkerSide:
         block_size = tables.groups[0].block_size
         neighbours = self.in_place.neighbours if self.in_place is not None else None
         self._worker = Attached(session, kv, block_size, neighbours)
-        self.stores.open(self._worker)
         self.report.open(session, shard)
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
@@ -152,26 +151,31 @@ class WorkerSide:
         if worker is None:
             return
         if meta.instance and self.in_place is not None:
-            self.in_place.show(InstanceId(meta.instance))
-        self.stores.fence(meta)
+            self.in_place.show(worker.session, InstanceId(meta.instance))
+        self.stores.fence(worker, meta)
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
         """Store or publish the chunks that the step completes. All of its model run must be
         queued."""
-        if self._worker is None:
+        if (worker := self._worker) is None:
             return
-        self.stores.start(self._meta.stores)
+        self.stores.start(worker, self._meta.stores)
         if self._meta.publications and self.in_place is not None:
-            self.in_place.publish(self._meta.publications)
+            self.in_place.publish(worker.session, self._meta.publications)
 
     def finished(self) -> set[str]:
         """Advance all loads. Returns the requests whose load is over, successful or not."""
         victims = self._meta.victims
         self._meta.victims = None
-        if victims is not None and self.in_place is not None:
-            self.in_place.save(victims, self.stores)
+        if victims is not None and self._worker is not None and self.in_place is not None:
+            self.in_place.save(self._worker, victims, self.stores)
         return self.loads.finished(self._meta.idle)
+
+    def measure(self) -> None:
+        """See `Stores.measure`."""
+        if self._worker is not None:
+            self.stores.measure(self._worker.session.stats)
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion
 
-from ..metadata import LoadSpec, StepMetadata, StoreSpec
+from ..metadata import StepMetadata, StoreSpec
 from ..telemetry.stats import Meter
-from .loading import Attached
+from .loading import Attached, Loading
 
 log = logging.getLogger("vllm.vcache")
 
@@ -45,37 +45,28 @@ class Stores:
         clears (`compat.clears`): it clears and copies a step's blocks before it tells us of the
         step."""
         self._meter, self._at_once = meter, at_once
-        self._worker: Attached | None = None
         self._under_way: list[_Gather] = []
         self._counted: dict[tuple[str, str], float] = {}
         self._updates = 0
 
-    def open(self, worker: Attached) -> None:
-        """Use this KV cache."""
-        self._worker = worker
-
-    def fence(self, meta: StepMetadata) -> None:
+    def fence(self, worker: Attached, meta: StepMetadata) -> None:
         """Make this step's work wait, on the device, for stores that read a block with
         a new owner."""
-        if not self._under_way or self._worker is None:
-            return
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
         for gather in self._under_way:
             if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
-                self._worker.session.copier.fence(gather.copy)
+                worker.session.copier.fence(gather.copy)
 
-    def start(self, stores: Sequence[StoreSpec]) -> None:
+    def start(self, worker: Attached, stores: Sequence[StoreSpec]) -> None:
         """Store the chunks that the step completes. All of its model run must be queued."""
-        if (worker := self._worker) is None:
-            return
         for spec in stores:
             keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
             self._store("store", worker, keys, spec.blocks, prefix, tenant=spec.tenant)
 
-    def promote(self, load: Load, spec: LoadSpec) -> None:
+    def promote(self, load: Loading) -> None:
         """Store chunks in the pool again that a load has brought from the offload tier."""
-        chunks, worker = load.to_promote(), self._worker
-        if not chunks or worker is None:
+        chunks, worker, spec = load.to_promote(), load.worker, load.spec
+        if not chunks:
             return
         each, blocks = worker.per_chunk, list[int]()
         for chunk in chunks:
@@ -86,19 +77,22 @@ class Stores:
         self._store("promote", worker, keys, blocks, prefix, **how)
 
     def save(
-        self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
+        self,
+        worker: Attached,
+        keys: list[ChunkKey],
+        blocks: list[int],
+        epoch: int,
+        holds: Callable[[], bool],
     ) -> None:
         """Store chunks out of `blocks`, which no request holds and vLLM may hand out at any time.
 
         blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
         drops the chunks because a block was handed out meanwhile."""
-        if (worker := self._worker) is not None:
-            self._store("save", worker, keys, blocks, fetched_in=epoch, holds=holds)
+        self._store("save", worker, keys, blocks, fetched_in=epoch, holds=holds)
 
-    def measure(self) -> None:
+    def measure(self, stats: EngineStats) -> None:
         """Tell the meter what the session has counted since the last call."""
-        stats = self._worker.session.stats if self._worker is not None else None
-        if stats is None or stats.updates == self._updates:
+        if stats.updates == self._updates:
             return
         self._updates = stats.updates
         counted = stats.counted("")

@@ -57,7 +57,7 @@ class InstancePublications:
         """Chunks that some ranks have published, but not yet all."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
         """For each block the last publication that named it; void if it is in neither table."""
-        self._copies: dict[m.ChunkKey, m.InstanceId] = {}
+        self._copies: dict[m.ChunkKey, m.Copy] = {}
         """Chunks that another instance holds as well, of which this one has yet to be told."""
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
@@ -119,15 +119,18 @@ class InstancePublications:
                 self._kept -= 1
                 yield from repeat(None, 1 + self.each // 8)
 
-    def note_copies(self, others: dict[m.ChunkKey, m.InstanceId]) -> None:
-        """Note who else has each of these chunks."""
+    def copy(self, instance: m.InstanceId, key: m.ChunkKey) -> m.Copy:
+        """Describe a complete chunk to others that hold it as well. instance: this one."""
+        return m.Copy(key, instance, *self.complete[key].end())
+
+    def note_copies(self, others: dict[m.ChunkKey, m.Copy]) -> None:
+        """Note the copies that others hold."""
         self._copies.update(others)
         self.take_copies(len(self._copies) - MAX_COPIES)
 
-    def take_copies(self, most: int) -> dict[m.ChunkKey, m.InstanceId]:
-        """Take the oldest notes, at most `most`: who else has each chunk."""
-        keys = list(islice(self._copies, max(0, most)))
-        return {key: self._copies.pop(key) for key in keys}
+    def take_copies(self, most: int) -> list[m.Copy]:
+        """Take the oldest notes, at most `most`."""
+        return [self._copies.pop(key) for key in list(islice(self._copies, max(0, most)))]
 
     # ---- inside
 

@@ -147,14 +147,8 @@ class ResidentDirectory:
         """Take the oldest news for an instance's scheduler: chunks that another instance holds as
         well. At most `MAX_TOLD`."""
         publications = self._of.get(instance)
-        taken = publications.take_copies(MAX_TOLD) if publications is not None else {}
-        copies = list[m.Copy]()
-        for key, other in taken.items():
-            holder = self._of.get(other)
-            chunk = holder.complete.get(key) if holder is not None else None
-            if chunk is not None:
-                copies.append(m.Copy(key, other, *chunk.end()))
-        return copies
+        taken = publications.take_copies(MAX_TOLD) if publications is not None else []
+        return [copy for copy in taken if copy.key in self.of(copy.instance)]
 
     def _note_copies(
         self, instance: m.InstanceId, publications: InstancePublications, keys: list[m.ChunkKey]
@@ -162,13 +156,17 @@ class ResidentDirectory:
         """Note which of these chunks, which an instance has just published, others have, too: both
         are told. The end of a prefix comes first, and so leaves first."""
         others = self._alike(instance, publications.namespace, publications.ranks)
-        room, own = MAX_CELLS // max(1, len(keys)), dict[m.ChunkKey, m.InstanceId]()
-        keys = keys[::-1]
+        room, holders = MAX_CELLS // max(1, len(keys)), dict[m.ChunkKey, m.InstanceId]()
+        keys, told = keys[::-1], list[tuple[InstancePublications, list[m.ChunkKey]]]()
         for other, there in random.sample(others, room) if len(others) > room else others:
             both = list(filter(there.complete.__contains__, keys))
-            there.note_copies(dict.fromkeys(both, instance))
-            own.update(dict.fromkeys(both, other))
-        publications.note_copies(own)
+            holders.update(dict.fromkeys(both, other))
+            told.append((there, both))
+        # Made here, and not when they are told: a scheduler waits for that.
+        own = {key: publications.copy(instance, key) for key in holders}
+        for there, both in told:
+            there.note_copies({key: own[key] for key in both})
+        publications.note_copies({key: self._of[of].copy(of, key) for key, of in holders.items()})
 
     def _alike(
         self, instance: m.InstanceId, namespace: bytes, ranks: int
