@@ -27,12 +27,8 @@ from vcache_backend.metadata_server.records import LedgerState, ProcessId, Recor
 SHARES = {"large": 0.5, "small": 0.2}
 TENANTS = ["", *SHARES, "a stranger"]
 LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14, quotas=SHARES)
-SEGMENTS = {
-    "s0": ("gpu-0", 4096),
-    "s1": ("gpu-1", 3072),
-    "s2": ("gpu-0", 1536),
-    "s3": ("gpu-2", 5200),
-}
+SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072)}
+SEGMENTS |= {"s2": ("gpu-0", 1536), "s3": ("gpu-2", 5200)}
 DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
 SPACES = [b"space--0", b"space--1"]
 ALL_KEYS = [chunk_key(number, 0, space) for space in SPACES for number in range(9)]
@@ -88,10 +84,9 @@ class Clients(RuleBasedStateMachine):
 
     def add_segment(self, name: str) -> int:
         device, nbytes = SEGMENTS[name]
+        info = m.SegmentInfo(m.SegmentId(name), device, "cuda", nbytes)
         with self.little_at_once():
-            chunks = self.directory.add_segment(
-                m.SegmentInfo(m.SegmentId(name), device, "cuda", nbytes)
-            )
+            chunks = self.directory.add_segment(info)
         self.keep_ledger()
         return chunks
 
@@ -102,9 +97,8 @@ class Clients(RuleBasedStateMachine):
                 self.tokens += 1
                 slots.append(Slot(key, location, self.tokens, "open"))
                 assert location.generation > self.highest_generation, "a generation was used before"
-        self.highest_generation = max(
-            [self.highest_generation, *(slot.location.generation for slot in slots)]
-        )
+        generations = [slot.location.generation for slot in slots]
+        self.highest_generation = max([self.highest_generation, *generations])
         return slots
 
     def visible(self) -> set[ChunkKey]:
@@ -137,11 +131,8 @@ class Clients(RuleBasedStateMachine):
             elif slot.state == "resting" and self.directory.contents.live.get(entry.key) is entry:
                 assert not model.pending(slot.key)
                 model.back(slot)
-        for name in [
-            name
-            for name, place in model.segments.items()
-            if place.draining and name not in segments
-        ]:
+        draining = [name for name, place in model.segments.items() if place.draining]
+        for name in [name for name in draining if name not in segments]:
             assert all(slot.state == "void" for slot in model.lying(name))
             model.left(name)
             self.forget_writers()
@@ -166,9 +157,8 @@ class Clients(RuleBasedStateMachine):
         """Writers whose reservation is closed have stopped: they said so, they died, or the memory
         is theirs alone by now.
         """
-        self.writers = {
-            id_: process for id_, process in self.writers.items() if id_ in self.model.writes
-        }
+        writes = self.model.writes
+        self.writers = {id_: one for id_, one in self.writers.items() if id_ in writes}
 
     # ---- clients
 
@@ -183,9 +173,8 @@ class Clients(RuleBasedStateMachine):
     @precondition(lambda self: self.processes and len(self.clients) < 6)
     def connect(self, pick: int, device: str) -> None:
         self.numbers += 1
-        self.clients.append(
-            Peer(self.numbers, self.processes[pick % len(self.processes)], device, "cuda")
-        )
+        process = self.processes[pick % len(self.processes)]
+        self.clients.append(Peer(self.numbers, process, device, "cuda"))
 
     @rule(pick=one_of)
     @precondition(lambda self: self.clients)
@@ -275,9 +264,7 @@ class Clients(RuleBasedStateMachine):
             expected = {Refusal.BUSY}
         elif expected == {Refusal.FULL}:
             fits = {name for name in usable if model.largest_gap(name) >= size}
-            may = {
-                name for name in usable if model.largest_gap(name, ignore_evictable=True) >= size
-            }
+            may = {n for n in usable if model.largest_gap(n, ignore_evictable=True) >= size}
             counted = sum(s.location.segment in model.segments for s in model.slots)
             if fits and counted < model.max_chunks:
                 own = {name for name in fits if usable[name].device == client.device}
@@ -286,19 +273,14 @@ class Clients(RuleBasedStateMachine):
                 assert isinstance(slot, Location), f"{slot!r} though {fits} have room"
                 assert slot.segment in (own or roomiest)
                 gaps = model.gaps(slot.segment)
-                assert gaps[slot.offset] == min(gap for gap in gaps.values() if gap >= size), (
-                    "not the tightest hole"
-                )
+                tightest = min(gap for gap in gaps.values() if gap >= size)
+                assert gaps[slot.offset] == tightest
                 assert not victims, "evicted though there was room"
                 expected = {slot}
             elif may:
-                can_go = any(
-                    s.state == "live" and model.evictable(s) and s.location.segment in may
-                    for s in model.slots
-                )
-                assert isinstance(slot, Location) or not can_go, (
-                    f"{slot!r} though {may} can make room"
-                )
+                evictable = [s for s in model.slots if s.state == "live" and model.evictable(s)]
+                can_go = any(s.location.segment in may for s in evictable)
+                assert isinstance(slot, Location) or not can_go, f"{slot!r} though {may} have room"
                 if isinstance(slot, Location) and not others:
                     self.check_victims(victims, size)
                 expected = {slot}
@@ -322,13 +304,10 @@ class Clients(RuleBasedStateMachine):
         """
         assert victims
         usable = self.model.usable()
-        can_go = [
-            slot
-            for slot in self.model.coldest()
-            if self.model.evictable(slot) and slot.location.segment in usable
-        ]
-        if room_of(can_go[0].location.length) == size:
-            assert victims == [can_go[0]]
+        can_go = filter(self.model.evictable, self.model.coldest())
+        coldest = next(slot for slot in can_go if slot.location.segment in usable)
+        if room_of(coldest.location.length) == size:
+            assert victims == [coldest]
         assert len({slot.location.segment for slot in victims}) == 1
 
     def open_reservation(self, client: Peer, id_: int, slots: list[Slot], tenant: str = "") -> None:
@@ -427,12 +406,8 @@ class Clients(RuleBasedStateMachine):
         assert (leased.lease != 0) == bool(slots)
         if slots:
             self.highest_id = max(self.highest_id, leased.lease)
-            held = Held(
-                client.id,
-                self.clock.now,
-                self.clock.now + LIMITS.lease_seconds,
-                list(dict.fromkeys(slots)),
-            )
+            now, each = self.clock.now, list(dict.fromkeys(slots))
+            held = Held(client.id, now, now + LIMITS.lease_seconds, each)
             self.model.granted(leased.lease, held)
             self.old_leases.append(leased.lease)
 
@@ -487,9 +462,7 @@ class Clients(RuleBasedStateMachine):
 
     @rule(wanted=keys)
     def touch(self, wanted: list[ChunkKey]) -> None:
-        assert self.directory.touch(wanted) == sum(
-            key in self.model.live_keys() for key in set(wanted)
-        )
+        assert self.directory.touch(wanted) == len(self.model.live_keys() & set(wanted))
         self.model.touch(wanted)
 
     @rule(wanted=keys)

@@ -27,6 +27,7 @@ from processes import SECONDS
 from vllm_objects import vllm_config
 
 from vcache_backend.integration.lmcache.backend import VCacheBackend
+from vcache_backend.integration.lmcache.doubts import Word
 
 # LMCache's token database imports it for its hashes, where it is installed.
 with contextlib.suppress(ImportError):
@@ -75,12 +76,14 @@ class Inside:
 
     def store(self, tokens: list[int], skip: int) -> bool:
         """Prefill, store all but the first `skip` tokens, and reuse the blocks at once. True when
-        all is visible or given up.
+        all is visible or given up: in the steps after it no load has failed.
         """
         slots, mask = self.prefill(tokens), torch.arange(len(tokens)) >= skip
         where = {"kvcaches": self.cache.tensors, "slot_mapping": slots}
         self.engine.store(tokens, mask=mask, offset=skip, **where, **TAGGED)
         self.cache.poison()
+        for _ in range(3):
+            self.adapter.get_block_ids_with_load_errors()
         return self.flush()
 
     def prefill(self, tokens: list[int]) -> torch.Tensor:
@@ -215,7 +218,9 @@ def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
         model_config__use_mla=setup.arrangement.name == "mla",
         device_config__device_type="cpu",
     )
-    made = SimpleNamespace(_vllm_config=config, _parent=None, _block_size=SMALL.block_size)
+    made = SimpleNamespace(_vllm_config=config, _block_size=SMALL.block_size)
+    step = SimpleNamespace(vcache=Word(failures=0, doubtful=frozenset()))
+    made._parent = SimpleNamespace(_connector_metadata=step)
     made.kv_caches = {f"layers.{number}": tensor for number, tensor in enumerate(tensors)}
     made.start_load_kv = lambda forward_context: None
     made.get_block_ids_with_load_errors = lambda: set[int]()

@@ -50,17 +50,13 @@ class Memory:
 
     def write(self, location: Location, token: int) -> None:
         memory = self.bytes_of[location.segment]
-        assert 0 <= location.offset <= location.offset + location.length <= len(memory), (
-            f"{location} leaves its segment"
-        )
-        memory[location.offset : location.offset + location.length] = pattern(
-            token, location.length
-        )
+        end = location.offset + location.length
+        assert 0 <= location.offset <= end <= len(memory), f"{location} leaves its segment"
+        memory[location.offset : end] = pattern(token, location.length)
 
     def read(self, location: Location) -> bytes:
-        return bytes(
-            self.bytes_of[location.segment][location.offset : location.offset + location.length]
-        )
+        end = location.offset + location.length
+        return bytes(self.bytes_of[location.segment][location.offset : end])
 
 
 def pattern(token: int, nbytes: int) -> bytes:
@@ -165,11 +161,8 @@ class Model:
     def evictable(self, slot: Slot) -> bool:
         coming_back = slot.state == "resting" and slot.location.segment in self.segments
         leaves = slot.location.segment in self.segments and self.draining(slot)
-        return (
-            (coming_back or slot.state in ("cleared", "live"))
-            and not self.leased(slot)
-            and not leaves
-        )
+        there = coming_back or slot.state in ("cleared", "live")
+        return there and not self.leased(slot) and not leaves
 
     def coldest(self) -> list[Slot]:
         """The live chunks in the order in which they should go."""
@@ -189,11 +182,8 @@ class Model:
         keep = [s for s in self.lying(segment) if not (ignore_evictable and self.evictable(s))]
         taken = sorted(slot.span for slot in keep)
         ends = [0, *(end for _, end in taken)]
-        return {
-            end: start - end
-            for end, (start, _) in zip(ends, [*taken, (place.end, 0)], strict=True)
-            if start > end
-        }
+        between = zip(ends, [*taken, (place.end, 0)], strict=True)
+        return {end: start - end for end, (start, _) in between if start > end}
 
     def largest_gap(self, segment: str, ignore_evictable: bool = False) -> int:
         return max(self.gaps(segment, ignore_evictable).values(), default=0)
@@ -377,9 +367,7 @@ class Model:
         for slot in self.slots:
             slot.state = "resting" if slot.state == "live" else slot.state
             slot.tenant = ""
-        self.absent |= {
-            name: Place(place.device, place.nbytes) for name, place in self.segments.items()
-        }
+        self.absent |= {name: Place(at.device, at.nbytes) for name, at in self.segments.items()}
         self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}
         self.order = []

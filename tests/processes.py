@@ -98,9 +98,8 @@ class Process:
         # It may have ended already.
         with suppress(ProcessLookupError):
             self._end = os.pidfd_open(pid)
-        _running[self] = (
-            f"{name} (process {pid}) of {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}"
-        )
+        test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+        _running[self] = f"{name} (process {pid}) of {test}"
 
     def __enter__(self) -> Self:
         return self
@@ -209,9 +208,8 @@ def last_words() -> dict[str, str]:
     """
     told = _ended | {name: process.said() for process, name in _running.items()}
     # Workers without a log of their own share their nursery's.
-    return {
-        name: said for said, name in {said: name for name, said in told.items()}.items() if said
-    }
+    once = {said: name for name, said in told.items()}
+    return {name: said for said, name in once.items() if said}
 
 
 def forget_last_words() -> None:
@@ -246,12 +244,8 @@ class Child(Process):
                 if text in line.decode():
                     return line.decode()
             piece = self._read(deadline - time.monotonic())
-            assert piece is not None, (
-                f"no {text!r} within {seconds:g} s; the child said:\n{self.said()}"
-            )
-            assert piece, (
-                f"ended without {text!r} (exit status {self.status()}); it said:\n{self.said()}"
-            )
+            assert piece is not None, f"no {text!r} in {seconds:g} s; it said:\n{self.said()}"
+            assert piece, f"ended ({self.status()}) without {text!r}; it said:\n{self.said()}"
 
     def wait(self, seconds: float = SECONDS) -> tuple[int, str]:
         """Its exit status and the rest of what it said."""
@@ -565,9 +559,7 @@ class Worker(Process):
             )
             answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            raise AssertionError(
-                f"{self.name} ended; its log ends with\n{self.log[-4000:]}"
-            ) from None
+            raise AssertionError(f"{self.name} ended; its log:\n{self.log[-4000:]}") from None
         assert not isinstance(answer, Failure), f"{self.name}: {answer.text}"
         return answer
 
@@ -591,10 +583,8 @@ def start_server(
     if config:
         file = path.with_suffix(".yaml")
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file.write_text(
-            "server:\n"
-            + "".join(f"  {name}: {str(value).lower()}\n" for name, value in config.items())
-        )
+        lines = [f"  {name}: {str(value).lower()}\n" for name, value in config.items()]
+        file.write_text("".join(["server:\n", *lines]))
         arguments += ["--config", str(file)]
     child = Child([*within, *program, *arguments]) if within else ForkedServer(*arguments)
     try:
@@ -642,9 +632,8 @@ HASTY_SECONDS = 0.25
 
 def hasty(config: ClientConfig, request_seconds: float = HASTY_SECONDS) -> ClientConfig:
     """The same with short deadlines. For nothing that must be answered."""
-    return msgspec.structs.replace(
-        config, connect_seconds=0.5, request_seconds=request_seconds, control_seconds=0.5
-    )
+    short = {"connect_seconds": 0.5, "control_seconds": 0.5}
+    return msgspec.structs.replace(config, request_seconds=request_seconds, **short)
 
 
 @contextmanager
@@ -721,9 +710,8 @@ def make_memfd(nbytes: int, seals: bool = True) -> int:
     fd = os.memfd_create("vcache-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     if seals:
-        fcntl.fcntl(
-            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
+        resizing = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, resizing | fcntl.F_SEAL_SEAL)
     return fd
 
 

@@ -88,9 +88,8 @@ def few_descriptors() -> Iterator[list[int]]:
     next. Gone on leaving, and so is the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard)
-    )
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
     try:
         with suppress(OSError):
             while True:

@@ -69,9 +69,8 @@ def publish(
             for n in range(first, first + at_once)
         )
         generations = chunk_generations(300, at_once, each)
-        taken += directory.residents.publish(
-            0, m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
-        )
+        some = m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
+        taken += directory.residents.publish(0, some)
     return taken
 
 
@@ -79,17 +78,14 @@ SHAPES = {"a block a chunk": (1, 1), "chunks that wait for another rank": (1, 2)
 
 
 @pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)
-def test_what_all_publish_is_bounded_in_bytes(
-    monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
-) -> None:
+def test_publications_are_bounded(monkeypatch: pytest.MonkeyPatch, each: int, ranks: int) -> None:
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
     with grows_by_less_than(2 * MIB):
-        for number in range(3):
-            join(directory, instance_id(number), each, ranks, 2048)
-        taken = [
-            publish(directory, instance_id(number), each, 2048, of=2048) for number in range(3)
-        ]
+        three = [instance_id(number) for number in range(3)]
+        for one in three:
+            join(directory, one, each, ranks, 2048)
+        taken = [publish(directory, one, each, 2048, of=2048) for one in three]
         assert taken[0] == 2048 > taken[1] > taken[2] == 0
         with pytest.raises(Refused):
             join(directory, instance_id(3), each, ranks, 2048)
@@ -121,9 +117,7 @@ def join_anew(directory: Directory) -> None:
 
 
 @pytest.mark.parametrize("does", [publish_and_retract, retract_old_ones, clear_nothing, join_anew])
-def test_what_is_void_counts_until_it_is_out_of_memory(
-    monkeypatch: pytest.MonkeyPatch, does: Callable[[Directory], None]
-) -> None:
+def test_what_is_void_counts_while_in_memory(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:
     """A client that is faster than the server's backlog."""
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
@@ -167,9 +161,7 @@ time.sleep(60)
 """
 
 
-def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(
-    alone: Stage,
-) -> None:
+def test_a_process_that_takes_all_connections_it_can_leaves_some_for_others(alone: Stage) -> None:
     alone.server(max_clients=128)
     said = alone.script(HOG).expect("has")
     assert "16 connections: close some, or raise server.max_clients" in said
@@ -197,9 +189,7 @@ LONG = wire.encode(m.Promise(1, [m.ChunkKey(number.to_bytes(26)) for number in r
 """It takes the chunks over from whoever has promised them: about a millisecond."""
 
 
-def test_a_process_with_thirty_connections_does_not_get_thirty_times_the_turns(
-    alone: Stage,
-) -> None:
+def test_thirty_connections_of_a_process_do_not_get_thirty_times_the_turns(alone: Stage) -> None:
     alone.server()
     alone.script(ASKS_MUCH).expect("asks")
     raw = alone.raw()
@@ -221,9 +211,7 @@ SPEAK = (
 )
 
 
-def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(
-    alone: Stage,
-) -> None:
+def test_no_client_fills_the_log_by_connecting_and_others_are_heard(alone: Stage) -> None:
     server = alone.server()
     layout = {"model": "m", "namespace": "aa", "field": "x"}
     alone.raw(hello=False).hello(layout)
@@ -264,9 +252,7 @@ def lines() -> Iterator[tuple[Callable[[int, int], None], list[str], list[float]
     log.setLevel(logging.NOTSET)
 
 
-def test_a_process_has_its_lines_and_then_one_now_and_then_that_says_how_many_were_left_out(
-    lines: Any,
-) -> None:
+def test_a_process_has_its_lines_and_then_now_and_then_one_that_counts_others(lines: Any) -> None:
     say, said, now = lines
     for _ in range(LINES + 7):
         say(1000, 7)

@@ -92,9 +92,7 @@ def test_completion_is_set_up_in_the_shell_that_asks(tmp_path: Path) -> None:
     assert (tmp_path / ".bashrc").exists()
 
 
-def test_config_init_writes_a_whole_file_over_none_and_check_names_the_mistake_in_one(
-    tmp_path: Path,
-) -> None:
+def test_config_init_writes_a_whole_file_over_none_and_check_tells_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "vcache.yaml"
     vcache("config", "init", str(path))
     assert path.read_bytes() == (ROOT / "configs" / "vcache.yaml").read_bytes()
@@ -164,9 +162,7 @@ def test_no_ctrl_c_is_lost_while_the_server_is_imported(tmp_path: Path, module: 
         assert child.wait() == (-signal.SIGINT, "")
 
 
-def test_a_runtime_folder_that_is_no_path_of_text_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_runtime_folder_that_is_no_text_path_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must be a whole path, else it counts as unset (XDG's specification)."""
     for given in ("run", "/run/\udcff", "/run/a\nb", f"/run/{'x' * 90}"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", given)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from vcache_backend.metadata_server.client import Client
 A, B = chunk_key(1), chunk_key(2)
 KIB = 1 << 10
 WELCOME = ["welcome", 77, []]
+Answer = Callable[[list[Any]], Any]
 
 
 class ScriptedServer:
@@ -35,7 +36,7 @@ class ScriptedServer:
     raw bytes, or None for silence.
     """
 
-    def __init__(self, path: Path, answer: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, path: Path, answer: Answer) -> None:
         self.answer = answer
         self.seen: list[list[Any]] = []
         self.hello: Any = WELCOME
@@ -92,9 +93,12 @@ class ScriptedServer:
                     socket.send_fds(sock, [data], fds) if fds else sock.send(data)
 
 
+Scripted = Callable[[Answer], ScriptedServer]
+
+
 @pytest.fixture
-def scripted(stage_: Stage) -> Iterator[Callable[[Callable[[list[Any]], Any]], ScriptedServer]]:
-    def start(answer: Callable[[list[Any]], Any]) -> ScriptedServer:
+def scripted(stage_: Stage) -> Scripted:
+    def start(answer: Answer) -> ScriptedServer:
         server = ScriptedServer(stage_.path, answer)
         stage_.undo.callback(server.close)
         return server
@@ -161,9 +165,7 @@ def test_a_layout_that_is_no_text_is_trouble_and_raises_nothing(stage: Stage) ->
     assert "surrogates not allowed" in stage.client(layout={"model": "\udcff"}).trouble
 
 
-def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
-    stage_: Stage, scripted: Callable[..., ScriptedServer]
-) -> None:
+def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scripted) -> None:
     given_up = threading.Event()
 
     def answer(request: list[Any]) -> list[Any]:
@@ -187,9 +189,7 @@ def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
     assert eventually(count) == 2
 
 
-def test_answers_to_what_was_sent_ahead_are_each_ones_own(
-    stage_: Stage, scripted: Callable[..., ScriptedServer]
-) -> None:
+def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: Scripted) -> None:
     """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is
     no other one's.
     """
@@ -219,9 +219,7 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
     assert client.send_find(m.Find([A] * (m.MAX_LOOKED_UP // 2 + 1), 2), SECONDS) is None
 
 
-def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client(
-    stage_: Stage,
-) -> None:
+def test_answers_that_nobody_reads_yet_hold_up_neither_server_nor_client(stage_: Stage) -> None:
     """As when thousands of requests arrive before vLLM's next step: the answers are more than a
     socket holds.
     """
@@ -232,9 +230,7 @@ def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client
     assert not client.connections_lost
 
 
-def test_what_was_sent_ahead_is_lost_with_its_connection(
-    stage_: Stage, scripted: Callable[..., ScriptedServer]
-) -> None:
+def test_what_was_sent_ahead_is_lost_with_its_connection(stage_: Stage, scripted: Scripted) -> None:
     server = scripted(lambda request: None)
     client = stage_.client(QUICK)
     sent = client.send_find(m.Find([A]), SECONDS)
@@ -252,7 +248,7 @@ WRONG += [bytes(m.MAX_MESSAGE_BYTES + 1), ["error", "go away", True]]
 
 @pytest.mark.parametrize("reply", [*WRONG, ["count", 3] * 5], ids=lambda reply: repr(reply)[:30])
 def test_a_wrong_answer_is_an_error_of_ours_and_ends_the_connection(
-    stage_: Stage, scripted: Callable[..., ScriptedServer], reply: Any
+    stage_: Stage, scripted: Scripted, reply: Any
 ) -> None:
     scripted(lambda request: reply)
     client = stage_.client(QUICK, reconnect=False)
@@ -268,7 +264,7 @@ def test_a_wrong_answer_is_an_error_of_ours_and_ends_the_connection(
     "hello", [b"\xc1", ["count", 1], ["error", "no"], WELCOME], ids=lambda hello: repr(hello)[:12]
 )
 def test_what_comes_with_an_answer_to_a_hello_is_closed(
-    stage_: Stage, scripted: Callable[..., ScriptedServer], memfd: int, hello: Any
+    stage_: Stage, scripted: Scripted, memfd: int, hello: Any
 ) -> None:
     """The first is the server's ledger, which the client has as long as it lasts itself."""
     server = scripted(lambda request: None)
@@ -286,7 +282,7 @@ def test_what_comes_with_an_answer_to_a_hello_is_closed(
 
 
 def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
-    stage_: Stage, scripted: Callable[..., ScriptedServer], monkeypatch: pytest.MonkeyPatch
+    stage_: Stage, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal handler may raise anywhere, also between a request and its answer."""
     answers = {A: 1, B: 2}
@@ -305,9 +301,7 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
     assert client.touch([B]) == 2
 
 
-def test_a_connection_that_a_call_ends_is_no_later_one(
-    stage_: Stage, scripted: Callable[..., ScriptedServer]
-) -> None:
+def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: Scripted) -> None:
     """The server says goodbye, the heartbeat notices, and there is a new connection before the call
     has come to its end.
     """
@@ -337,13 +331,10 @@ def test_a_connection_that_a_call_ends_is_no_later_one(
 # ---- its own life
 
 
-def test_a_call_under_way_ends_when_its_client_is_closed(
-    stage_: Stage, scripted: Callable[..., ScriptedServer]
-) -> None:
+def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted: Scripted) -> None:
     server = scripted(lambda request: None)
-    client = stage_.client(
-        msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS), reconnect=False
-    )
+    config = msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS)
+    client = stage_.client(config, reconnect=False)
     errors: list[Exception] = []
 
     def ask() -> None:

@@ -100,9 +100,7 @@ def _keys(values: dict[str, Any]) -> list[Any]:
         ("server: {max_chunks: " + 5000 * "9" + "}", "not YAML: Exceeds the limit (4300 digits)"),
     ],
 )
-def test_a_mistake_is_an_error_that_names_the_file_and_the_place(
-    write: Any, text: str, message: str
-) -> None:
+def test_a_mistake_names_the_file_and_the_place(write: Any, text: str, message: str) -> None:
     path = write(text)
     with pytest.raises(ConfigError) as caught:
         config.load(path)
@@ -151,9 +149,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ByteSize.parse(text)
 
 
-def test_the_socket_of_the_environment_wins_over_the_file(
-    write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_wins_over_the_file(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("server: {socket: /file.sock, lease_seconds: 3}")
     assert config.load(path).server.path == Path("/file.sock")
     monkeypatch.setenv("VCACHE_SOCKET", "/environment.sock")
@@ -162,9 +158,7 @@ def test_the_socket_of_the_environment_wins_over_the_file(
     assert config.load().server.path == Path("/environment.sock")
 
 
-def test_the_environment_names_the_file_when_the_caller_does_not(
-    write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_may_name_the_file(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VCACHE_CONFIG", str(write("engine: {chunk_size: 64}")))
     assert config.load().engine.chunk_size == 64
     assert config.load(CONFIGS[0].parent / "vcache.yaml").engine.chunk_size == 256

@@ -52,9 +52,7 @@ def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
     [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2)],
     ids=["ctrl-c", "sigterm", "sigkill"],
 )
-def test_a_demo_that_is_ended_leaves_no_process_and_no_file(
-    how: signal.Signals, started: int, tmp_path: Path
-) -> None:
+def test_an_ended_demo_leaves_no_process_or_file(how: int, started: int, tmp_path: Path) -> None:
     """While its first worker starts; with both workers."""
     with start_demo(tmp_path) as child:
         eventually(lambda: len(children_of(child.pid)) >= started, ENDED)

@@ -54,16 +54,14 @@ def put(
     """Store chunks as a worker does."""
     of = tenant_id(tenant) if tenant else b""
     reserved = directory.reserve(client, list(keys), nbytes, of)
-    assert directory.commit(client, reserved.reservation, []) == sum(
-        isinstance(slot, m.Location) for slot in reserved.slots
-    )
+    places = sum(isinstance(slot, m.Location) for slot in reserved.slots)
+    assert directory.commit(client, reserved.reservation, []) == places
     return reserved
 
 
 def there(directory: Directory, *keys: m.ChunkKey) -> list[m.ChunkKey]:
-    return [
-        key for key, present in zip(keys, directory.contains(list(keys)), strict=True) if present
-    ]
+    present = zip(keys, directory.contains(list(keys)), strict=True)
+    return [key for key, found in present if found]
 
 
 def used(directory: Directory, segment: str = "s0") -> int:
@@ -86,9 +84,7 @@ def directory(clock: FakeClock) -> Directory:
 # ---- what one client may have
 
 
-def test_reservations_of_one_client_are_bounded(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reservations_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations, "MAX_RESERVATIONS_PER_CLIENT", 2)
     first = directory.reserve(WRITER, [A], KIB)
     directory.reserve(WRITER, [B], KIB)
@@ -132,9 +128,7 @@ def test_leases_of_one_client_and_the_chunks_under_them_are_bounded(
 # ---- shares
 
 
-def test_a_tenant_with_its_share_evicts_its_own_chunks_and_one_below_it_the_coldest(
-    clock: FakeClock,
-) -> None:
+def test_a_tenant_at_its_share_evicts_its_own_chunk_one_below_the_coldest(clock: FakeClock) -> None:
     directory = make(clock, quotas={"acme": 0.5})
     lend(directory)
     put(directory, A)
@@ -187,9 +181,7 @@ def test_media_do_not_mix(clock: FakeClock) -> None:
     assert used(directory, "host") == 0
 
 
-def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(
-    clock: FakeClock,
-) -> None:
+def test_a_large_chunk_finds_room_though_the_coldest_ones_end_the_segment(clock: FakeClock) -> None:
     """The 80 coldest of 200 small chunks lie at the end: the run that makes room starts before all
     of them.
     """
@@ -244,9 +236,8 @@ def drop_the_segment(directory: Directory, clock: FakeClock) -> Callable[[], obj
 
 def lose_the_writer(directory: Directory, clock: FakeClock) -> Callable[[], object]:
     for n in range(8):
-        directory.reserve(
-            OTHER, [chunk_key(MANY + n * m.MAX_SLOTS + i) for i in range(m.MAX_SLOTS)], KIB
-        )
+        keys = [chunk_key(MANY + n * m.MAX_SLOTS + i) for i in range(m.MAX_SLOTS)]
+        directory.reserve(OTHER, keys, KIB)
     directory.disconnect(OTHER)
     assert directory.reservations.counts() == (0, 8)
     directory.clear(b"")
@@ -298,9 +289,7 @@ def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) 
     assert used(again) == (MANY - 2) * KIB
 
 
-def test_the_leases_of_clients_that_are_gone_end_in_several_looks_at_the_clock(
-    clock: FakeClock,
-) -> None:
+def test_leases_of_gone_clients_end_in_several_looks_at_the_clock(clock: FakeClock) -> None:
     directory = make(clock)
     keys = filled(directory, 512)
     for _ in range(100):
@@ -345,9 +334,7 @@ def test_room_for_one_large_chunk_is_not_made_of_any_number_of_small_ones(clock:
 # ---- segments
 
 
-def test_of_several_who_start_at_once_one_makes_the_memory(
-    directory: Directory, clock: FakeClock
-) -> None:
+def test_of_several_who_start_at_once_one_makes_the_memory(directory: Directory) -> None:
     beside = msgspec.structs.replace(OTHER, device=WRITER.device)
     assert directory.lend(WRITER, 4 * KIB) == 0, "it is there"
     assert directory.lend(WRITER, 10 * KIB) == 6 * KIB
@@ -358,9 +345,7 @@ def test_of_several_who_start_at_once_one_makes_the_memory(
     assert directory.lend(beside, 10 * KIB) == 6 * KIB, "nobody makes it any more"
 
 
-def test_a_claim_ends_with_its_time_and_with_its_connection(
-    directory: Directory, clock: FakeClock
-) -> None:
+def test_a_claim_ends_with_its_time_or_connection(directory: Directory, clock: FakeClock) -> None:
     beside = msgspec.structs.replace(OTHER, device=WRITER.device)
     assert directory.lend(WRITER, 10 * KIB) == 6 * KIB
     clock.advance(CLAIM_SECONDS + 1)

@@ -12,27 +12,24 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
+import msgspec
 import pytest
 from directory_machine import ALL_KEYS, DEVICES, LIMITS, SEGMENTS, SHARES, Clients, Ledger, one_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from model import Place, pattern
+from model import Place, Slot, pattern
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, SegmentId
 from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.pool.placement import Peer
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
 def tables(thing: object, path: str = "") -> dict[str, int]:
     """How many items each container has that is reached by attributes of our own classes."""
-    found = (
-        {path: len(thing)}
-        if isinstance(thing, Collection) and not isinstance(thing, (str, bytes))
-        else {}
-    )
+    sized = isinstance(thing, Collection) and not isinstance(thing, (str, bytes))
+    found = {path: len(thing)} if sized else {}
     if type(thing).__module__.startswith("vcache_backend.metadata_server"):
         names = getattr(thing, "__struct_fields__", None) or getattr(thing, "__dict__", ())
         for name in names:
@@ -84,20 +81,16 @@ class DirectoryMachine(Clients):
     @rule()
     @precondition(lambda self: self.model.absent)
     def give_up_absent_segments(self) -> None:
-        lying = [
-            slot
-            for name in self.model.absent
-            for slot in self.model.lying(name)
-            if slot.state != "void"
-        ]
+        model = self.model
+        lying = [s for name in model.absent for s in model.lying(name) if s.state != "void"]
         resting = sum(slot.state == "resting" for slot in lying)
-        assert self.directory.forget_absent() == (len(self.model.absent), resting)
+        assert self.directory.forget_absent() == (len(model.absent), resting)
         for slot in lying:
-            self.model.slots.remove(slot)
-        for name in self.model.absent:
-            self.model.left(name)
+            model.slots.remove(slot)
+        for name in model.absent:
+            model.left(name)
             del self.memory.bytes_of[name]
-        self.model.absent = {}
+        model.absent = {}
         self.forget_writers()
 
     # ---- the server's life
@@ -117,10 +110,7 @@ class DirectoryMachine(Clients):
         self.directory.restore(state)
         self.ledger, self.compacting = Ledger(), None
         self.keep_ledger()
-        self.clients = [
-            Peer(10_000 + client.id, client.process, client.device, "cuda")
-            for client in self.clients
-        ]
+        self.clients = [msgspec.structs.replace(one, id=10_000 + one.id) for one in self.clients]
         self.old_leases = self.old_leases[-2:]
         while offered and self.model.absent:
             self.offer_again(0)
@@ -192,34 +182,31 @@ class DirectoryMachine(Clients):
     def the_ledger_tells_the_truth(self) -> None:
         self.keep_ledger()
         state = self.ledger.state
-        assert state.chunks == {
-            s.key: s.location for s in self.model.slots if s.state in ("live", "resting")
-        }
+        kept = [s for s in self.model.slots if s.state in ("live", "resting")]
+        assert state.chunks == {slot.key: slot.location for slot in kept}
         assert set(state.segments) == set(self.model.segments) | set(self.model.absent)
         assert {id_: held.chunks for id_, held in state.held.items()} == {
             id_: {s.key: s.location for s in write.slots}
             for id_, write in self.model.writes.items()
         }
 
+    def intact(self, slot: Slot) -> bool:
+        """Whether its bytes are those that were written for it."""
+        return self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
+
     @invariant()
     def every_chunk_is_where_it_should_be_with_its_bytes(self) -> None:
         assert self.visible() == self.model.live_keys()
         assert len(self.directory) == len(self.model.live_keys())
         for slot in self.model.slots:
-            if slot.state in ("live", "doomed", "resting"):
-                assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
+            assert slot.state not in ("live", "doomed", "resting") or self.intact(slot)
 
     @invariant()
     def every_lease_that_holds_still_shows_its_bytes(self) -> None:
         for held in self.model.leases.values():
-            if held.deadline > self.clock.now:
-                for slot in held.slots:
-                    assert self.memory.read(slot.location) == pattern(
-                        slot.token, slot.location.length
-                    )
+            assert held.deadline <= self.clock.now or all(map(self.intact, held.slots))
         for until, slot in self.model.before:
-            if until > self.clock.now:
-                assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
+            assert until <= self.clock.now or self.intact(slot)
 
     @invariant()
     def every_byte_is_used_once_or_free(self) -> None:
@@ -231,27 +218,17 @@ class DirectoryMachine(Clients):
             segment = self.directory.segments[SegmentId(name)]
             assert info.used == self.model.used(name)
             assert segment.extents.largest == self.model.largest_gap(name)
-            assert info.state == (
-                "absent" if name in self.model.absent else "draining" if place.draining else "live"
-            )
+            here = "draining" if place.draining else "live"
+            assert info.state == ("absent" if name in self.model.absent else here)
             assert segment.reserved == sum(slot.state in ("open", "void") for slot in mine)
             assert info.chunks == len(mine) - segment.reserved
             assert info.leased == sum(self.model.leased(slot) for slot in mine)
 
     @invariant()
     def the_order_of_eviction_is_the_order_of_use(self) -> None:
-        live = self.directory.contents.live
-        orders = [
-            list(order)
-            for segment in self.directory.segments.values()
-            for order in segment.orders.values()
-        ]
-        uses = {
-            entry.use: entry.key
-            for order in orders
-            for entry in order
-            if live.get(entry.key) is entry
-        }
+        live, segments = self.directory.contents.live, self.directory.segments.values()
+        orders = [list(order) for segment in segments for order in segment.orders.values()]
+        uses = {one.use: one.key for order in orders for one in order if live.get(one.key) is one}
         assert orders == [sorted(order, key=lambda entry: entry.use) for order in orders]
         assert [uses[use] for use in sorted(uses)] == self.model.order
 
@@ -266,11 +243,10 @@ class DirectoryMachine(Clients):
     @invariant()
     def the_tables_are_as_large_as_they_should_be(self) -> None:
         assert len(self.directory.leases) == len(self.model.leases)
-        void = sum(write.client is None for write in self.model.writes.values())
-        assert self.directory.reservations.counts() == (len(self.model.writes) - void, void)
-        assert self.directory.reservations.processes() == {
-            w.process for w in self.model.writes.values() if w.client is None
-        }
+        writes, reservations = self.model.writes, self.directory.reservations
+        void = [write for write in writes.values() if write.client is None]
+        assert reservations.counts() == (len(writes) - len(void), len(void))
+        assert reservations.processes() == {write.process for write in void}
         occupied = sum(slot.location.segment in self.model.segments for slot in self.model.slots)
         assert occupied == self.directory.contents.placement.occupied()
         assert occupied <= LIMITS.max_chunks or self.restarted

@@ -142,9 +142,7 @@ def test_the_proxy_leaves_wrong_parameters_to_the_decode_server(params: Any) -> 
 
 
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
-def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(
-    site: Site, order: str
-) -> None:
+def test_whoever_is_asked_first_decode_loads_and_is_right(site: Site, order: str) -> None:
     prompt = new_tokens(WHOLE + TAIL)
     with site.another_proxy("--order", order, "--wait-seconds", "30") as (url, _):
         answer = site.ask(url, prompt)
@@ -163,9 +161,7 @@ def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) 
     assert answer == Completed(right, 0)
 
 
-def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(
-    site: Site,
-) -> None:
+def test_without_a_prefill_server_the_decode_server_computes_and_the_proxy_says(site: Site) -> None:
     first, second = new_tokens(WHOLE + TAIL), new_tokens(WHOLE + TAIL)
     right = [site.right(first), site.right(second)]
     os.killpg(site.producer, signal.SIGKILL)

@@ -70,9 +70,7 @@ def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
     assert [name for name, finding in findings.items() if finding.status == "fail"] == []
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_breaks_is_a_finding(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_kernel(config: Config) -> Iterator[Finding]:
         raise ZeroDivisionError("surprise")
 
@@ -129,9 +127,7 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
     assert offload.LIBRARY not in by_check(doctor.check_offload(config))
 
 
-def test_an_old_kernel_and_a_forbidden_call_are_named(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_kernel_lacks_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nonexistent", os.O_RDONLY))
     assert "without pidfd_open" in only(doctor.check_kernel(config)).detail
     monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
@@ -168,9 +164,7 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
         ("62 MiB", "fail", "set it to 30.4 MiB or less"),
     ],
 )
-def test_a_budget_that_does_not_fit_says_what_to_set(
-    gpus: FakeCuda, wanted: str, status: str, said: str
-) -> None:
+def test_a_budget_too_large_is_told(gpus: FakeCuda, wanted: str, status: str, said: str) -> None:
     for device in ("auto", "cuda:1", UUIDS[0]):
         pool = {"device": device, "segment_bytes": wanted}
         finding = only(doctor.check_memory(from_dict({"pool": pool})))
@@ -205,9 +199,7 @@ def test_a_folder_closed_to_others_is_fine_and_an_open_one_is_not(config: Config
         assert (finding.status, f"mode {mode:04o}" in finding.detail) == (status, True)
 
 
-def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named(
-    config: Config,
-) -> None:
+def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(config: Config) -> None:
     with stage(config.server.path.parent) as here:
         here.path = config.server.path
         here.server()
@@ -265,9 +257,7 @@ def test_the_socket_of_a_user_who_lets_nobody_in_is_a_failure_that_names_the_set
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
 @pytest.mark.parametrize("within", [[], IN_A_CONTAINER], ids=["beside it", "in a container"])
-def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
-    stage_: Stage, within: list[str]
-) -> None:
+def test_who_has_no_pid_here_is_not_taken_for_gone(stage_: Stage, within: list[str]) -> None:
     stage_.server()
     assert stage_.client().report("error", "it hurts")
     with Child([*within, sys.executable, "-c", LOOK, str(stage_.path)]) as child:
@@ -310,9 +300,7 @@ def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
     assert said in finding.detail
 
 
-def test_a_socket_that_cannot_be_a_servers_is_not_called_a_server_that_hangs(
-    config: Config,
-) -> None:
+def test_a_socket_that_cannot_be_a_servers_is_not_called_a_hung_server(config: Config) -> None:
     path = config.server.path
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))

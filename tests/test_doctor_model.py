@@ -66,9 +66,7 @@ def test_vllm_says_what_a_model_keeps_and_a_pool_holds(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_layers_with_windows_go_through_a_pool_and_a_chunk_holds_what_a_hit_can_need(
-    tmp_path: Path,
-) -> None:
+def test_layers_with_windows_use_a_pool_and_a_chunk_has_what_a_hit_can_need(tmp_path: Path) -> None:
     model = doctor_report(written(tmp_path, GEMMA), Config())
     assert str(model) == (
         "Gemma3ForCausalLM: 5 layers with a window of 64 tokens, 1 layers of full attention"

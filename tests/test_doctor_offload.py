@@ -60,9 +60,7 @@ def test_a_store_that_works_is_used_once_and_left_as_it_was(own_depot: Depot) ->
 
 
 @needs_mooncake
-def test_a_master_that_is_not_there_fails_the_command_and_says_how_to_start_one(
-    tmp_path: Path,
-) -> None:
+def test_without_a_master_the_command_fails_and_says_how_to_start_one(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     file = tmp_path / "vcache.yaml"
     file.write_text(f"offload: {{policy: write_through, mooncake: {{master: '127.0.0.1:{port}'}}}}")
@@ -108,9 +106,7 @@ def test_a_library_that_does_not_load_is_told_apart_from_a_store_that_does_not_a
 
 
 @needs_mooncake
-def test_a_crash_or_a_hang_of_the_library_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_crash_or_hang_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for text, seconds, said in (
         ("os.kill(os.getpid(), 11)", SECONDS, f"ended (-{signal.SIGSEGV:d})"),

@@ -41,9 +41,7 @@ def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK, 2)) == 2 * CHUNK
 
 
-def test_a_view_of_fewer_blocks_is_never_written_beyond_its_end(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_view_is_written_beyond_its_end(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     tokens, half = prompt(2 * CHUNK), SMALL.blocks // 2
     put(pair.writer, pair.mine, tokens)
     assert get(pair.reader, pair.theirs, tokens) == 2 * CHUNK
@@ -136,9 +134,7 @@ def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None
 # ---- the directory as the engine shows it
 
 
-def test_a_store_that_would_wait_behind_too_many_others_is_skipped(
-    shared: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_behind_too_many_is_skipped(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_INFLIGHT", 2)
     copier, mine = engine_cases.UnfinishedCopier(), Cache()
     writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier)

@@ -47,9 +47,7 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
     assert pair.writer.get_stats()["failures"] == {}
 
 
-def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(
-    shared: Node, pair: Pair
-) -> None:
+def test_whatever_it_is_asked_an_engine_raises_only_value_error(shared: Node, pair: Pair) -> None:
     tokens, slots, kv, e = prompt(CHUNK), places(SMALL, CHUNK), pair.mine.tensors, pair.writer
     odd: list[object] = [None, -1, 1 << 70, float("nan"), "x", b"x", [], [[1], [1, 2]], {"a": 1}]
     odd += [Cache, [None] * CHUNK, torch.tensor(1), torch.empty(CHUNK, device="meta")]
@@ -110,8 +108,6 @@ def test_a_layout_is_made_from_the_tensors() -> None:
         ({"extra": {"salt": 1}}, r"extra=.*texts"),
     ],
 )
-def test_a_layout_that_cannot_be_is_an_error_where_it_is_made(
-    change: dict[str, Any], said: str
-) -> None:
+def test_a_layout_that_cannot_be_is_an_error_when_made(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         layout_of(Cache(), **change)

@@ -274,9 +274,7 @@ def test_an_engine_without_a_server_misses_and_connects_by_itself_later(
     assert get(reader, theirs, tokens) == 3 * CHUNK
 
 
-def test_a_server_lost_while_an_engine_starts_is_no_error(
-    here: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_lost_at_start_is_no_error(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     here.serve()
     answers = [ServerTimeout("planted")]
     whole = Client.list_segments
@@ -333,9 +331,7 @@ def test_a_writer_that_wakes_after_a_cold_restart_writes_over_nobody(here: Node)
     assert get(owner, theirs, other) == 2 * CHUNK
 
 
-def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_unmap(
-    here: Node,
-) -> None:
+def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_still_map(here: Node) -> None:
     server = here.serve()
     client = here.undo.enter_context(Client(here.path, QUICK, "host:a"))
     refusals = [None, "it is mapped elsewhere", "it is mapped elsewhere", None]

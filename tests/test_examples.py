@@ -105,9 +105,7 @@ def example(folder: Path, *arguments: str) -> Child:
 
 @NEEDS_VLLM
 @pytest.mark.timeout(EXAMPLE_SECONDS + 20)
-def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(
-    tmp_path: Path,
-) -> None:
+def test_the_example_shows_the_second_instance_read_what_the_first_computed(tmp_path: Path) -> None:
     ports = ",".join(map(str, free_ports(2)))
     given = f"--cpu --json --lengths 513 --ports {ports} --logs {tmp_path}/run".split()
     with forking(str(EXAMPLE), given, tmp_path / "log", {}) as worker:
@@ -199,9 +197,7 @@ def test_when_the_provider_dies_the_script_says_so_and_ends_the_master(tmp_path:
 
 
 @needs_mooncake
-def test_a_second_script_on_the_machine_joins_the_first_or_says_that_the_port_is_taken(
-    tmp_path: Path,
-) -> None:
+def test_a_second_script_joins_the_first_or_says_that_the_port_is_taken(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with store(port, tmp_path / "1") as first:
         first.expect("ready:")

@@ -96,9 +96,7 @@ def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
 # ---- what a reader refuses
 
 
-def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_size(
-    shape: CacheShape,
-) -> None:
+def test_what_was_shown_can_be_read_into_a_cache_of_another_size(shape: CacheShape) -> None:
     with closing(SharedCache(SMALL._replace(blocks=7))) as mine:
         check_shape(shape, BLOCKS, mine.kv, HOST)
         check_shape(shape, BLOCKS // 2, mine.kv, HOST)
@@ -151,9 +149,7 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     assert [one.missing for one in instances(stage_)] == ["its scheduler"]
 
 
-def test_what_was_closed_is_not_shown_again(
-    stage_: Stage, cache: SharedCache, shape: CacheShape
-) -> None:
+def test_what_was_closed_stays_hidden(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
     first, client = stage_.server(), stage_.client(QUICK)
     shown, before = OwnCache(client, ONE, 0, shape, cache.regions), client.connections_lost
     shown.close()

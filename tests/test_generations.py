@@ -64,9 +64,7 @@ def test_what_changed_is_not_what_was_published(table: Generations, view: Genera
     assert table.counters[3:9].tolist() == [1, 2, 1, 2, 2, 2]
 
 
-def test_a_block_that_is_handed_out_equals_nothing_until_it_is_filled(
-    table: Generations, view: GenerationView
-) -> None:
+def test_a_block_equals_nothing_until_filled(table: Generations, view: GenerationView) -> None:
     before = view.counters[3:5].tobytes()
     for _ in range(2):  # it may go to somebody else before anybody has filled it
         table.void([3, 4])
@@ -93,9 +91,7 @@ def test_a_change_that_cannot_be_made_is_told_and_changes_nothing(table: Generat
 # ---- who can write it
 
 
-def test_ends_that_are_void_or_outside_of_the_cache_are_not_chosen(
-    table: Generations, view: GenerationView
-) -> None:
+def test_void_and_outside_ends_are_not_chosen(table: Generations, view: GenerationView) -> None:
     table.void([1])
     void = int(table.counters[1])
     for block, number in ((1, void), (BLOCKS, 2), ((1 << 32) - 1, 2)):
@@ -162,9 +158,7 @@ def forged(kind: str) -> Iterator[int]:
         ("owner", f"of instance {OTHER.hex()} with 64 blocks, not of {ME.hex()} with 64"),
     ],
 )
-def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(
-    kind: str, message: str
-) -> None:
+def test_what_is_no_table_is_refused_with_why_and_leaves_nothing(kind: str, message: str) -> None:
     """Other seals, and what is no memfd: test_segments. An instance does not answer for its
     predecessor.
     """
@@ -175,9 +169,7 @@ def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_machine_that_does_not_order_stores_is_refused(
-    table: Generations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_must_order_stores(table: Generations, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     for make in (
         lambda: Generations(ME, BLOCKS),

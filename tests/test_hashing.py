@@ -42,9 +42,7 @@ def test_the_key_format_has_not_drifted() -> None:
 
 
 @given(tokens, tokens)
-def test_keys_are_equal_if_and_only_if_the_whole_prefix_is(
-    first: list[int], second: list[int]
-) -> None:
+def test_keys_are_equal_exactly_if_the_whole_prefix_is(first: list[int], second: list[int]) -> None:
     ours, theirs = hasher().keys(first), hasher().keys(second)
     for i, (one, other) in enumerate(zip(ours, theirs, strict=False), start=1):
         assert (one == other) == (first[: i * CHUNK] == second[: i * CHUNK])
@@ -108,9 +106,7 @@ def test_ranks_differ_in_their_last_two_bytes_only() -> None:
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("value", [-1, 1 << 32, (1 << 63) - 1])
-def test_a_token_beyond_32_bits_is_refused_rather_than_taken_for_another(
-    kind: Any, value: int
-) -> None:
+def test_a_token_beyond_32_bits_is_refused_not_taken_for_another(kind: Any, value: int) -> None:
     assert len(hasher().keys(kind([(1 << 32) - 1] * CHUNK))) == 1
     with pytest.raises(ValueError, match=rf"{value}.*expected 0 to 4294967295"):
         hasher().keys(kind([7] * (CHUNK - 1) + [value]))

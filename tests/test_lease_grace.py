@@ -42,12 +42,10 @@ class Reading:
 
     def __init__(self, here: Node, lease_seconds: float = 60.0) -> None:
         self.server, cache = here.serve(lease_seconds=lease_seconds), Cache()
-        put(
-            here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), cache, prompt(2 * CHUNK)
-        )
+        writer = here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache))
+        put(writer, cache, prompt(2 * CHUNK))
         self.session, self.bystander = session_of(here, cache), here.client()
-        lease = self.session.leases.acquire(keys_of(self.session, prompt(2 * CHUNK)))
-        self.lease = lease
+        self.lease = self.session.leases.acquire(keys_of(self.session, prompt(2 * CHUNK)))
         assert len(self.lease.locations) == 2
 
     def concluded(self, age: float) -> bool:
@@ -145,19 +143,13 @@ class Failed(Copied):
         return False
 
 
-def test_a_load_that_failed_is_not_over_while_another_part_of_it_may_still_write(
-    here: Node,
-) -> None:
+def test_a_load_that_failed_is_not_over_while_another_part_may_still_write(here: Node) -> None:
     here.serve(lease_seconds=60.0)
     cache, tokens, copier = Cache(), prompt(4 * CHUNK), HalfFailing()
     put(here.engine("host:a", 4 * cache.chunk_bytes, layout_of(cache)), cache, tokens)
     session, bystander = session_of(here, cache, copier), here.client()
-    where = SlotPlaces(
-        session.bind(cache.tensors),
-        CHUNK,
-        places(cache.sizes, 4 * CHUNK).numpy(),
-        range(0, 4 * CHUNK, CHUNK),
-    )
+    kv, slots = session.bind(cache.tensors), places(cache.sizes, 4 * CHUNK).numpy()
+    where = SlotPlaces(kv, CHUNK, slots, range(0, 4 * CHUNK, CHUNK))
     keys = keys_of(session, tokens)
     load = Load(session, where, keys, lease=session.leases.acquire(keys[:2]))
     assert not load.advance()

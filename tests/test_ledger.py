@@ -96,9 +96,8 @@ def test_resets_go_through_the_other_namespaces_chunks_once_however_many_there_a
     """A restart beside half a million chunks and 300 resets took three minutes otherwise."""
     spaces = [bytes([space]) * 8 for space in range(21)]
     state = r.LedgerState(segments={S0: r.SegmentAdded(S0, "gpu-0", "cuda", 64 * KIB)})
-    state.chunks = CountedChunks(
-        (ChunkKey(space + bytes([at]) * 18), PLACE[0]) for space in spaces for at in range(100)
-    )
+    keys = [ChunkKey(space + bytes([at]) * 18) for space in spaces for at in range(100)]
+    state.chunks = CountedChunks(dict.fromkeys(keys, PLACE[0]))
     for space in spaces[1:]:
         state.apply(r.Cleared(space))
         state.apply(r.Live({ChunkKey(space + bytes(18)): PLACE[1]}))
@@ -119,9 +118,7 @@ def test_resets_go_through_the_other_namespaces_chunks_once_however_many_there_a
     ],
     ids=["no segment", "one slot twice", "outside", "no bytes", "no key"],
 )
-def test_records_that_cannot_all_be_true_are_damage(
-    ledger: Ledger, records: list[r.Record]
-) -> None:
+def test_records_that_cannot_all_be_are_damage(ledger: Ledger, records: list[r.Record]) -> None:
     ledger.write(records, compacts_nothing)
     with pytest.raises(Damaged):
         read(ledger.fd)
@@ -141,9 +138,8 @@ def test_compaction_gives_memory_back_and_loses_nothing_that_happens_meanwhile(
     written = directory.reserve(CLIENT, [chunk_key(1000)], KIB).reservation
     most = 0
     for number in range(3000):
-        directory.commit(
-            CLIENT, directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation, []
-        )
+        held = directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation
+        directory.commit(CLIENT, held, [])
         ledger.write(directory.records, directory.still)
         directory.records.clear()
         if number % 50:
@@ -212,14 +208,9 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
     monkeypatch.setattr(ledgers, "SLICE_BYTES", 500)
     monkeypatch.setattr(ledgers, "FREED_BYTES", 8 * KIB)
     truth = [(dict[ChunkKey, Location](), set[int](), set[SegmentId]())]
-    truth += [
-        (
-            locations(directory),
-            {*directory.reservations._void, *directory.reservations._open},
-            set(directory.segments),
-        )
-        for directory in kept(ledger)
-    ]
+    for directory in kept(ledger):
+        held = {*directory.reservations._void, *directory.reservations._open}
+        truth.append((locations(directory), held, set(directory.segments)))
     dice, turns = random.Random(2), set[int]()
     for _ in range(20):
         made = Ledger(EPOCH)

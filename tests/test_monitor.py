@@ -274,9 +274,7 @@ def shown(page: str, folder: Path) -> str:
 
 
 @needs("chromium")
-def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(
-    alone: Stage, tmp_path: Path
-) -> None:
+def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_path: Path) -> None:
     alone.server()
     used(alone)
     address = beside(alone)
@@ -295,9 +293,7 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(
     assert ">asking…<" not in page
 
 
-def test_a_server_that_hangs_is_not_well_and_one_that_is_gone_takes_its_monitor_along(
-    alone: Stage,
-) -> None:
+def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(alone: Stage) -> None:
     server = alone.server(metrics=":0")
     own = address_of(server)
     address = beside(alone)
@@ -349,9 +345,7 @@ def test_a_monitor_whose_port_is_taken_is_started_ever_less_often(
             eventually(lambda: starts() == ["0.02 s", "0.04 s"])
 
 
-def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_nothing(
-    alone: Stage,
-) -> None:
+def test_a_page_whose_name_was_made_to_mean_this_address_reads_nothing(alone: Stage) -> None:
     """DNS rebinding. Addresses cannot be made to mean others; names that stand in the configuration
     are the operator's.
     """

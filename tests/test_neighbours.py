@@ -78,9 +78,7 @@ def test_a_reader_reads_what_the_owner_wrote_where_it_lies(stage: Stage, reader:
 # ---- the end of an owner
 
 
-def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it(
-    stage: Stage, reader: Reader
-) -> None:
+def test_a_killed_owners_mapping_stays_while_a_copy_reads_it(stage: Stage, reader: Reader) -> None:
     with owner(stage) as there:
         there.ask("write", [4], 9)
         neighbour = reader.there(ONE)
@@ -98,9 +96,7 @@ def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it(
         assert not neighbour.enter()
 
 
-def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_and_lets_go_when_it_goes_on(
-    stage: Stage,
-) -> None:
+def test_a_stopped_reader_of_a_dead_owners_memory_is_named_and_then_lets_go(stage: Stage) -> None:
     client = stage.client()
     with owner(stage) as there, owner(stage, 2) as keeping:
         eventually(lambda: keeping.ask("reads", ONE))
@@ -116,9 +112,7 @@ def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_and_lets_go_w
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "rank 1"])
-def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(
-    stage: Stage, reader: Reader, victim: str
-) -> None:
+def test_an_instance_ends_with_any_of_its_parts(stage: Stage, reader: Reader, victim: str) -> None:
     """Also of one that this reader does not even read from."""
     with (
         owner(stage, ranks=2, rank=None) as scheduler,
@@ -131,9 +125,7 @@ def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(
         eventually(lambda: kv_mapped() == 0)
 
 
-def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(
-    stage: Stage, reader: Reader
-) -> None:
+def test_a_live_owner_that_gives_its_cache_up_is_unmapped(stage: Stage, reader: Reader) -> None:
     """An engine that ends in a process that goes on."""
     with owner(stage) as there:
         neighbour = reader.there(ONE)
@@ -146,9 +138,7 @@ def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(
 # ---- the server comes and goes
 
 
-def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next_one(
-    stage_: Stage,
-) -> None:
+def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next(stage_: Stage) -> None:
     first = stage_.server()
     with (
         owner(stage_, 1, QUICK) as one,
@@ -308,9 +298,7 @@ def test_the_end_of_one_owner_ends_no_other_that_was_admitted_meanwhile(owners: 
     assert not unmapper.admit(owners.neighbour(), [])
 
 
-def test_when_the_thread_fails_nothing_is_read_any_more(
-    owners: Owners, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_thread_nobody_reads(owners: Owners, caplog: pytest.LogCaptureFixture) -> None:
     """Or an owner's end would never be noticed."""
 
     def fail(ended: Neighbour) -> None:

@@ -50,9 +50,7 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     eventually(lambda: client.stats().leases == 0)
 
 
-def test_a_bad_object_is_a_miss_and_removed(
-    nodes: list[Node], depot: Depot, model: str, raw: Raw
-) -> None:
+def test_a_bad_object_is_removed(nodes: list[Node], depot: Depot, model: str, raw: Raw) -> None:
     """What is bad: test_offload_objects."""
     one, two = (engine(at, depot, model) for at in nodes)
     cache, tokens = Cache(), prompt(LENGTH)
@@ -131,9 +129,7 @@ def test_without_a_master_everything_else_works(
         assert alone.get_stats()["offload"]["dropped"]["backlog"] == 2
 
 
-def test_a_hung_provider_costs_one_deadline(
-    nodes: list[Node], hung_depot: Depot, model: str
-) -> None:
+def test_a_hung_provider_costs_a_deadline(nodes: list[Node], hung_depot: Depot, model: str) -> None:
     """The library's call goes on for half a minute: its buffers are not used again, and nobody
     waits for it but its thread.
     """
@@ -186,9 +182,7 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
     assert reader.lookup(tokens) == 0
 
 
-def test_what_was_offloaded_before_a_reset_is_not_found_after_it(
-    nodes: list[Node], hung_depot: Depot, model: str
-) -> None:
+def test_a_reset_covers_the_offload_tier(nodes: list[Node], hung_depot: Depot, model: str) -> None:
     """By nobody on the node, though its put ends after the reset, and whatever the server forgets.
     A node that was not reset has it.
     """

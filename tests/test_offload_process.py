@@ -128,9 +128,7 @@ def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
 # ---- the master fails
 
 
-def test_an_absent_master_is_told_and_found_when_it_comes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_absent_master_is_found_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vcache_backend.offload.store")
     with Depot(tmp_path, ()) as depot:
         depot.master.kill()

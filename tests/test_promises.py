@@ -125,9 +125,7 @@ def test_a_promise_from_before_a_reset_is_refused(stage: Stage) -> None:
     assert chunks(reader, 4) == (0, 4)
 
 
-def test_a_promise_ends_when_it_is_withdrawn_or_replaced_or_its_client_is_gone(
-    stage: Stage,
-) -> None:
+def test_a_promise_ends_when_withdrawn_or_replaced_or_its_client_is_gone(stage: Stage) -> None:
     owner, reader = stage.client(), stage.client()
     assert owner.promise(m.Promise(1, keys(1) * 2)).chunks == 1, "a chunk that is named twice"
     owner.promise(m.Promise(1, keys(4)))

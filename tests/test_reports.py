@@ -61,9 +61,7 @@ def made(**more: Any) -> Service:
 # ---- the server and its clients
 
 
-def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_its_connection(
-    alone: Stage,
-) -> None:
+def test_a_report_is_logged_once_and_kept_beyond_its_connection(alone: Stage) -> None:
     server = alone.server()
     with alone.client(device="GPU-3") as client:
         assert client.report("warn", SEED) is True
@@ -84,16 +82,11 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
     assert "INFO" in server.expect("xxx")
 
 
-def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_holds(
-    memfd: int,
-) -> None:
+def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd: int) -> None:
     service = made(max_segments=4096)
+    text = "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20
     for number in range(MAX_REPORTS):
-        service.answer(
-            peer(),
-            m.Report("info", f"{number} " + "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20),
-            [],
-        )
+        service.answer(peer(), m.Report("info", f"{number} {text}"), [])
     for number in range(MAX_SEGMENTS + 1):
         fds, id_ = [os.dup(memfd)], m.SegmentId(f"{number:064}")
         service.answer(peer(), m.AddSegment(id_, "\N{GRINNING FACE}" * 64, "host", 4096), fds)
@@ -102,9 +95,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
         layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
         service.layouts.add(client := peer(number), layout)
         service.layouts.looked_up(client, 1 << 32, 1 << 32)
-    stats, segments = (
-        service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
-    )
+    stats, segments = (service.answer(peer(), ask, [])[0] for ask in (m.Stats(), m.ListSegments()))
     assert wire.encode(segments)
     assert wire.encode(stats)
     assert len(stats.segments) == len(segments.segments) == MAX_SEGMENTS
@@ -132,9 +123,7 @@ def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantin
     assert len(wire.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
 
 
-def test_statistics_look_at_each_process_once_however_many_instances_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_statistics_look_once_at_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred instances of one process and its 64 children took a quarter of a second."""
     looked, stopped = Counter[ProcessId](), processes.stopped
     monkeypatch.setattr(processes, "stopped", lambda one: looked.update([one]) or stopped(one))
@@ -153,9 +142,7 @@ def found(stage_: Stage) -> list[Finding]:
     return [finding for finding in findings if finding.check.startswith("report")]
 
 
-def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(
-    stage_: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recent_error_fails_the_doctor(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(stage_) == []
     stage_.raw().ask("report", "error", SEED)
     stage_.raw().ask("report", "warn", "slow")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -14,16 +13,27 @@ from typing import Any
 import instance_cases
 import msgspec
 import pytest
-from instance_cases import EACH, chunk_blocks, instance_id, join, keys, numbers, publish, show
+from instance_cases import (
+    EACH,
+    chunk_blocks,
+    chunk_generations,
+    instance_id,
+    join,
+    keys,
+    numbers,
+    publish,
+    share,
+    show,
+)
 from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, make_memfd, running
 
 from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.instances import published_chunks as residence
 from vcache_backend.metadata_server.instances import registry as instances
 from vcache_backend.metadata_server.instances import resident_chunks
-from vcache_backend.metadata_server.processes import is_pidfd
 
 A, B = instance_id(1), instance_id(2)
 NOTHING = m.Found(b"")
@@ -79,9 +89,7 @@ def owning(alone: Stage, text: str = OWN) -> Child:
 # ---- what is shown
 
 
-def test_what_an_instance_shows_and_publishes_others_find_and_open(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader: Client) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A, regions=2)
@@ -90,7 +98,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     there = reader.find(m.Find(keys(5), 1, B))
     assert there.pooled == b"\0\0\0"
     blocks = [chunk_blocks(4 * at) for at in range(3)]
-    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * instance_cases.chunk_generations(2))
+    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * chunk_generations(2))
     assert there.residents == [here]
     assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
     sent = reader.send_find(m.Find(keys(2)), SECONDS)
@@ -98,14 +106,11 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
 
     joined, (table, *pidfds) = reader.open_instance(A)
     assert joined == m.Joined(64, 1, EACH)
-    assert [is_pidfd(fd, os.getpid()) for fd in pidfds] == [True, True]
+    assert [processes.is_pidfd(fd, os.getpid()) for fd in pidfds] == [True, True]
     described, regions = reader.open_cache(A, 0)
     assert described == instance_cases.shape(64, 2)
-    assert [os.fstat(fd).st_size for fd in (table, *regions)] == [
-        4096 + 64 * 8,
-        4 * 64 * 64,
-        4 * 64 * 64,
-    ]
+    sizes = [os.fstat(fd).st_size for fd in (table, *regions)]
+    assert sizes == [4096 + 64 * 8, 4 * 64 * 64, 4 * 64 * 64]
     for fd in (table, *regions, *pidfds):
         os.close(fd)
     stats = reader.stats()
@@ -125,9 +130,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
         reader.open_instance(A)
 
 
-def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(
-    alone: Stage, reader: Client
-) -> None:
+def test_what_clients_have_read_is_seen_while_connected(alone: Stage, reader: Client) -> None:
     def say(client: Client, *reads: m.Reads) -> None:
         client.reads = lambda: list(reads)
         client.list_segments()
@@ -176,9 +179,7 @@ def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone:
     asks = alone.client()
 
     def connected(*name: str) -> Child:
-        child = alone.undo.enter_context(
-            Child([sys.executable, "-c", CONNECTED, str(alone.path), *name])
-        )
+        child = alone.script(CONNECTED, *name)
         child.expect("connected")
         return child
 
@@ -189,17 +190,13 @@ def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone:
         with worker.stopped():
             assert [one.stopped for one in asks.stats().instances] == [worker.pid]
     first, second, other = connected(":8000"), connected(":8000"), connected(":8000", "rank", "1")
-    assert [(one.pid, one.name) for one in asks.stats().instances] == [
-        (first.pid, ":8000"),
-        (other.pid, ":8000 rank 1"),
-    ]
+    named = [(one.pid, one.name) for one in asks.stats().instances]
+    assert named == [(first.pid, ":8000"), (other.pid, ":8000 rank 1")]
     with second.stopped():
         assert [one.stopped for one in asks.stats().instances] == [second.pid, 0]
 
 
-def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
-    alone: Stage, reader: Client
-) -> None:
+def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reader: Client) -> None:
     scheduler, first, second = (alone.client() for _ in range(3))
 
     def lacks(what: str) -> None:
@@ -220,13 +217,11 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
     assert found(reader, 2, 1) == 0
 
 
-def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
-    alone: Stage, reader: Client
-) -> None:
+def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: Client) -> None:
     owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
     for owner, instance in zip(owners, ids, strict=True):
-        instance_cases.share(owner, instance, 8)
+        share(owner, instance, 8)
     firsts = set()
     for _ in range(50):
         there = reader.find(m.Find(keys(8)))
@@ -239,9 +234,7 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
 # ---- who may
 
 
-def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
-    alone: Stage, reader: Client
-) -> None:
+def test_nobody_takes_over_an_instance_or_publishes_for_it(alone: Stage, reader: Client) -> None:
     owner = owning(alone)
     owner.expect("shown")
     with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
@@ -261,11 +254,9 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
     assert publish(reader, B, keys(1)) == reader.retract(B, 1) == 0
 
 
-def test_the_same_process_takes_its_place_again_while_its_old_connection_is_still_there(
-    alone: Stage, reader: Client
-) -> None:
+def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reader: Client) -> None:
     before, after = alone.client(), alone.client()
-    instance_cases.share(before, A)
+    share(before, A)
     show(after, A)
     assert found(reader) == 3
     with pytest.raises(Refused, match="has shown no cache"):
@@ -280,9 +271,7 @@ def test_the_same_process_takes_its_place_again_while_its_old_connection_is_stil
 # ---- what goes with whom
 
 
-def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_a_dead_owners_child_holds_no_instance(alone: Stage, server: Child, reader: Client) -> None:
     owner = owning(alone, OWN_AND_LEAVE_A_CHILD)
     child = int(owner.expect("shown").split()[1])
     try:
@@ -295,9 +284,7 @@ def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(
             os.kill(child, signal.SIGKILL)
 
 
-def test_who_comes_back_shows_again_and_finds_what_it_had_published(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_who_comes_back_has_what_it_published(alone: Stage, server: Child, reader: Client) -> None:
     """The others need not know of it. Only a fresh table or cache begins anew."""
     scheduler, worker = alone.client(), alone.client(PATIENT)
     join(scheduler, A)
@@ -316,9 +303,7 @@ def test_who_comes_back_shows_again_and_finds_what_it_had_published(
 # ---- resets
 
 
-def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
-    alone: Stage, reader: Client
-) -> None:
+def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Client) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A)
@@ -353,7 +338,7 @@ def test_a_retraction_looks_at_no_more_than_the_newest_publications_and_voids_al
     monkeypatch.setattr(residence, "RETRACT_LOOKS", 1)
     with running(alone.path):
         owner, reader = alone.client(), alone.client()
-        instance_cases.share(owner, A, 0)
+        share(owner, A, 0)
         for at in range(4):
             publish(owner, A, keys(1, start=at), first=4 * at, sequence=5 + at // 2)
         assert owner.retract(A, 6) == 3
@@ -376,7 +361,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     """With any answer to their schedulers, not to others who use their name."""
     a, b = alone.client(), alone.client()
     for client, name, count in ((a, A, 3), (b, B, 2)):
-        instance_cases.share(client, name, count)
+        share(client, name, count)
     assert reader.find(m.Find(keys(1), 1, A)).copies == []
     assert a.listen(A).copies == copies(B, 1, 0)
     assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
@@ -390,19 +375,17 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     with running(alone.path):
         a, b = alone.client(), alone.client()
         for client, name in ((a, A), (b, B)):
-            instance_cases.share(client, name)
+            share(client, name)
         assert a.listen(A).copies == copies(B, 1, 0)
 
 
-def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
-    alone: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """One publication tells only some of them."""
     monkeypatch.setattr(resident_chunks, "MAX_CELLS", 1)
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
-            instance_cases.share(client, name, 1)
+            share(client, name, 1)
             client.listen(name)
         (last, name), silent = clients[2], {A, B}
         for sequence in range(2, 200):
@@ -414,13 +397,11 @@ def test_of_many_that_hold_a_chunk_each_hears_of_another_in_time(
 # ---- what cannot be
 
 
+UNEQUAL = "of numbers and generations for"
 MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"blocks": chunk_blocks(0)[:-1]}, "of numbers and generations for"),
-    ({"generations": instance_cases.chunk_generations(2)[:-8]}, "of numbers and generations for"),
-    (
-        {"blocks": chunk_blocks(0, 2), "generations": instance_cases.chunk_generations(2, 2)},
-        "of numbers and generations for",
-    ),
+    ({"blocks": chunk_blocks(0)[:-1]}, UNEQUAL),
+    ({"generations": chunk_generations(2)[:-8]}, UNEQUAL),
+    ({"blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)}, UNEQUAL),
     ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance with 64"),
     ({"keys": [b"elsewher" + bytes(18)]}, "keys not of namespace"),
     ({"sequence": -1}, ">= 0"),
@@ -428,22 +409,14 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(
-    alone: Stage, reader: Client
-) -> None:
+def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reader: Client) -> None:
     raw, table, memory = alone.raw(), instance_cases.make_table(64), make_memfd(4 * 64 * 64)
     assert raw.ask("join", A, instance_cases.NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
-    assert raw.ask("show_cache", A, 0, packed(instance_cases.shape()), fds=(memory,)) == [
-        "count",
-        1,
-    ]
+    assert raw.ask("show_cache", A, 0, packed(), fds=(memory,)) == ["count", 1]
     good = {"instance": A, "sequence": 1, "keys": keys(1), "blocks": chunk_blocks(0)}
-    good |= {"generations": instance_cases.chunk_generations(2)}
-    mixed = {
-        "keys": [*keys(1), *keys(1, rank=1)],
-        "blocks": chunk_blocks(0, 2),
-        "generations": instance_cases.chunk_generations(2, 2),
-    }
+    good |= {"generations": chunk_generations(2)}
+    mixed: dict[str, Any] = {"keys": [*keys(1), *keys(1, rank=1)], "blocks": chunk_blocks(0, 2)}
+    mixed |= {"generations": chunk_generations(2, 2)}
     for changed, why in [*MISFITS, (mixed, "keys not of namespace")]:
         refused = raw.ask("publish", *(good | changed).values())
         assert (refused[0], refused[2]) == ("error", False)
@@ -462,17 +435,14 @@ def test_a_cache_comes_with_one_fd_for_each_region_and_every_other_number_is_ref
     refused = raw.ask("join", B, instance_cases.NAMESPACE, 64, 1, EACH)
     assert "0 fds came along; exactly 1 is needed" in refused[1]
     for regions, fds in ((2, 1), (2, 3), (most, most - 1)):
-        refused = raw.ask(
-            "show_cache", A, 0, packed(instance_cases.shape(regions=regions)), fds=(memory,) * fds
-        )
+        refused = raw.ask("show_cache", A, 0, packed(regions), fds=(memory,) * fds)
         assert f"{fds} fds came along; its {regions} regions need one each" in refused[1]
         assert not refused[2]
     assert not reader.stats().instances
     eventually(lambda: not memories(server))
     join(reader, A)
-    assert raw.ask(
-        "show_cache", A, 0, packed(instance_cases.shape(regions=most)), fds=(memory,) * most
-    ) == ["count", most]
+    shown = raw.ask("show_cache", A, 0, packed(most), fds=(memory,) * most)
+    assert shown == ["count", most]
     described, fds = reader.open_cache(A, 0)
     number = os.fstat(memory).st_ino
     assert (len(described.regions), {os.fstat(fd).st_ino for fd in fds}) == (most, {number})
@@ -523,9 +493,7 @@ def test_readers_that_do_not_read_their_answers_use_up_no_descriptors_of_the_ser
 # ---- bounds
 
 
-def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
-    alone: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many GiB take seconds."""
     freed, close = threading.Event(), os.close
 
@@ -564,9 +532,7 @@ def test_memory_of_instances_leaves_descriptors_for_clients(
     alone: Stage, memfd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 134 descriptors 12 are for segments and the memory of instances."""
-    monkeypatch.setattr(
-        "vcache_backend.metadata_server.processes.raise_descriptor_limit", lambda: 134
-    )
+    monkeypatch.setattr(processes, "raise_descriptor_limit", lambda: 134)
     with running(alone.path):
         client = alone.client()
         show(client, A, regions=12)
@@ -576,15 +542,13 @@ def test_memory_of_instances_leaves_descriptors_for_clients(
             client.add_segment(info("s0", 4096), memfd)
 
 
-def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
-    alone: Stage, reader: Client
-) -> None:
+def test_too_long_an_answer_is_cut_and_asked_for_again(alone: Stage, reader: Client) -> None:
     """Three hundred chunks of 64 blocks take 230 kB."""
     owner, each, count = alone.client(), 64, 300
     join(owner, A, blocks=each * count, each=each)
     show(owner, A)
-    packed = chunk_blocks(0, count, each), instance_cases.chunk_generations(2, count, each)
-    assert owner.publish(m.Publish(A, 1, keys(count), *packed)) == count
+    where = chunk_blocks(0, count, each), chunk_generations(2, count, each)
+    assert owner.publish(m.Publish(A, 1, keys(count), *where)) == count
     sent = reader.send_find(m.Find(keys(count)), SECONDS)
     part = sent.answer()
     assert part.cut
@@ -595,5 +559,6 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
     assert b"".join(run.blocks for run in whole.residents) == chunk_blocks(0, count, each)
 
 
-def packed(cache: m.CacheShape) -> list[Any]:
-    return msgspec.to_builtins(cache)
+def packed(regions: int = 1) -> list[Any]:
+    """The shape of a KV cache, as it is sent."""
+    return msgspec.to_builtins(instance_cases.shape(regions=regions))

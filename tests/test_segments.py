@@ -114,9 +114,7 @@ def forged(kind: str) -> Iterator[int]:
         ("huge", r"huge pages: .* SIGBUS"),
     ],
 )
-def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(
-    kind: str, message: str
-) -> None:
+def test_a_forged_fd_is_refused_with_figures_and_leaves_nothing(kind: str, message: str) -> None:
     info = SegmentInfo(SegmentId("0123456789ab"), "host", "host", NBYTES)
     with forged(kind) as fd:
         before = open_fds()
@@ -125,16 +123,13 @@ def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(
         assert open_fds() <= before
 
 
-def test_a_gpu_does_not_map_host_memory_and_a_host_reader_no_gpu_memory(
-    owned: OwnedSegment,
-) -> None:
+def test_a_gpu_does_not_map_host_memory_and_a_host_no_gpu_memory(owned: OwnedSegment) -> None:
     gpu = Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0)
     with pytest.raises(SegmentError, match=r"host memory of host: GPU-0.* cannot map that"):
         map_segment(owned.info, owned.fd, gpu)
+    of_gpu = msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda")
     with pytest.raises(SegmentError, match="cuda memory of GPU-0.*: host cannot map that"):
-        map_segment(
-            msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda"), owned.fd, HOST
-        )
+        map_segment(of_gpu, owned.fd, HOST)
 
 
 # ---- closing
@@ -158,9 +153,7 @@ def test_close_may_be_called_again_and_what_is_closed_says_so(
         _ = mapped.whole
 
 
-def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_the_last(
-    owned: OwnedSegment,
-) -> None:
+def test_a_tensor_outlives_its_segment_and_the_mapping_goes_with_it(owned: OwnedSegment) -> None:
     before = open_fds(), mappings()
     mapped = map_segment(owned.info, owned.fd, HOST)
     view = mapped.whole[:NBYTES]
@@ -179,10 +172,8 @@ def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_th
 
 @pytest.mark.parametrize("spec", ["", "host:a/b", "cuda:-1", "GPU-123"])
 def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID",
-    ):
+    forms = "auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID"
+    with pytest.raises(ConfigError, match=rf"pool\.device: .*expected {forms}"):
         devices.resolve(spec)
 
 

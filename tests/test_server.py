@@ -79,9 +79,7 @@ def put(raw: Raw, *keys: bytes) -> list[Any]:
 # ---- the protocol, message by message
 
 
-def test_every_request_and_its_answer(
-    stage_: Stage, worker: Raw, server: Child, memfd: int
-) -> None:
+def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, memfd: int) -> None:
     """As literal arrays. What the answers say is the directory's tests' business."""
     name, epoch, mismatches = worker.welcome
     assert (name, mismatches) == ("welcome", [])
@@ -102,24 +100,17 @@ def test_every_request_and_its_answer(
     assert worker.ask("contains", [A, D]) == ["present", [True, False], 0]
     name, lease, seconds, locations, _ = worker.ask("acquire", [A, B, C])
     assert (name, seconds, locations) == ("leased", 10.0, slots)
-    assert (
-        stage_.raw().ask("renew", lease) == stage_.raw().ask("release", lease) == ["verdict", True]
-    )
+    renews, releases = stage_.raw(), stage_.raw()
+    assert renews.ask("renew", lease) == releases.ask("release", lease) == ["verdict", True]
     assert worker.ask("renew", lease) == worker.ask("release", lease) == ["verdict", False]
     assert worker.ask("acquire", [C]) == ["leased", 0, 0.0, [], 0]
     assert worker.ask("touch", [A, D]) == worker.ask("remove", [A, D]) == ["count", 1]
-    assert [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")] == [
-        ["count", 0],
-        ["count", 1],
-        ["count", 0],
-    ]
+    cleared = [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")]
+    assert cleared == [["count", 0], ["count", 1], ["count", 0]]
     assert worker.ask("report", "info", "all is well") == ["count", 1]
     assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
-    assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == [
-        "error",
-        "error",
-    ]
+    assert worker.ask("drop_segment", "s0")[0] == worker.ask("open_segment", "s0")[0] == "error"
 
 
 def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> None:
@@ -139,9 +130,7 @@ def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> Non
     assert first < epochs()[0] == epochs()[1]
 
 
-def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
-    worker: Raw, server: Child, memfd: int
-) -> None:
+def test_a_dropped_segment_is_the_one_handed_out(worker: Raw, server: Child, memfd: int) -> None:
     """The number of a closed descriptor could be anybody's by then."""
     for message in (["open_segment", "s0"], ["drop_segment", "s0"]):
         worker.send(*message)
@@ -159,12 +148,8 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     """
     layout = {"model": "llama", "extra.hash_root": "17", "namespace": "aa", "pp_rank": "0"}
     assert hello(stage_, layout)[2] == []
-    other = Client(
-        stage_.path,
-        PATIENT,
-        layout=layout | {"extra.hash_root": "-4", "namespace": "bb"},
-        reconnect=False,
-    )
+    strange = layout | {"extra.hash_root": "-4", "namespace": "bb"}
+    other = Client(stage_.path, PATIENT, layout=strange, reconnect=False)
     here = f"pid {os.getpid()} on host"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"vcache: another instance of 'llama' ({here}) does not share")
@@ -172,9 +157,8 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     assert "same PYTHONHASHSEED" in line
     assert hello(stage_, {"model": "qwen", "namespace": "cc"})[2] == []
     next_stage = hello(stage_, layout | {"pp_rank": "1", "namespace": "dd"})
-    assert ["'17' here, '-4' there" in line for line in next_stage[2]] == [True], (
-        "the stages of one instance are no mismatch"
-    )
+    # The stages of one instance are no mismatch.
+    assert ["'17' here, '-4' there" in line for line in next_stage[2]] == [True]
     (mismatch,) = other.stats().mismatches
     assert (mismatch.model, mismatch.field) == ("llama", "extra.hash_root")
     assert dict(mismatch.values)["-4"] == [here]
@@ -206,9 +190,7 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     assert len(str(said)) < 8 * MAX_LINE_CHARS
 
 
-def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(
-    stage_: Stage, server: Child
-) -> None:
+def test_who_is_refused_and_does_not_read_is_let_go_of(stage_: Stage, server: Child) -> None:
     raw = stage_.raw()
     before = server.descriptors()
     others = [stage_.raw() for _ in range(3)]
@@ -253,9 +235,7 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
     assert [greedy.receive()[0] for _ in range(sent)] == ["present"] * sent
 
 
-def test_fds_that_one_client_does_not_receive_leave_room_for_others(
-    stage_: Stage, worker: Raw, memfd: int
-) -> None:
+def test_unreceived_fds_leave_room_for_others(stage_: Stage, worker: Raw, memfd: int) -> None:
     """Linux counts those on their way for the server's user: at its limit nobody gets any."""
     instance, regions = b"i" * 16, 100
     shape = ["host", "host", "x", [[1, 1, 64, 64]], 8, 16, [[0, 0]], [4096] * regions]

@@ -35,9 +35,7 @@ def answers(client: Client) -> bool:
     return False
 
 
-def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(
-    stage_: Stage, memfd: int
-) -> None:
+def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(stage_: Stage, memfd: int) -> None:
     """Also while the background thread tries again: it holds nothing that a call would wait for."""
     server = stage_.server()
     calls: list[Callable[[Client], Any]] = [
@@ -66,9 +64,7 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(
 # ---- writers die
 
 
-def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(
-    stage_: Stage, memfd: int
-) -> None:
+def test_a_writer_that_hangs_up_keeps_its_slots_until_it_is_gone(stage_: Stage, memfd: int) -> None:
     client = pool(stage_, memfd)
     before = len(stage_.servers[0].fds())
     writer = stage_.script(RESERVE_AND_HANG_UP)
@@ -84,9 +80,7 @@ def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
-def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_not_before(
-    stage_: Stage, memfd: int
-) -> None:
+def test_a_writer_in_another_container_keeps_its_slots(stage_: Stage, memfd: int) -> None:
     """As between containers: neither sees the other's pid. The writer's own pidfd, which it sends,
     tells the server of its end.
     """

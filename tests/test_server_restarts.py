@@ -33,9 +33,13 @@ def restart_with(stage_: Stage, client: Client, server: Child, **config: Any) ->
     return again
 
 
-def test_a_slot_leased_from_a_killed_server_is_not_handed_out_within_the_lease_s_grace(
-    stage_: Stage, memfd: int
-) -> None:
+def is_back(client: Client, before: int) -> bool:
+    """It is connected to a server after the one with this epoch, which has its segment."""
+    states = [one.state for one in client.list_segments()] if client.connected else []
+    return client.epoch != before and states == ["live"]
+
+
+def test_a_killed_server_s_leases_hold_for_their_grace(stage_: Stage, memfd: int) -> None:
     """The next server starts at once, in this process, and knows the leased chunk's slot as one to
     evict.
     """
@@ -78,9 +82,7 @@ def test_a_lease_of_another_life_names_nothing_though_the_clock_was_set_back(
     assert len(epochs) == 2
 
 
-def test_a_ledger_that_another_server_took_over_costs_the_contents_and_nothing_else(
-    stage_: Stage, memfd: int
-) -> None:
+def test_a_ledger_that_was_taken_over_costs_the_contents_alone(stage_: Stage, memfd: int) -> None:
     """A client was stopped while the next server gave C's slot to E, and has still the ledger of
     before.
     """
@@ -103,9 +105,7 @@ def test_a_ledger_that_another_server_took_over_costs_the_contents_and_nothing_e
         assert raw.ask("list_segments") == ["segments", []]
 
 
-def test_a_client_that_missed_whole_servers_makes_the_next_one_forget_nothing(
-    stage_: Stage, memfd: int
-) -> None:
+def test_who_missed_whole_servers_makes_the_next_forget_nothing(stage_: Stage, memfd: int) -> None:
     """It was stopped while they were restarted again and again, and others were served by each."""
     server = stage_.server()
     client = offering(stage_, memfd)
@@ -174,24 +174,16 @@ def watches(server: Child, process: Child) -> bool:
     return False
 
 
-def test_slots_being_written_at_the_crash_are_not_given_to_others(
-    stage_: Stage, memfd: int
-) -> None:
+def test_slots_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd: int) -> None:
     """The writer is stopped: the next server has only its number, and looks for itself."""
     server = stage_.server()
     client = offering(stage_, memfd)
     writer = reserving(stage_)
     writer.signal(signal.SIGSTOP)
+    before = client.epoch
     server.kill()
-    eventually(lambda: not client.connected)
     again = stage_.server()
-    eventually(
-        lambda: (
-            client.connected
-            and client.list_segments()
-            and client.list_segments()[0].state == "live"
-        )
-    )
+    eventually(lambda: is_back(client, before))
     eventually(lambda: watches(again, writer))
     assert not has_room(client)
     assert client.stats().quarantined == 1
@@ -200,9 +192,7 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
-def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
-    stage_: Stage, memfd: int
-) -> None:
+def test_a_server_in_another_namespace_takes_nobody_for_gone(stage_: Stage, memfd: int) -> None:
     """The ledger has the writer's pid of before, which here is nobody's, or somebody else's; and
     its start, by a clock of before.
     """
@@ -212,13 +202,7 @@ def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     before = client.epoch
     server.kill()
     stage_.server(within=processes.IN_A_CONTAINER)
-    eventually(
-        lambda: (
-            client.connected
-            and client.epoch != before
-            and [i.state for i in client.list_segments()] == ["live"]
-        )
-    )
+    eventually(lambda: is_back(client, before))
     time.sleep(0.2)  # some ticks
     assert client.stats().quarantined == 1
     assert not has_room(client)
@@ -252,9 +236,7 @@ def test_a_server_without_descriptors_for_a_ledger_asks_for_it_again(stage_: Sta
 
 
 @pytest.mark.parametrize("free", [0, 1])
-def test_a_client_without_descriptors_is_back_with_a_ledger_once_it_has_some(
-    stage_: Stage, free: int
-) -> None:
+def test_a_client_without_descriptors_is_back_with_a_ledger_later(stage_: Stage, free: int) -> None:
     """So the next server knows of the resets of this one."""
     server = stage_.server()
     client = stage_.client(QUICK)

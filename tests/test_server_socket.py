@@ -36,6 +36,13 @@ def refused(path: Path) -> str:
     return said
 
 
+def refusal(path: Path) -> str:
+    """Why a client does not use the server there."""
+    with Client(path, PATIENT, reconnect=False) as client, pytest.raises(ServerUnavailable) as why:
+        client.require()
+    return str(why.value)
+
+
 # ---- two servers
 
 
@@ -58,9 +65,7 @@ def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: S
     assert stage_.raw().ask("list_segments") == ["segments", []]
 
 
-def test_what_cleaners_of_tmp_would_find_old_is_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_kept_from_tmp_cleaners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "vcache.sock"
     with closing(Endpoint(path)) as endpoint:
         files = [path, beside(path, ".lock")]
@@ -105,9 +110,7 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
     ],
     ids=["ledger", "threads"],
 )
-def test_a_server_that_lacks_what_it_needs_says_so_in_one_line(
-    limits: str, said: str, tmp_path: Path
-) -> None:
+def test_what_a_server_lacks_is_told_in_one_line(limits: str, said: str, tmp_path: Path) -> None:
     """Memory for its ledger, as where seccomp forbids memfd_create: here files have 1 KiB at most.
     Threads: here a stack is as large as the address space."""
     # -B: Python 3.11 would leave compiled modules of 1 KiB, which nobody can import.
@@ -138,12 +141,7 @@ def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path
 
     def both_say(why: str) -> None:
         assert why in refused(path)
-        with (
-            Client(path, PATIENT, reconnect=False) as client,
-            pytest.raises(ServerUnavailable) as raised,
-        ):
-            client.require()
-        assert why in str(raised.value)
+        assert why in refusal(path)
 
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
@@ -191,14 +189,10 @@ print("got", len(peer.recv(1 << 16)), "bytes", flush=True)
 def test_a_client_sends_nothing_to_another_user_s_server(stage_: Stage) -> None:
     rogue = stage_.script(ROGUE)
     rogue.expect("listening")
-    with (
-        Client(stage_.path, PATIENT, reconnect=False) as client,
-        pytest.raises(ServerUnavailable) as raised,
-    ):
-        client.require()
-    assert f"uid {NOBODY}" in str(raised.value)
-    assert "client.server_uid" in str(raised.value)
-    assert "vcache serve" not in str(raised.value)
+    why = refusal(stage_.path)
+    assert f"uid {NOBODY}" in why
+    assert "client.server_uid" in why
+    assert "vcache serve" not in why
     rogue.expect("got 0 bytes")
 
 

@@ -63,17 +63,14 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     silent = msgspec.structs.replace(ONE, silent=25.0)
     mismatch = m.Mismatch("llama", "dtype", [], "")
     shared = "75.0% of the tokens looked up were found"
+    three = [ONE, strange, pooled]
     good = {
         "no instance is connected": [],
         "instance abababab at :8000 is alone: nobody to share with": [ONE],
         f"2 instances share in place; {shared}": [ONE, OTHER],
         f"3 instances share: 2 in place, 1 through the pool; {shared}": [ONE, OTHER, pooled],
         "2 instances, all of different models: nobody to share with": [ONE, strange],
-        f"2 instances share: 1 in place, 1 through the pool; 1 of another model; {shared}": [
-            ONE,
-            strange,
-            pooled,
-        ],
+        f"2 instances share: 1 in place, 1 through the pool; 1 of another model; {shared}": three,
     }
     bad = {
         "instance abababab at :8000 lacks rank 1; and 1 more": [lacking, OTHER],
@@ -89,10 +86,8 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
             assert (found, said in line) == (well, True), line
             assert text_of(status.render(stats)).splitlines()[0].strip() == line
     bare = msgspec.structs.replace(STATS, instances=[pooled, OTHER], segments=[])
-    assert status.verdict(bare) == (
-        False,
-        "the instance of pid 4194303 shares through the pool, to which nobody lends memory",
-    )
+    said = "the instance of pid 4194303 shares through the pool, to which nobody lends memory"
+    assert status.verdict(bare) == (False, said)
 
 
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:

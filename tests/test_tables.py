@@ -32,9 +32,7 @@ def there(tables: Tables, name: bytes = ONE) -> GenerationView:
     return eventually(lambda: tables.view(name))
 
 
-def test_the_table_of_a_killed_owner_is_forgotten(
-    stage: Stage, client: Client, tables: Tables
-) -> None:
+def test_a_killed_owners_table_is_forgotten(stage: Stage, client: Client, tables: Tables) -> None:
     with owner(stage) as part, owner(stage, 2):
         before = descriptors()
         there(tables)
@@ -47,9 +45,7 @@ def test_the_table_of_a_killed_owner_is_forgotten(
         there(tables, TWO)
 
 
-def test_a_table_outlives_the_server_and_an_owner_that_dies_meanwhile_is_noticed(
-    stage_: Stage,
-) -> None:
+def test_a_table_outlives_the_server_and_an_owner_s_death_is_noticed(stage_: Stage) -> None:
     server = stage_.server()
     with owner(stage_, 1, QUICK) as part, closing(Tables(client := stage_.client(QUICK))) as tables:
         view = there(tables)

@@ -286,6 +286,36 @@ def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> 
     }
 
 
+@pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
+def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: Node) -> None:
+    """It loads and stores in one step. In one of two pipeline stages the load fails; when vLLM
+    hears of that, another request has found the blocks. What gets them later is stored."""
+    stages = STAGES | {"environment": OPEN, "max_num_batched_tokens": 160}
+    keeper, failing = here.start("keeper", **stages), here.start("failing-too", **stages)
+    aside = here.alone("aside")
+    first = new_tokens(6 * CHUNK + 7)
+    second = first[: 6 * CHUNK] + new_tokens(5 * CHUNK + 3)
+    keeper.one(first[: 4 * CHUNK])
+    eventually(lambda: failing.again(first[: 4 * CHUNK]).cached)
+    failing.forget()
+    failing.ask("meddle_at", 0, vllm_cases.SCATTER, "raise", 1)
+    failing.add("first", first)
+    answers = failing.step(1)
+    failing.add("second", second)
+    answers |= failing.finish("first", "second")
+    assert failing.ask("leave_ranks_alone") == [1, 1]
+    assert answers["second"].cached == 6 * CHUNK
+    before = here.chunks()
+    failing.one(new_tokens(10 * CHUNK + 1))
+    here.stored(before + 20)
+    for tokens in (first, second):
+        right = aside.one(tokens)
+        assert failing.one(tokens).agrees(right)
+        assert keeper.again(tokens).agrees(right)
+    for one in (keeper, failing, aside):
+        one.close()
+
+
 # ---- `vllm serve`
 
 

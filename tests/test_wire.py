@@ -126,9 +126,7 @@ def test_a_server_answers_hostile_bytes_with_an_error_or_a_closed_door(
     assert server.alive
 
 
-def test_a_message_that_is_too_long_is_answered_and_the_door_closed(
-    raw: Raw, bystander: Raw
-) -> None:
+def test_too_long_a_message_is_answered_and_the_door_closed(raw: Raw, bystander: Raw) -> None:
     raw.send_bytes(bytes(m.MAX_MESSAGE_BYTES + 1))
     assert raw.receive() == ["error", "a message is longer than the limit of 200,000 B", True]
     assert raw.closed()
@@ -177,9 +175,7 @@ SENT_WITH_IT |= {"unread": [BAD, BAD], "no descriptors": [BAD]}
 
 
 @pytest.mark.parametrize("what", SENT_WITH_IT)
-def test_a_socket_whose_close_waits_for_a_reader_holds_up_nothing(
-    alone: Stage, memfd: int, what: str
-) -> None:
+def test_a_socket_that_waits_to_close_holds_up_nothing(alone: Stage, memfd: int, what: str) -> None:
     server, bystander, messages = alone.server(), alone.raw(), SENT_WITH_IT[what]
     with alone.raw() as guest, socket.create_server(("127.0.0.1", 0)) as never_reads:
         with server.stopped(), socket.create_connection(never_reads.getsockname()) as sock:
@@ -206,9 +202,7 @@ def test_a_socket_is_no_memory_that_others_get(raw: Raw) -> None:
             assert "a socket" in reply[1]
 
 
-def test_requests_sent_in_one_breath_are_answered_in_order_also_when_some_are_refused(
-    raw: Raw,
-) -> None:
+def test_requests_in_one_breath_are_answered_in_order_also_when_some_are_refused(raw: Raw) -> None:
     wrong: list[list[Any]] = [["no_such_request"], ["find"], ["find", [b"short"]]]
     wrong += [["find", [A] * m.MAX_KEYS, m.MAX_LOOKED_UP // m.MAX_KEYS + 1]]
     wrong += [["touch", [A] * (m.MAX_KEYS + 1)], ["reserve", [A], 0], ["reserve", [A], 1 << 60]]

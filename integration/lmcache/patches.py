@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vcache_backend.supported import LMCACHE
 
+from .doubts import Doubts, Steps
 from .scope import Scheduler
 
 if TYPE_CHECKING:
@@ -166,7 +167,12 @@ def _supply_connector() -> None:
 def _patch_scheduler(connector: Any) -> None:
     adapter = connector._lmcache_engine
     if connector.role.name == "SCHEDULER" and our_names(adapter.config):
-        adapter.get_num_new_matched_tokens = Scheduler(adapter).get_num_new_matched_tokens
+        from ..vllm.model import versions
+
+        scheduler = Scheduler(adapter, Doubts(connector))
+        versions.watch()
+        adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
+        adapter.request_finished = scheduler.request_finished
 
 
 # ---- a worker
@@ -210,7 +216,8 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     _must_have(engine, parts)
     for call in ("lookup", "retrieve", "store"):
         _must_have(engine.stats_monitor, f"on_{call}_request on_{call}_finished")
-    verbs = Verbs(engine, backend)
+    steps = Steps(adapter, lambda: backend.worker is None)
+    verbs = Verbs(engine, backend, steps)
 
     def replace(name: str, verb: Callable[..., Any], wanted: str) -> None:
         _replace(engine, name, lambda theirs: functools.partial(verb, theirs), wanted)
@@ -229,7 +236,7 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     _must_have(adapter, "_parent _block_size")
     load = functools.partial(_load_under_full_graphs, adapter)
     _replace(adapter, "start_load_kv", load, "forward_context")
-    report = functools.partial(_report_blocks, adapter, backend)
+    report = functools.partial(_report_blocks, adapter, backend, steps)
     _replace(adapter, "get_block_ids_with_load_errors", report)
     # Keep slot mappings on the host, where copies are planned. The adapter would move them to the
     # GPU, behind the forward pass.
@@ -256,12 +263,13 @@ def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callabl
 
 
 def _report_blocks(
-    adapter: Any, backend: VCacheBackend, theirs: Callable[[], set[int]]
+    adapter: Any, backend: VCacheBackend, steps: Steps, theirs: Callable[[], set[int]]
 ) -> Callable[[], set[int]]:
     """Wrap `get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the step's
     loads, and add the blocks of failed loads."""
 
     def get_block_ids_with_load_errors() -> set[int]:
+        steps.over()
         return theirs() | backend.settle(adapter._block_size)
 
     return get_block_ids_with_load_errors

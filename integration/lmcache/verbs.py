@@ -22,6 +22,7 @@ from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import as_slots
 from vcache_backend.transfer.lease_client import Lease
 
+from .doubts import Steps
 from .scope import tags_of
 from .worker import Hit, PoolWorker
 
@@ -69,8 +70,8 @@ class Verbs:
     """Our methods of one engine. None raises: a failure is a miss. `lookup` runs in any thread,
     `retrieve` and `store` in the worker's main thread. `theirs`: the engine's own method."""
 
-    def __init__(self, engine: Any, backend: VCacheBackend) -> None:
-        self._engine, self._backend = engine, backend
+    def __init__(self, engine: Any, backend: VCacheBackend, steps: Steps) -> None:
+        self._engine, self._backend, self._steps = engine, backend, steps
         self._size: int = engine.token_database.chunk_size
         self._hits = Hits(self._release)
 
@@ -137,6 +138,7 @@ class Verbs:
         mask: bool tensor; leading False tokens are not loaded."""
         engine, size, first = self._engine, self._size, _left_out(mask)
         worker = self._backend.worker
+        self._steps.loads()
         if worker is None or first % size or not engine.is_healthy():
             return theirs(tokens, mask, **kwargs)
         started = engine.stats_monitor.on_retrieve_request(len(tokens) - first)
@@ -191,10 +193,12 @@ class Verbs:
         try:
             count = len(tokens) // size
             hashes = self._hashes(tokens)[:count]
-            names = self._names(worker, hashes, kwargs.get("request_configs"))
+            doubtful = self._steps.doubts(kwargs.get("req_id"))
+            configs = kwargs.get("request_configs")
+            names = [] if doubtful else self._names(worker, hashes, configs)
             if first // size < len(names):
-                mapping = kwargs["slot_mapping"]
-                worker.store(names, first // size, as_slots(mapping, len(mapping), 0))
+                mapping, holds = kwargs["slot_mapping"], self._steps.confirms()
+                worker.store(names, first // size, as_slots(mapping, len(mapping), 0), holds)
                 stored = count * size - first
                 self._announce(tokens, hashes, first // size)
         except Exception as error:  # noqa: BLE001 LMCache would die of it

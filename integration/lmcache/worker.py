@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -131,14 +131,20 @@ class PoolWorker:
 
     # ---- stores and removals
 
-    def store(self, names: Sequence[ChunkKey], first: int, slots: Slots) -> None:
+    def store(
+        self,
+        names: Sequence[ChunkKey],
+        first: int,
+        slots: Slots,
+        holds: Callable[[], bool | None] | None = None,
+    ) -> None:
         """Store the chunks from number `first` on: reserve slots, launch one copy, and return.
         Skips what the pool has. The commit follows in the background.
 
-        slots: int64, the slots of the request's tokens."""
+        slots: int64, the slots of the request's tokens. holds: see `PendingStore`."""
         size = self.session.chunk_size
         places = SlotPlaces(self._kv, size, slots, range(first * size, len(names) * size, size))
-        store(self.session, places, names[first:], range(len(names) - first))
+        store(self.session, places, names[first:], range(len(names) - first), holds=holds)
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> int:
         """Remove chunks of this rank. Returns how many."""

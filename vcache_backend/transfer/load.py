@@ -45,8 +45,9 @@ class Load:
     launches kernels.
 
     Call `advance` until it returns True; it never waits for chunks or copies. Then the `loaded`
-    leading chunks are in place and verified, and `cause` says why the others are not. A load is not
-    over while a copy may still write into its places, unless it was abandoned."""
+    leading chunks are in place and verified, and `cause` says why the others are not; `stats.tell`
+    counts them. A load is not over while a copy may still write into its places, unless it was
+    abandoned."""
 
     def __init__(
         self,
@@ -111,6 +112,7 @@ class Load:
         Returns how many chunks are in place."""
         if not self._wait_until(self.advance, patience):
             self.abandon()
+        self.stats.tell()
         return self.loaded
 
     def launch(self, patience: float) -> int:

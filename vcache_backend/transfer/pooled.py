@@ -62,8 +62,9 @@ class _PooledPart(MemoryPart):
         context.stats.metadata_seconds += perf_counter() - started
         if not held:
             return Settled(0, "lease_lost")
-        own = sum(view.local for view in self.views)
-        context.stats.pooled(self.first, own, self.count, self.tokens(self.count), seconds)
+        own, stats = sum(view.local for view in self.views), context.stats
+        brought = self.count, self.tokens(self.count), seconds
+        stats.later(stats.pooled, self.first, own, *brought)
         return Settled(self.count)
 
     def drop(self) -> None:

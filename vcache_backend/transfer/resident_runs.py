@@ -41,7 +41,8 @@ class _ResidentPart(MemoryPart):
             self.neighbour.leave()
         stats = self.context.stats
         if right:
-            stats.resident(self.first, run.instance, right, self.tokens(right), seconds)
+            brought = right, self.tokens(right), seconds
+            stats.later(stats.resident, self.first, run.instance, *brought)
         if right < self.count:
             stats.refused(self.first + right, run.instance, self.count - right)
             return Settled(right, "changed")

@@ -150,7 +150,8 @@ class _OffloadedPart(Part):
         context, stop, seconds = self.context, self.first + self.count, self.copy.seconds
         self.give_back()
         waited = perf_counter() - context.idle_since
-        context.stats.offloaded(self.first, self.count, self.tokens(self.count), waited, seconds)
+        brought = self.count, self.tokens(self.count), waited, seconds
+        context.stats.later(context.stats.offloaded, self.first, *brought)
         context.epochs.add(self.epoch)
         context.fetched += range(self.first, stop)
         return Settled(self.count)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +150,9 @@ class _Timed:
 class LoadStats:
     """Counts for one load, and adds to the session's counters. One thread.
 
+    What a load has brought is counted when it is over, by `tell`: a request waits for the end of
+    the load, and not for the counts.
+
     tokens: by place: see `devices.where`, and "resident" (another instance's KV cache), "store"
     (the offload tier). metadata_seconds: asking the server. data_seconds: copying, and waiting for
     the offload tier."""
@@ -158,6 +163,16 @@ class LoadStats:
         self.token_bytes = kv.chunk_bytes(session.chunk_size) // session.chunk_size
         self.tokens: Counter[str] = Counter()
         self.metadata_seconds = self.data_seconds = 0.0
+        self._untold: list[Callable[[], None]] = []
+
+    def later(self, count: Callable[..., None], *counted: Any) -> None:
+        """Have `tell` call one of the methods below with these arguments."""
+        self._untold.append(partial(count, *counted))
+
+    def tell(self) -> None:
+        """Count what was left for later."""
+        while self._untold:
+            self._untold.pop(0)()
 
     def pooled(self, first: int, own: int, count: int, tokens: int, seconds: float) -> None:
         """Count `count` loaded chunks of the pool, from number `first` on, and wanted `tokens`.

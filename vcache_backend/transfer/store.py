@@ -31,7 +31,7 @@ class PendingStore(NamedTuple):
     """A running copy into the reserved slots of the chunks `keys`. prefix: those before them.
 
     keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called
-    after the copy; returns whether the copied bytes still belonged to `keys`."""
+    after the copy; returns whether the copied bytes belong to `keys`, or None: ask again."""
 
     reservation: int
     keys: list[ChunkKey]
@@ -40,7 +40,7 @@ class PendingStore(NamedTuple):
     completion: Completion
     nbytes: int
     keepalive: Any
-    holds: Callable[[], bool] | None = None
+    holds: Callable[[], bool | None] | None = None
 
 
 class Committer(Outbox):
@@ -93,9 +93,12 @@ class Committer(Outbox):
         slots to nobody before."""
         if not store.completion.wait(_SLICE_SECONDS):
             return False
+        holds = store.holds() if store.holds is not None else True
+        if holds is None:
+            return False
         if store.completion.seconds is not None:
             self._stats.add_time("store_copy", store.completion.seconds)
-        if store.holds is not None and not store.holds():
+        if not holds:
             self._stats.count(not_stored_changed=len(store.keys))
             self.give_back(store.reservation)
             return True
@@ -133,7 +136,7 @@ def store(
     *,
     beside: bool = False,
     fetched_in: int | None = None,
-    holds: Callable[[], bool] | None = None,
+    holds: Callable[[], bool | None] | None = None,
     tenant: bytes = b"",
 ) -> PendingStore | None:
     """Reserve slots, copy in one launch, and commit in the background. Runs in the worker's thread.

@@ -52,6 +52,8 @@ class Loads:
         self._failed: set[str] = set()
         self._over: list[str] = []
         """The request of each load that is over, until the load is reported."""
+        self._uncounted: list[tuple[Loading, int]] = []
+        """Loads that are over, and when each was (nanoseconds of the wall clock)."""
 
     # ---- a step
 
@@ -90,6 +92,10 @@ class Loads:
                 break
             first.wait(IDLE_SECONDS)
             self._advance()
+        for loading, ended in self._uncounted:
+            with suppress(Exception):  # a number too few
+                self._count(loading, ended)
+        self._uncounted.clear()
         # A second load of the same request is reported with the next step.
         done = set(self._over)
         for request_id in done:
@@ -97,7 +103,8 @@ class Loads:
         return done
 
     def advance(self) -> None:
-        """Advance all loads between two steps, for the scheduler of the same thread."""
+        """Advance all loads between two steps, for the scheduler of the same thread. `finished`
+        counts those that are over, while the next step runs."""
         if self._under_way:
             # As in the worker's own calls.
             with torch.inference_mode():
@@ -152,10 +159,10 @@ class Loads:
             self._report.next.failed.add(spec.request_id)
             self._failed.add(spec.request_id)
             self._over.append(spec.request_id)
-            self._say(spec, None)
+            self._say(spec, None, time.time_ns())
 
     def _end(self, loading: Loading) -> None:
-        """Report a load that is over, and count it."""
+        """Report a load that is over."""
         spec, invalid, name = loading.spec, loading.invalid, loading.spec.request_id
         if not loading.cause:
             if spec.promote:
@@ -168,24 +175,29 @@ class Loads:
             else:
                 self._invalid |= set(invalid)
         self._over.append(name)
-        with suppress(Exception):  # a number too few
-            self._say(spec, loading)
-            if loading.stats.tokens.total() or not loading.cause:
-                self._meter.loaded(loading.stats)
-            if loading.cause and loading.cause != transfer.CANCELLED:
-                tokens = len(invalid) * self._block_size
-                said = "%d tokens of request %s are computed, not loaded: %s"
-                log.warning(said, tokens, printable(name, MAX_LINE_CHARS), loading.failure)
-                self._meter.count("failures", 1, loading.failure)
-                self._meter.count("recomputed_tokens", tokens)
+        self._uncounted.append((loading, time.time_ns()))
 
-    def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
+    def _count(self, loading: Loading, ended: int) -> None:
+        """Count a load that is over, and report its span."""
+        loading.stats.tell()
+        self._say(loading.spec, loading, ended)
+        if loading.stats.tokens.total() or not loading.cause:
+            self._meter.loaded(loading.stats)
+        if loading.cause and loading.cause != transfer.CANCELLED:
+            tokens = len(loading.invalid) * self._block_size
+            said = "%d tokens of request %s are computed, not loaded: %s"
+            name = printable(loading.spec.request_id, MAX_LINE_CHARS)
+            log.warning(said, tokens, name, loading.failure)
+            self._meter.count("failures", 1, loading.failure)
+            self._meter.count("recomputed_tokens", tokens)
+
+    def _say(self, spec: LoadSpec, loading: Loading | None, ended: int) -> None:
         """Add the load's span to the report, if vLLM traces. loading: None if the load never
-        began."""
+        began. ended: nanoseconds of the wall clock."""
         if not self._report.traces:
             return
         said: dict[str, Any] = {"vcache.worker": self._report.number}
-        began = now = time.time_ns()
+        began = ended
         if loading is None:
             said["vcache.failure"] = "never began"
         else:
@@ -196,4 +208,4 @@ class Loads:
             said["vcache.data_seconds"] = stats.data_seconds
             if loading.failure:
                 said["vcache.failure"] = loading.failure
-        self._report.next.spans.append(LoadSpan(spec.request_id, began, now, said))
+        self._report.next.spans.append(LoadSpan(spec.request_id, began, ended, said))
