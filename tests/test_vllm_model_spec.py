@@ -191,9 +191,7 @@ def test_a_patch_release_has_a_namespace_of_its_own(monkeypatch: pytest.MonkeyPa
     ],
     ids=["LongRoPE", "dynamic NTK", "Llama 4", "any other"],
 )
-def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_for_it(
-    model: dict[str, Any],
-) -> None:
+def test_the_longest_request_matters_where_it_changes_the_others(model: dict[str, Any]) -> None:
     """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with
     LongRoPE.
     """
@@ -233,9 +231,7 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
         ),
     ],
 )
-def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
-    changes: dict[str, Any], said: str
-) -> None:
+def test_who_cannot_share_is_told_what_to_change(changes: dict[str, Any], said: str) -> None:
     config = vllm_config(**changes)
     answer = model_spec.refusal(config, model_spec.read_model(config), "0")
     assert answer is not None

@@ -207,9 +207,7 @@ def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
-def test_with_lmcache_an_instance_that_gets_new_weights_shares_nothing_any_more(
-    here: Node, models: list[Path]
-) -> None:
+def test_with_lmcache_new_weights_share_nothing_any_more(here: Node, models: list[Path]) -> None:
     """Nor stores what a request goes on to compute with them."""
     tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     saving: dict[str, Any] = {"save_decode_cache": True}
@@ -240,9 +238,7 @@ def kept(instance: Instance, tokens: list[int]) -> Answer:
     return answer
 
 
-def test_instances_updated_one_after_the_other_share_within_a_version_and_never_across(
-    two: Two,
-) -> None:
+def test_instances_updated_in_turn_share_within_a_version_and_never_across(two: Two) -> None:
     tokens, more = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     old = kept(two.a, tokens)
     hit = two.b.one(tokens)
@@ -261,9 +257,7 @@ def test_instances_updated_one_after_the_other_share_within_a_version_and_never_
 
 
 @pooled
-def test_a_router_hears_that_what_the_old_weights_computed_is_gone(
-    two: Two, router: vllm_cases.Router
-) -> None:
+def test_a_router_hears_that_old_weights_kv_is_gone(two: Two, router: vllm_cases.Router) -> None:
     kept(two.a, new_tokens(2 * CHUNK))
     # What is stored is told with a step.
     eventually(lambda: two.a.one(new_tokens(5)) and router.finds()["CPU"])
