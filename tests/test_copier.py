@@ -91,10 +91,8 @@ def test_layers_with_pages_of_several_sizes_move_together(
     copy, slots = plan_blocks(kv, CHUNK, np.array(ids)), slots_of(kv, 2, device)
     assert copier.gather(kv, copy, views(slots)).wait(10)
     by_kind = [caches[layer] for layer in (0, 2, 1, 3, 4)]
-    expected = [
-        torch.cat([raw(cache[block]) for cache in by_kind for block in blocks])
-        for blocks in ((7, 3), (4, 5))
-    ]
+    pages = [[raw(cache[block]) for cache in by_kind for block in two] for two in ((7, 3), (4, 5))]
+    expected = list(map(torch.cat, pages))
     assert all(torch.equal(slot, right) for slot, right in zip(slots, expected, strict=True))
     assert copy.nbytes == 2 * len(expected[0])
 
@@ -153,9 +151,8 @@ def test_a_pull_to_no_block_or_from_no_origin_is_refused(
     before = [page.clone() for page in kv.pages]
     with pytest.raises(LayoutError, match=why):
         make().pull(kv, np.array([(0, 0, 0), row]), kv.planes[None, :, 0])
-    with pytest.raises(
-        LayoutError, match=r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"
-    ):
+    said = r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"
+    with pytest.raises(LayoutError, match=said):
         make().pull(kv, np.array([(0, 0, 0), (0, 0, 1)]), kv.planes[None, :5, 0])
     assert all(torch.equal(page, was) for page, was in zip(kv.pages, before, strict=True))
 

@@ -67,12 +67,8 @@ def owned(cuda: FakeCuda) -> Iterator[OwnedSegment]:
 
 def test_a_gpu_is_named_by_its_uuid_however_it_is_asked_for(cuda: FakeCuda) -> None:
     assert devices.resolve("auto") == devices.resolve("cuda") == devices.resolve("cuda:0") == GPU0
-    assert (
-        devices.resolve("cuda:1")
-        == devices.resolve(UUIDS[1])
-        == devices.resolve("GPU-" + UUIDS[1][4:].upper())
-        == GPU1
-    )
+    assert devices.resolve("cuda:1") == devices.resolve(UUIDS[1]) == GPU1
+    assert devices.resolve("GPU-" + UUIDS[1][4:].upper()) == GPU1
     assert str(GPU1) == "GPU-00000000-0000-0000-0000-00000000abc1 (cuda:1)"
 
 
@@ -85,10 +81,9 @@ def test_missing_bindings_are_one_line_that_says_what_to_install(
     monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.setattr(devices, "current_gpu", lambda: 0)
     monkeypatch.setattr(cuda_driver, "load", cuda_driver.load.__wrapped__)
+    said = r"pip install 'cuda-bindings==13\.\*'"
     for ask in (lambda: create(GPU0, MIB), devices.gpus, lambda: devices.resolve("auto")):
-        with pytest.raises(
-            (SegmentError, ConfigError), match=r"pip install 'cuda-bindings==13\.\*'"
-        ) as caught:
+        with pytest.raises((SegmentError, ConfigError), match=said) as caught:
             cast(Callable[[], object], ask)()
         assert "\n" not in str(caught.value)
 
@@ -124,15 +119,9 @@ def test_unmapping_waits_for_the_devices_work_and_runs_backwards(
     cuda.calls.clear()
     mapped.close()
     mapped.close()
-    assert [name for name in cuda.calls if name != "cuDeviceGet"] == [
-        "cuCtxPushCurrent",
-        "cuCtxSynchronize",
-        "cuMemUnmap",
-        "cuMemAddressFree",
-        "cuMemRelease",
-        "cuCtxPopCurrent",
-        "cuDevicePrimaryCtxRelease",
-    ]
+    order = ["cuCtxPushCurrent", "cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
+    order += ["cuMemRelease", "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease"]
+    assert [name for name in cuda.calls if name != "cuDeviceGet"] == order
 
 
 SETUP = ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemImportFromShareableHandle"]
@@ -218,8 +207,7 @@ def test_a_claimed_size_that_the_memory_does_not_have_is_refused(
 ) -> None:
     with pytest.raises(SegmentError, match="4,194,305 B is not a multiple of 2,097,152 B"):
         map_segment(msgspec.structs.replace(owned.info, nbytes=4 * MIB + 1), owned.fd, GPU0)
-    with pytest.raises(
-        SegmentError, match="cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"
-    ):
+    said = "cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"
+    with pytest.raises(SegmentError, match=said):
         map_segment(msgspec.structs.replace(owned.info, nbytes=8 * MIB), owned.fd, GPU0)
     assert cuda.holds() == NOTHING

@@ -120,10 +120,8 @@ def test_the_last_gibibyte_of_the_machine_is_left_to_others(
     create(HOST, MIB).close()
     monkeypatch.setattr(devices, "host_available", lambda: pinned_segment.SPARE_BYTES + MIB - 1)
     monkeypatch.setattr(pinned_segment, "GROW_SECONDS", 0.0)
-    with pytest.raises(
-        SegmentError,
-        match=r"1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free",
-    ):
+    why = "1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free"
+    with pytest.raises(SegmentError, match=why):
         create(HOST, MIB)
 
 
@@ -143,9 +141,8 @@ def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_lit
 
 
 def engine(here: Node, name: str, segment_bytes: int, cache: Cache, gpu: int = 0) -> VCacheEngine:
-    made = here.engine(
-        name, segment_bytes, layout_of(cache), copier=HostCopier(), kv_device=f"cuda:{gpu}"
-    )
+    more = {"copier": HostCopier(), "kv_device": f"cuda:{gpu}"}
+    made = here.engine(name, segment_bytes, layout_of(cache), **more)
     assert made.device == Device(name, "host", gpu)
     return made
 
@@ -245,10 +242,8 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     made = engine(shared, "host:a", 8 * PIECE, mine)
     eventually(lambda: any("host:a" in one.text for one in shared.client().stats().reports))
     (line,) = said(caplog, "lends 2 MiB of 8 MiB")
-    assert (
-        "the driver cannot lock 1,048,576 B of host memory: cuMemHostRegister: "
-        "CUDA_ERROR_OUT_OF_MEMORY"
-    ) in line
+    cause = "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+    assert f"the driver cannot lock 1,048,576 B of host memory: {cause}" in line
     tokens = prompt(2 * CHUNK)
     put(made, mine, tokens)
     assert get(made, mine, tokens) == len(tokens)
@@ -273,10 +268,8 @@ def test_the_bytes_go_there_and_back_before_the_pool_is_there(
             slots[0].tensor[100] ^= 1
             return finished
 
-    for copier, wrong in (
-        (HostCopier(), None),
-        (Wrong(), "gathered wrongly into the pool: layer 0"),
-    ):
+    why = "gathered wrongly into the pool: layer 0"
+    for copier, wrong in ((HostCopier(), None), (Wrong(), why)):
         made = shared.engine("host:a", 0, layout_of(cache), copier=copier, kv_device="cuda:0")
         session = made._session
         assert isinstance(session.pool, PinnedPool)

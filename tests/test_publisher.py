@@ -264,9 +264,7 @@ def test_the_next_server_is_told_of_what_is_still_there(
         here.server.kill()
         here.serve()
         for client, epoch in zip((owner.client, owner.scheduler), before, strict=True):
-            eventually(
-                lambda client=client, epoch=epoch: client.connected and client.epoch != epoch
-            )
+            eventually(lambda it=client, was=epoch: it.connected and it.epoch != was)
 
     owner.join()
     for number, sequence in ((1, 1), (2, 2), (3, 2)):

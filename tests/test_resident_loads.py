@@ -53,13 +53,8 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     assert (reader.copier.pulls, reader.copier.scatters) == ([10], [])
     assert asked(reader.session.client, "Acquire", "Present", "Release") == 0
     nbytes = 5 * reader.cache.chunk_bytes
-    assert reader.stats == {
-        "chunks": 5,
-        "bytes": nbytes,
-        "owners": {one.name.hex(): nbytes},
-        "stale": 0,
-        "refused": 0,
-    }
+    counted = {"chunks": 5, "bytes": nbytes, "stale": 0, "refused": 0}
+    assert reader.stats == counted | {"owners": {one.name.hex(): nbytes}}
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
@@ -129,9 +124,8 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8])
     reader.cache.poison()
     where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens))[:7], reader.size, 1)
-    load = loads.Load(
-        reader.session, where, reader.keys(tokens), residents=[there], neighbours=reader.neighbours
-    )
+    resident = {"residents": [there], "neighbours": reader.neighbours}
+    load = loads.Load(reader.session, where, reader.keys(tokens), **resident)
     assert load.run(10) == 4
     wanted = slice(reader.size, 7 * reader.size)
     assert reader.cache.holds_only(tokens[wanted], reader.slots(len(tokens))[wanted])
@@ -360,10 +354,8 @@ def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
 
 # ---- on GPUs
 
-GPUS = [
-    pytest.param("cuda:0", "cuda:0", marks=pytest.mark.gpu),
-    pytest.param("cuda:0", "cuda:1", marks=pytest.mark.gpu(count=2)),
-]
+GPUS = [pytest.param("cuda:0", "cuda:0", marks=pytest.mark.gpu)]
+GPUS += [pytest.param("cuda:0", "cuda:1", marks=pytest.mark.gpu(count=2))]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
