@@ -272,11 +272,9 @@ class Node:
             engine=configuration.EngineConfig(chunk_size=chunk_size),
         )
 
-    def engine(
-        self, device: str, segment_bytes: int, layout: Layout, **options: Any
-    ) -> VCacheEngine:
-        """An engine of this process. options: of VCacheEngine."""
-        made = VCacheEngine(self.config(device, segment_bytes), layout, **options)
+    def engine(self, device: str, segment_bytes: int, layout: Layout, **more: Any) -> VCacheEngine:
+        """An engine of this process. more: of VCacheEngine."""
+        made = VCacheEngine(self.config(device, segment_bytes), layout, **more)
         return self.undo.enter_context(made)
 
     def worker(

@@ -24,6 +24,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5
+Make = Callable[[], Copier]
 BLOCK, CHUNK = 4, 8
 
 
@@ -80,9 +81,7 @@ def layers(device: str, seed: int) -> list[Tensor]:
 
 
 @COPIERS
-def test_layers_with_pages_of_several_sizes_move_together(
-    device: str, make: Callable[[], Copier]
-) -> None:
+def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Make) -> None:
     """A chunk is the layers of the first size, then those of the second, out of a slot and out of
     another KV cache, both at any block."""
     caches, copier = layers(device, 1), make()
@@ -125,9 +124,7 @@ def request(device: str = "cpu") -> tuple[PagedKV, CopyPlan, list[Tensor]]:
 
 
 @COPIERS
-def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(
-    device: str, make: Callable[[], Copier]
-) -> None:
+def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(device: str, make: Make) -> None:
     kv, copy, slots = request(device)
     short = [slots[0], slots[1][:-1]]
     with pytest.raises(LayoutError, match=r"a chunk needs 3,840 B but slot 1 has 3,839 B"):
@@ -145,7 +142,7 @@ def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(
     ],
 )
 def test_a_pull_to_no_block_or_from_no_origin_is_refused(
-    device: str, make: Callable[[], Copier], row: tuple[int, int, int], why: str
+    device: str, make: Make, row: tuple[int, int, int], why: str
 ) -> None:
     kv, _, _ = request(device)
     before = [page.clone() for page in kv.pages]
@@ -161,7 +158,7 @@ def test_a_pull_to_no_block_or_from_no_origin_is_refused(
 
 
 @COPIERS
-def test_a_completion_tells_when_and_how_long(device: str, make: Callable[[], Copier]) -> None:
+def test_a_completion_tells_when_and_how_long(device: str, make: Make) -> None:
     kv, copy, slots = request(device)
     copier = make()
     completion = copier.gather(kv, copy, views(slots))

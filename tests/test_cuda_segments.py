@@ -72,9 +72,7 @@ def test_a_gpu_is_named_by_its_uuid_however_it_is_asked_for(cuda: FakeCuda) -> N
     assert str(GPU1) == "GPU-00000000-0000-0000-0000-00000000abc1 (cuda:1)"
 
 
-def test_missing_bindings_are_one_line_that_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_bindings_are_a_line_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
@@ -112,9 +110,7 @@ def test_a_mapping_is_readable_on_its_reader_and_lives_as_long_as_a_tensor_of_it
     assert cuda.holds() == NOTHING
 
 
-def test_unmapping_waits_for_the_devices_work_and_runs_backwards(
-    cuda: FakeCuda, owned: OwnedSegment
-) -> None:
+def test_unmapping_waits_for_work_and_runs_backwards(cuda: FakeCuda, owned: OwnedSegment) -> None:
     mapped = map_segment(owned.info, owned.fd, GPU1)
     cuda.calls.clear()
     mapped.close()
@@ -129,9 +125,7 @@ SETUP += ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 
 
 @pytest.mark.parametrize("call", SETUP)
-def test_a_mapping_that_fails_at_any_step_leaves_nothing(
-    cuda: FakeCuda, owned: OwnedSegment, call: str
-) -> None:
+def test_a_failed_mapping_leaves_nothing(cuda: FakeCuda, owned: OwnedSegment, call: str) -> None:
     before = open_fds()
     cuda.broken = call
     message = (
@@ -178,9 +172,7 @@ def test_a_clean_up_that_fails_is_logged_and_goes_on(
     assert "clean-up of a GPU segment: cuCtxSynchronize: CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
-def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(
-    cuda: FakeCuda, owned: OwnedSegment
-) -> None:
+def test_no_peer_access_is_refused_by_both_names(cuda: FakeCuda, owned: OwnedSegment) -> None:
     cuda.peers = False
     cuda.calls.clear()
     with pytest.raises(SegmentError, match=f"GPU {UUIDS[1]} has no peer access to GPU {UUIDS[0]}"):
@@ -191,9 +183,7 @@ def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(
 
 
 @pytest.mark.parametrize(("kind", "what"), [("plain", "-rw"), ("small", "-rw"), ("socket", "srw")])
-def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(
-    cuda: FakeCuda, kind: str, what: str
-) -> None:
+def test_other_memory_never_reaches_the_driver(cuda: FakeCuda, kind: str, what: str) -> None:
     info = SegmentInfo(SegmentId("0123456789ab"), UUIDS[0], "cuda", 4 * MIB)
     with socket.socket() as other, forged("plain" if kind == "socket" else kind) as file:
         fd = other.fileno() if kind == "socket" else file
@@ -202,9 +192,7 @@ def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(
     assert "cuMemImportFromShareableHandle" not in cuda.calls
 
 
-def test_a_claimed_size_that_the_memory_does_not_have_is_refused(
-    cuda: FakeCuda, owned: OwnedSegment
-) -> None:
+def test_a_size_that_memory_does_not_have_is_refused(cuda: FakeCuda, owned: OwnedSegment) -> None:
     with pytest.raises(SegmentError, match="4,194,305 B is not a multiple of 2,097,152 B"):
         map_segment(msgspec.structs.replace(owned.info, nbytes=4 * MIB + 1), owned.fd, GPU0)
     said = "cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"

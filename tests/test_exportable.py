@@ -105,9 +105,7 @@ def test_a_forked_child_cannot_write_vllms_memory() -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["", "where the kernel cannot be asked"])
-def test_all_pages_are_taken_before_anybody_counts_on_them(
-    monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
+def test_pages_are_taken_before_they_are_used(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     if not asked:
         monkeypatch.setattr(host_exportable, "_MADV_POPULATE_WRITE", 12345)
     memory = HostExportable()
@@ -180,9 +178,7 @@ def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
 
 
 @pytest.mark.parametrize("place", ["enter", "leave"])
-def test_a_context_that_fails_does_not_raise_into_vllm(
-    monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_context_that_fails_raises_nothing(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("torch says no")
 
@@ -212,9 +208,7 @@ def test_what_vllm_raises_within_its_context_is_vllms() -> None:
 # ---- the GPU's, as torch calls it: it has two C functions
 
 
-def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_it_frees_them(
-    cuda: FakeCuda,
-) -> None:
+def test_torch_gets_whole_granules_whose_descriptor_lives_until_it_frees(cuda: FakeCuda) -> None:
     memory = CudaExportable(1)
     allocate, free = memory._callbacks
     first, second = allocate(3 * MIB, 1, None), allocate(2 * MIB, 1, None)
@@ -235,9 +229,7 @@ def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_i
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemExportToShareableHandle"])
-def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothing(
-    cuda: FakeCuda, call: str
-) -> None:
+def test_a_driver_call_that_fails_is_no_memory_and_leaves_none(cuda: FakeCuda, call: str) -> None:
     memory = CudaExportable(0)
     allocate, _ = memory._callbacks
     cuda.broken = call

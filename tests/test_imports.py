@@ -66,12 +66,12 @@ def folder(path: Path) -> str:
     return module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
 
 
-def imports(path: Path, top_level_only: bool = False) -> Iterator[tuple[int, str]]:
+def imports(path: Path, top_only: bool = False) -> Iterator[tuple[int, str]]:
     """Line and full name of everything a file imports, `from a import b` as both `a` and `a.b`; not
     for type checkers only.
     """
     package = folder(path)
-    for node in _walk(parsed(path), top_level_only):
+    for node in _walk(parsed(path), top_only):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -82,33 +82,31 @@ def imports(path: Path, top_level_only: bool = False) -> Iterator[tuple[int, str
             yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
 
 
-def _walk(node: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
+def _walk(node: ast.AST, top_only: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if top_level_only and function:
+        if top_only and function:
             continue
         yield child
-        yield from _walk(child, top_level_only)
+        yield from _walk(child, top_only)
 
 
 def within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def found(path: Path, forbidden: tuple[str, ...], top_level_only: bool = False) -> list[str]:
-    where, those = path.relative_to(ROOT), imports(path, top_level_only)
+def found(path: Path, forbidden: tuple[str, ...], top_only: bool = False) -> list[str]:
+    where, those = path.relative_to(ROOT), imports(path, top_only)
     return [f"{where}:{line} imports {name}" for line, name in those if within(name, forbidden)]
 
 
-def imported(
-    who: tuple[str, ...], forbidden: tuple[str, ...], top_level_only: bool = False
-) -> list[str]:
+def imported(who: tuple[str, ...], forbidden: tuple[str, ...], top_only: bool = False) -> list[str]:
     """What the modules within `who` import of it."""
     files = [path for path in FILES if within(module(path), who)]
     assert files
-    return [line for path in files for line in found(path, forbidden, top_level_only)]
+    return [line for path in files for line in found(path, forbidden, top_only)]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +121,12 @@ def test_imports_point_down(who: str, forbidden: tuple[str, ...]) -> None:
 
 def test_what_the_offload_tier_needs_is_loaded_by_those_who_have_one() -> None:
     who = ("vcache_backend.transfer", "vcache_backend.engine")
-    assert imported(who, ("vcache_backend.offload",), top_level_only=True) == []
+    assert imported(who, ("vcache_backend.offload",), top_only=True) == []
 
 
 def test_the_core_does_not_import_the_doors_but_lazily_in_the_cli() -> None:
     core = [path for path in FILES if path.is_relative_to(ROOT / "vcache_backend")]
-    wrong = [found(path, DOORS, top_level_only=path.parent.name == "cli") for path in core]
+    wrong = [found(path, DOORS, top_only=path.parent.name == "cli") for path in core]
     assert not any(wrong), wrong
 
 

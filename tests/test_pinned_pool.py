@@ -55,9 +55,7 @@ def quiet(cuda: FakeCuda) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [MIB, 12_345])
-def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(
-    cuda: FakeCuda, quiet: None, nbytes: int
-) -> None:
+def test_a_segment_is_locked_while_a_tensor_lives(cuda: FakeCuda, quiet: None, nbytes: int) -> None:
     with create(HOST, nbytes) as owned:
         assert cuda.holds() == NOTHING
         mapped = map_segment(owned.info, owned.fd, HOST)
@@ -82,9 +80,7 @@ def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(
         "cuMemHostGetDevicePointer",
     ],
 )
-def test_a_segment_that_fails_at_any_step_leaves_nothing(
-    cuda: FakeCuda, quiet: None, call: str
-) -> None:
+def test_a_segment_that_failed_leaves_nothing(cuda: FakeCuda, quiet: None, call: str) -> None:
     with create(HOST, MIB) as owned:
         cuda.broken = call
         message = why_not_mapped(owned, HOST)
@@ -163,9 +159,7 @@ def has(made: VCacheEngine, segments: int) -> None:
     eventually(lambda: len(made._session.pool.mapped()) == segments)
 
 
-def test_what_one_worker_stored_another_one_loads_from_locked_memory(
-    shared: Node, pieces: FakeCuda
-) -> None:
+def test_workers_share_what_lies_in_locked_memory(shared: Node, pieces: FakeCuda) -> None:
     mine, theirs = Cache(FLASH, SIZES), Cache(FLASH, SIZES)
     writer = engine(shared, "host:a", 2 * PIECE + PIECE // 2, mine)
     has(writer, 3)
@@ -203,9 +197,7 @@ def test_a_step_never_waits_for_memory_that_is_being_locked(shared: Node, pieces
     assert get(reader, theirs, prompt(CHUNK)) == CHUNK
 
 
-def test_memory_is_locked_by_a_thread_that_leaves_graphs_whole_which_others_capture(
-    shared: Node, pieces: FakeCuda
-) -> None:
+def test_the_thread_that_locks_leaves_captured_graphs_whole(shared: Node, pieces: FakeCuda) -> None:
     """As vLLM does after its KV cache is made, which is when the pool begins. On a GPU:
     test_gpu_segments.py.
     """
@@ -256,9 +248,7 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
 
 
-def test_the_bytes_go_there_and_back_before_the_pool_is_there(
-    shared: Node, pieces: FakeCuda
-) -> None:
+def test_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, pieces: FakeCuda) -> None:
     """A layout that is not understood must be seen even where the pool takes a minute to come."""
     cache = Cache(FLASH, SIZES)
 

@@ -45,9 +45,7 @@ def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_o
         plan_blocks(KV, CHUNK, np.array([7, -1]))
 
 
-def test_with_several_block_tables_an_unwanted_block_is_no_place_and_its_chunk_is_not_stored() -> (
-    None
-):
+def test_with_several_tables_an_unwanted_block_is_no_place_and_its_chunk_is_not_stored() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
     at = BlockPlaces(several, CHUNK, [5, 0, 7, 3, 4, -1], 2 * BLOCK)
     assert at.load_plan(0, 2).blocks[:, 2].tolist() == [10, 11, 0, 1, 14, 15, 6, 7, 8, 9]
