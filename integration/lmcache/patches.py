@@ -172,6 +172,7 @@ def _patch_scheduler(connector: Any) -> None:
         scheduler = Scheduler(adapter, Doubts(connector))
         versions.watch()
         adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
+        adapter.request_finished = scheduler.request_finished
 
 
 # ---- a worker

@@ -143,7 +143,7 @@ class Scheduler:
 
     def __init__(self, adapter: Any, doubts: Doubts) -> None:
         self._adapter, self._doubts = adapter, doubts
-        self._look_up = adapter.get_num_new_matched_tokens
+        self._look_up, self._finish = adapter.get_num_new_matched_tokens, adapter.request_finished
         self._adapters = Adapters()
         self._warned = False
 
@@ -167,6 +167,13 @@ class Scheduler:
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
         )
         return 0
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        """Forget the look-up of a request that has not run. Its name may come again, if vLLM does
+        not make names unique (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)."""
+        if self._adapter.lookup_client is not None:
+            self._adapter.lookup_client.clear_lookup_status(request.request_id)
+        return self._finish(request, block_ids)
 
     def _refuse_to_save(self, request: Any, error: Exception) -> None:
         level = logging.DEBUG if self._warned else logging.WARNING
