@@ -20,7 +20,10 @@ from vllm_models import write_lora
 from vcache_backend.integration.lmcache.scope import TAG, scope
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-ARGUMENTS = {"a": {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}, "tiny": TINY}
+AS_GIVEN = {"environment": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}}
+"""A request has the name that a client gives it."""
+ARGUMENTS: dict[str, Any] = {"a": {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}}
+ARGUMENTS |= {"tiny": TINY | AS_GIVEN}
 ARGUMENTS |= {"adapters": LORA, "adapters-too": LORA}
 """Of vLLM, by the name of the instance."""
 HITS = 3 * CHUNK
@@ -278,22 +281,23 @@ def test_an_adapter_is_what_it_was_when_vllm_read_it(
 def test_an_aborted_request_keeps_neither_lease_nor_blocks(
     here: Node, a: Instance, tiny: Instance, aside: Instance
 ) -> None:
-    """Before its load, while it is under way, and when there was no room for it; then somebody
-    needs all blocks there are.
+    """Before its load, while it is under way, and when there was no room for it; its name comes
+    again with another prompt. Then somebody needs all blocks there are.
     """
-    tokens = new_tokens(4 * CHUNK + 1)
+    tokens, other = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     computed = here.keep(a, tokens)
     for steps in (0, 1, 2):
-        tiny.add("short", tokens)
+        tiny.add(f"short {steps}", tokens)
         tiny.step(steps)
-        tiny.ask("abort", "short")
+        tiny.ask("abort", f"short {steps}")
         assert tiny.step(2) == {}
     tiny.add("long", new_tokens(4 * CHUNK + 1), max_tokens=60)
     tiny.step(2)
     tiny.add("no room", tokens)
     tiny.step(2)
     tiny.ask("abort", "no room")
-    tiny.finish("long")
+    tiny.add("no room", other)
+    assert tiny.finish("long", "no room")["no room"].agrees(aside.one(other))
     here.unleased()
     whole = new_tokens(13 * BLOCK)
     assert tiny.one(whole, max_tokens=BLOCK).agrees(aside.one(whole, max_tokens=BLOCK))

@@ -206,6 +206,26 @@ def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
         assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
 
 
+@pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
+def test_with_lmcache_an_instance_that_gets_new_weights_shares_nothing_any_more(
+    here: Node, models: list[Path]
+) -> None:
+    """Nor stores what a request goes on to compute with them."""
+    tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    saving: dict[str, Any] = {"save_decode_cache": True}
+    with here.start("lmcache-a", saving, refits=True) as a, here.start("lmcache-b") as b:
+        a.ask(prepare)
+        here.keep(a, tokens)
+        a.add("goes on", later[: CHUNK // 2], max_tokens=2 * CHUNK)
+        a.step(2)
+        a.ask(load, models[1])
+        goes_on = [*later[: CHUNK // 2], *a.finish("goes on")["goes on"].tokens]
+        for one, known in ((a, tokens), (a, later), (b, later), (b, goes_on)):
+            found = one.again(known)
+            assert (found.cached, found.agrees(one.one(known, fresh=True))) == (0, True)
+        assert b.again(tokens).cached == 4 * CHUNK
+
+
 # ---- what a version is
 
 

@@ -33,12 +33,14 @@ class Word(NamedTuple):
 
 class Doubts:
     """Follows the blocks that may be wrong. Wraps calls of LMCache's connector, in the scheduler's
-    thread. LMCache's own results and exceptions come through."""
+    thread. LMCache's own results and exceptions come through.
+
+    everything: nothing is loaded or stored any more."""
 
     def __init__(self, connector: Any) -> None:
         adapter = connector._lmcache_engine
         self._trackers = adapter._request_trackers
-        self._failures, self._broken = 0, False
+        self._failures, self.everything = 0, False
         self._blocks = set[int]()
         """vLLM's numbers of the blocks that may be wrong."""
         self._evict: Callable[[set[int]], None] = lambda blocks: None
@@ -46,6 +48,14 @@ class Doubts:
         adapter.build_connector_meta = self._build_connector_meta
         connector.update_connector_output = self._update_connector_output
         connector.bind_gpu_block_pool = self._watch
+        connector.weights_change, connector.weights_are = self._weights_change, lambda name: None
+
+    def _weights_change(self) -> None:
+        """vLLM is about to change the weights, see `versions.watch`."""
+        if not self.everything:
+            said = "nothing is shared until vLLM is started again"
+            log.warning("vcache: vLLM's weights change: %s", said)
+        self.everything = True
 
     def _watch(self, pool: Any) -> None:
         """Have vLLM's `pool` say which blocks it hands out: their next owners write them."""
@@ -68,13 +78,13 @@ class Doubts:
                 self._spread(self._trackers)
                 self._evict(self._blocks)
         except Exception:  # vLLM goes on
-            self._broken = True
-            log.exception("vcache: which blocks are wrong is not known, so nothing is stored")
+            self.everything = True
+            log.exception("vcache: which blocks are wrong is not known, so nothing is shared")
         self._update(connector_output)
 
     def _build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = self._build(scheduler_output)
-        if not self._broken:
+        if not self.everything:
             doubtful = self._spread(scheduler_output.num_scheduled_tokens)
             meta.vcache = Word(self._failures, frozenset(doubtful))
         return meta

@@ -167,8 +167,12 @@ def _supply_connector() -> None:
 def _patch_scheduler(connector: Any) -> None:
     adapter = connector._lmcache_engine
     if connector.role.name == "SCHEDULER" and our_names(adapter.config):
-        Doubts(connector)
-        adapter.get_num_new_matched_tokens = Scheduler(adapter).get_num_new_matched_tokens
+        from ..vllm.model import versions
+
+        scheduler = Scheduler(adapter, Doubts(connector))
+        versions.watch()
+        adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
+        adapter.request_finished = scheduler.request_finished
 
 
 # ---- a worker

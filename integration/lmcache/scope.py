@@ -21,6 +21,8 @@ from ..vllm.scheduler.adapters import Adapters
 if TYPE_CHECKING:
     from vcache_backend.transfer.keys import Tags
 
+    from .doubts import Doubts
+
 TAG_PREFIX = "lmcache.tag."
 TAG_NAME = "vcache"
 TAG = TAG_PREFIX + TAG_NAME
@@ -139,9 +141,9 @@ class Scheduler:
     """Wraps the look-up of LMCache's adapter in vLLM's scheduler, to give every request its scope.
     Runs in the scheduler's thread."""
 
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
-        self._look_up = adapter.get_num_new_matched_tokens
+    def __init__(self, adapter: Any, doubts: Doubts) -> None:
+        self._adapter, self._doubts = adapter, doubts
+        self._look_up, self._finish = adapter.get_num_new_matched_tokens, adapter.request_finished
         self._adapters = Adapters()
         self._warned = False
 
@@ -153,7 +155,8 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
             cacheable = False
             self._refuse_to_save(request, error)
-        wanted = cacheable and not getattr(request, "skip_reading_prefix_cache", False)
+        computes = getattr(request, "skip_reading_prefix_cache", False) or self._doubts.everything
+        wanted = cacheable and not computes
         if wanted or self._adapter.lookup_client is None:
             tokens: int | None = self._look_up(request, num_computed_tokens)
             return tokens
@@ -164,6 +167,13 @@ class Scheduler:
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
         )
         return 0
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        """Forget the look-up of a request that has not run. Its name may come again, if vLLM does
+        not make names unique (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)."""
+        if self._adapter.lookup_client is not None:
+            self._adapter.lookup_client.clear_lookup_status(request.request_id)
+        return self._finish(request, block_ids)
 
     def _refuse_to_save(self, request: Any, error: Exception) -> None:
         level = logging.DEBUG if self._warned else logging.WARNING

@@ -193,8 +193,10 @@ class Verbs:
         try:
             count = len(tokens) // size
             hashes = self._hashes(tokens)[:count]
-            names = self._names(worker, hashes, kwargs.get("request_configs"))
-            if first // size < len(names) and not self._steps.doubts(kwargs.get("req_id")):
+            doubtful = self._steps.doubts(kwargs.get("req_id"))
+            configs = kwargs.get("request_configs")
+            names = [] if doubtful else self._names(worker, hashes, configs)
+            if first // size < len(names):
                 mapping, holds = kwargs["slot_mapping"], self._steps.confirms()
                 worker.store(names, first // size, as_slots(mapping, len(mapping), 0), holds)
                 stored = count * size - first
