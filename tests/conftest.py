@@ -38,14 +38,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _gpus() -> int:
     """GPUs of this machine, without loading CUDA into the process that will start others."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sum(
-        re.fullmatch(r"nvidia\d+", entry.name) is not None for entry in Path("/dev").iterdir()
-    )
-    return (
-        present
-        if visible is None
-        else min(present, len([name for name in visible.split(",") if name.strip()]))
-    )
+    present = sum(bool(re.fullmatch(r"nvidia\d+", one.name)) for one in Path("/dev").iterdir())
+    if visible is None:
+        return present
+    return min(present, len([name for name in visible.split(",") if name.strip()]))
 
 
 GPUS = _gpus()
@@ -123,9 +119,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if count > GPUS:
-            item.add_marker(
-                pytest.mark.skip(reason=f"needs {count} GPU{'s' * (count > 1)}, here are {GPUS}")
-            )
+            reason = f"needs {count} GPU{'s' * (count > 1)}, here are {GPUS}"
+            item.add_marker(pytest.mark.skip(reason=reason))
     _longest_first(items)
 
 
@@ -166,20 +161,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
     long output the end is what is kept.
     """
     # From the reports: with pytest-xdist the tests were collected in other processes.
-    names = [
-        report.nodeid
-        for report in terminalreporter.getreports("skipped")
-        if _NO_GPU.search(str(report.longrepr))
-    ]
+    skipped = terminalreporter.getreports("skipped")
+    names = [one.nodeid for one in skipped if _NO_GPU.search(str(one.longrepr))]
     if names:
         here = "no GPU here" if GPUS == 0 else f"{GPUS} here"
         terminalreporter.section(f"{len(names)} GPU test{'s' * (len(names) > 1)} skipped ({here})")
         for name in names:
             terminalreporter.line(f"  {name}")
     yield
-    failed = [
-        report for kind in ("error", "failed") for report in terminalreporter.getreports(kind)
-    ]
+    reports = terminalreporter.getreports
+    failed = [*reports("error"), *reports("failed")]
     if failed:
         terminalreporter.section(f"why {len(failed)} failed, the first last")
         # What fails first is the cause of others.

@@ -47,9 +47,8 @@ class PausingCopier(HostCopier):
 
     def gather(self, kv: Any, plan: Any, slots: Any, after: Any = None) -> Finished:
         whole = [torch.empty_like(slot.tensor) for slot in slots]
-        finished = super().gather(
-            kv, plan, [SlotView.over(tensor, local=True) for tensor in whole], after
-        )
+        aside = [SlotView.over(tensor, local=True) for tensor in whole]
+        finished = super().gather(kv, plan, aside, after)
         for slot, tensor in zip(slots, whole, strict=True):
             slot.tensor[: slot.nbytes // 2] = tensor[: slot.nbytes // 2]
         self._pause()
@@ -204,9 +203,8 @@ class WorkerLoop:
     def lives_in(self) -> tuple[int, str, str, str]:
         """Of whom, and in which namespaces; it is their first process."""
         assert os.getpid() == 1
-        return os.getuid(), *(
-            os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "time")
-        )
+        kinds = "net", "pid", "time"
+        return os.getuid(), *(os.readlink(f"/proc/self/ns/{name}") for name in kinds)
 
     def _wait(self) -> None:
         """Tell the test that the copy is half-way, and go on when it says so."""
@@ -274,13 +272,10 @@ class Node:
             engine=configuration.EngineConfig(chunk_size=chunk_size),
         )
 
-    def engine(
-        self, device: str, segment_bytes: int, layout: Layout, **options: Any
-    ) -> VCacheEngine:
-        """An engine of this process. options: of VCacheEngine."""
-        return self.undo.enter_context(
-            VCacheEngine(self.config(device, segment_bytes), layout, **options)
-        )
+    def engine(self, device: str, segment_bytes: int, layout: Layout, **more: Any) -> VCacheEngine:
+        """An engine of this process. more: of VCacheEngine."""
+        made = VCacheEngine(self.config(device, segment_bytes), layout, **more)
+        return self.undo.enter_context(made)
 
     def worker(
         self,

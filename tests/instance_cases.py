@@ -56,25 +56,21 @@ def chunk_generations(value: int, chunks: int = 1, each: int = EACH) -> bytes:
     return counts(*[value] * (chunks * each))
 
 
-def join(
-    client: Client, instance: bytes, blocks: int = 64, ranks: int = 1, each: int = EACH
-) -> None:
+def join(client: Client, name: bytes, blocks: int = 64, ranks: int = 1, each: int = EACH) -> None:
     """Show a table, as a scheduler does."""
     table = make_table(blocks)
     try:
-        client.join(instance, NAMESPACE, blocks, ranks, each, table)
+        client.join(name, NAMESPACE, blocks, ranks, each, table)
     finally:
         os.close(table)
 
 
-def show(
-    client: Client, instance: bytes, rank: int = 0, regions: int = 1, blocks: int = 64
-) -> None:
+def show(client: Client, name: bytes, rank: int = 0, regions: int = 1, blocks: int = 64) -> None:
     """Show a cache and its regions, as a worker does."""
     what = shape(blocks, regions)
     memories = [make_memfd(nbytes) for nbytes in what.regions]
     try:
-        client.show_cache(instance, rank, what, memories)
+        client.show_cache(name, rank, what, memories)
     finally:
         for memory in memories:
             os.close(memory)

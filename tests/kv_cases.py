@@ -106,16 +106,13 @@ class Cache:
         length = {"part": 2, "block": sizes.blocks, "token": sizes.block_size, "head": sizes.heads}
         length["dim"] = sizes.dim * item * (2 if arrangement.packed else 1)
         where = torch.device(device if device.startswith("cuda") else "cpu")
-        self.memory = [
-            self._allocated([length[a] for a in memory], where) for _ in range(sizes.layers)
-        ]
+        lengths = [length[axis] for axis in memory]
+        self.memory = [self._allocated(lengths, where) for _ in range(sizes.layers)]
         order = [memory.index(axis) for axis in axes]
         self.tensors = [raw.view(arrangement.dtype).permute(order) for raw in self.memory]
         first = [memory.index("block"), memory.index("token")]
-        self.rows = [
-            raw.permute(first + [a for a in range(len(memory)) if a not in first])
-            for raw in self.memory
-        ]
+        order = first + [axis for axis in range(len(memory)) if axis not in first]
+        self.rows = [raw.permute(order) for raw in self.memory]
         self.poison()
 
     def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
@@ -147,9 +144,8 @@ class Cache:
         for layer, rows in enumerate(self.rows):
             rest = rows.shape[2:]
             kv = content(tokens, layer, math.prod(rest))
-            rows[slots // self.sizes.block_size, slots % self.sizes.block_size] = kv.view(
-                len(tokens), *rest
-            )
+            block, at = slots // self.sizes.block_size, slots % self.sizes.block_size
+            rows[block, at] = kv.view(len(tokens), *rest)
 
     def wrong(self, tokens: torch.Tensor, slots: torch.Tensor) -> int:
         """How many bytes in `slots` are not the KV of `tokens`."""
@@ -172,10 +168,8 @@ class Cache:
         """Every byte of the whole cache: the KV of `tokens` in `slots`, poison everywhere else."""
         expected = Cache(self.arrangement, self.sizes, str(self.memory[0].device))
         expected.fill(tokens, slots)
-        return all(
-            torch.equal(mine, theirs)
-            for mine, theirs in zip(self.memory, expected.memory, strict=True)
-        )
+        pairs = zip(self.memory, expected.memory, strict=True)
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def at(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         slots = self.here(slots)

@@ -69,10 +69,7 @@ class Raw:
         """Objects of at most so many bytes; empty where there is none."""
         self.memory[:] = bytes(len(self.memory))
         sizes = self.call("get", names, [(number * nbytes, nbytes) for number in range(len(names))])
-        return [
-            self.memory[number * nbytes : number * nbytes + size]
-            for number, size in enumerate(sizes)
-        ]
+        return [self.memory[at * nbytes : at * nbytes + size] for at, size in enumerate(sizes)]
 
     def remove(self, names: Sequence[str]) -> None:
         self.call("remove", names)
@@ -82,9 +79,8 @@ class Raw:
         (data,) = self.get([name])
         half = len(data) // 2
         self.remove([name])
-        assert self.put([name], [data[:half] + bytes(byte ^ 0x80 for byte in data[half:])]) == [
-            STORED
-        ]
+        changed = data[:half] + bytes(byte ^ 0x80 for byte in data[half:])
+        assert self.put([name], [changed]) == [STORED]
 
 
 def names_in(store: Depot) -> set[str]:

@@ -88,9 +88,8 @@ class SharedCache(Cache):
             made, memory = allocate(device, offset + len(layers) * self.layer_bytes, self.undo)
             self.regions.append(made)
             self._layers |= zip(layers, memory[offset:].split(self.layer_bytes), strict=False)
-        super().__init__(
-            sizes=sizes, device=f"cuda:{device.ordinal}" if device.medium == "cuda" else "cpu"
-        )
+        of_torch = f"cuda:{device.ordinal}" if device.medium == "cuda" else "cpu"
+        super().__init__(sizes=sizes, device=of_torch)
         self.kv = PagedKV.describe(self.tensors, sizes.block_size)
 
     def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
@@ -107,12 +106,9 @@ class SharedCache(Cache):
 
     def held(self, block: int) -> int | None:
         """The value that it was marked with; None if its pages do not agree."""
-        values = {
-            (int(byte) - plane) % 256
-            for plane, page in enumerate(self.kv.pages)
-            for byte in page[block].unique()
-        }
-        return values.pop() if len(values) == 1 else None
+        planes = [(page[block].int() - plane) % 256 for plane, page in enumerate(self.kv.pages)]
+        values = torch.cat(planes).unique()
+        return int(values) if len(values) == 1 else None
 
 
 class Reader:
@@ -163,9 +159,8 @@ class Owner:
             self.shown = OwnCache(self.client, name, rank, shape, self.cache.regions)
 
     def join(self) -> None:
-        self.client.join(
-            self.name, NAMESPACE, self.table.blocks, self.ranks, self.each, self.table.fd
-        )
+        size = self.table.blocks, self.ranks, self.each
+        self.client.join(self.name, NAMESPACE, *size, self.table.fd)
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their

@@ -120,9 +120,8 @@ def _isolate(apart: Apart) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _try(libc.unshare, _NAMESPACES | (_TIME_NAMESPACE if apart.later else 0))
     if apart.later:
-        Path("/proc/self/timens_offsets").write_text(
-            f"monotonic {apart.later} 0\nboottime {apart.later} 0"
-        )
+        later = f"monotonic {apart.later} 0\nboottime {apart.later} 0"
+        Path("/proc/self/timens_offsets").write_text(later)
     pid = os.fork()
     if pid:
         os.waitpid(pid, 0)

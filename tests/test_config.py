@@ -13,11 +13,8 @@ from vcache_backend import config
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 
-CONFIGS = sorted(
-    path
-    for path in (Path(__file__).parent.parent / "configs").glob("*.yaml")
-    if "lmcache" not in path.name
-)
+FOLDER = Path(__file__).parent.parent / "configs"
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if "lmcache" not in path.name)
 
 
 @pytest.fixture
@@ -31,16 +28,14 @@ def write(tmp_path: Path) -> Any:
 
 
 def test_the_commented_file_holds_every_key_with_its_default() -> None:
-    path = CONFIGS[0].parent / "vcache.yaml"
+    path = FOLDER / "vcache.yaml"
     assert config.load(path) == Config()
     written = msgspec.yaml.decode(path.read_bytes())
     assert _keys(written) == _keys(msgspec.to_builtins(Config(), enc_hook=str))
 
 
 def _keys(values: dict[str, Any]) -> list[Any]:
-    return [
-        (key, _keys(value)) if isinstance(value, dict) else key for key, value in values.items()
-    ]
+    return [(key, _keys(one)) if isinstance(one, dict) else key for key, one in values.items()]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +156,7 @@ def test_the_environment_wins_over_the_file(write: Any, monkeypatch: pytest.Monk
 def test_the_environment_may_name_the_file(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VCACHE_CONFIG", str(write("engine: {chunk_size: 64}")))
     assert config.load().engine.chunk_size == 64
-    assert config.load(CONFIGS[0].parent / "vcache.yaml").engine.chunk_size == 256
+    assert config.load(FOLDER / "vcache.yaml").engine.chunk_size == 256
     monkeypatch.setenv("VCACHE_CONFIG", "")
     assert config.load() == Config()
 

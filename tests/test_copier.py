@@ -24,6 +24,7 @@ from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5
+Make = Callable[[], Copier]
 BLOCK, CHUNK = 4, 8
 
 
@@ -80,9 +81,7 @@ def layers(device: str, seed: int) -> list[Tensor]:
 
 
 @COPIERS
-def test_layers_with_pages_of_several_sizes_move_together(
-    device: str, make: Callable[[], Copier]
-) -> None:
+def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Make) -> None:
     """A chunk is the layers of the first size, then those of the second, out of a slot and out of
     another KV cache, both at any block."""
     caches, copier = layers(device, 1), make()
@@ -91,10 +90,8 @@ def test_layers_with_pages_of_several_sizes_move_together(
     copy, slots = plan_blocks(kv, CHUNK, np.array(ids)), slots_of(kv, 2, device)
     assert copier.gather(kv, copy, views(slots)).wait(10)
     by_kind = [caches[layer] for layer in (0, 2, 1, 3, 4)]
-    expected = [
-        torch.cat([raw(cache[block]) for cache in by_kind for block in blocks])
-        for blocks in ((7, 3), (4, 5))
-    ]
+    pages = [[raw(cache[block]) for cache in by_kind for block in two] for two in ((7, 3), (4, 5))]
+    expected = list(map(torch.cat, pages))
     assert all(torch.equal(slot, right) for slot, right in zip(slots, expected, strict=True))
     assert copy.nbytes == 2 * len(expected[0])
 
@@ -127,9 +124,7 @@ def request(device: str = "cpu") -> tuple[PagedKV, CopyPlan, list[Tensor]]:
 
 
 @COPIERS
-def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(
-    device: str, make: Callable[[], Copier]
-) -> None:
+def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(device: str, make: Make) -> None:
     kv, copy, slots = request(device)
     short = [slots[0], slots[1][:-1]]
     with pytest.raises(LayoutError, match=r"a chunk needs 3,840 B but slot 1 has 3,839 B"):
@@ -147,15 +142,14 @@ def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(
     ],
 )
 def test_a_pull_to_no_block_or_from_no_origin_is_refused(
-    device: str, make: Callable[[], Copier], row: tuple[int, int, int], why: str
+    device: str, make: Make, row: tuple[int, int, int], why: str
 ) -> None:
     kv, _, _ = request(device)
     before = [page.clone() for page in kv.pages]
     with pytest.raises(LayoutError, match=why):
         make().pull(kv, np.array([(0, 0, 0), row]), kv.planes[None, :, 0])
-    with pytest.raises(
-        LayoutError, match=r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"
-    ):
+    said = r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"
+    with pytest.raises(LayoutError, match=said):
         make().pull(kv, np.array([(0, 0, 0), (0, 0, 1)]), kv.planes[None, :5, 0])
     assert all(torch.equal(page, was) for page, was in zip(kv.pages, before, strict=True))
 
@@ -164,7 +158,7 @@ def test_a_pull_to_no_block_or_from_no_origin_is_refused(
 
 
 @COPIERS
-def test_a_completion_tells_when_and_how_long(device: str, make: Callable[[], Copier]) -> None:
+def test_a_completion_tells_when_and_how_long(device: str, make: Make) -> None:
     kv, copy, slots = request(device)
     copier = make()
     completion = copier.gather(kv, copy, views(slots))

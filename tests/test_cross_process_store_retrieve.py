@@ -110,9 +110,8 @@ def share(
         first.kill()
         successor = start(0)
         eventually(lambda: successor.ask("mapped") == 2)
-        assert {segment.id for segment in here.client().list_segments()} == {
-            segment.id for segment in segments
-        }
+        listed = {segment.id for segment in here.client().list_segments()}
+        assert listed == {segment.id for segment in segments}
         for worker in (successor, second):
             brings(worker, prompt(count, 3), 6, digest)
 

@@ -67,28 +67,21 @@ def owned(cuda: FakeCuda) -> Iterator[OwnedSegment]:
 
 def test_a_gpu_is_named_by_its_uuid_however_it_is_asked_for(cuda: FakeCuda) -> None:
     assert devices.resolve("auto") == devices.resolve("cuda") == devices.resolve("cuda:0") == GPU0
-    assert (
-        devices.resolve("cuda:1")
-        == devices.resolve(UUIDS[1])
-        == devices.resolve("GPU-" + UUIDS[1][4:].upper())
-        == GPU1
-    )
+    assert devices.resolve("cuda:1") == devices.resolve(UUIDS[1]) == GPU1
+    assert devices.resolve("GPU-" + UUIDS[1][4:].upper()) == GPU1
     assert str(GPU1) == "GPU-00000000-0000-0000-0000-00000000abc1 (cuda:1)"
 
 
-def test_missing_bindings_are_one_line_that_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_bindings_are_a_line_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.setattr(devices, "current_gpu", lambda: 0)
     monkeypatch.setattr(cuda_driver, "load", cuda_driver.load.__wrapped__)
+    said = r"pip install 'cuda-bindings==13\.\*'"
     for ask in (lambda: create(GPU0, MIB), devices.gpus, lambda: devices.resolve("auto")):
-        with pytest.raises(
-            (SegmentError, ConfigError), match=r"pip install 'cuda-bindings==13\.\*'"
-        ) as caught:
+        with pytest.raises((SegmentError, ConfigError), match=said) as caught:
             cast(Callable[[], object], ask)()
         assert "\n" not in str(caught.value)
 
@@ -117,22 +110,14 @@ def test_a_mapping_is_readable_on_its_reader_and_lives_as_long_as_a_tensor_of_it
     assert cuda.holds() == NOTHING
 
 
-def test_unmapping_waits_for_the_devices_work_and_runs_backwards(
-    cuda: FakeCuda, owned: OwnedSegment
-) -> None:
+def test_unmapping_waits_for_work_and_runs_backwards(cuda: FakeCuda, owned: OwnedSegment) -> None:
     mapped = map_segment(owned.info, owned.fd, GPU1)
     cuda.calls.clear()
     mapped.close()
     mapped.close()
-    assert [name for name in cuda.calls if name != "cuDeviceGet"] == [
-        "cuCtxPushCurrent",
-        "cuCtxSynchronize",
-        "cuMemUnmap",
-        "cuMemAddressFree",
-        "cuMemRelease",
-        "cuCtxPopCurrent",
-        "cuDevicePrimaryCtxRelease",
-    ]
+    order = ["cuCtxPushCurrent", "cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
+    order += ["cuMemRelease", "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease"]
+    assert [name for name in cuda.calls if name != "cuDeviceGet"] == order
 
 
 SETUP = ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemImportFromShareableHandle"]
@@ -140,9 +125,7 @@ SETUP += ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 
 
 @pytest.mark.parametrize("call", SETUP)
-def test_a_mapping_that_fails_at_any_step_leaves_nothing(
-    cuda: FakeCuda, owned: OwnedSegment, call: str
-) -> None:
+def test_a_failed_mapping_leaves_nothing(cuda: FakeCuda, owned: OwnedSegment, call: str) -> None:
     before = open_fds()
     cuda.broken = call
     message = (
@@ -189,9 +172,7 @@ def test_a_clean_up_that_fails_is_logged_and_goes_on(
     assert "clean-up of a GPU segment: cuCtxSynchronize: CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
-def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(
-    cuda: FakeCuda, owned: OwnedSegment
-) -> None:
+def test_no_peer_access_is_refused_by_both_names(cuda: FakeCuda, owned: OwnedSegment) -> None:
     cuda.peers = False
     cuda.calls.clear()
     with pytest.raises(SegmentError, match=f"GPU {UUIDS[1]} has no peer access to GPU {UUIDS[0]}"):
@@ -202,9 +183,7 @@ def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(
 
 
 @pytest.mark.parametrize(("kind", "what"), [("plain", "-rw"), ("small", "-rw"), ("socket", "srw")])
-def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(
-    cuda: FakeCuda, kind: str, what: str
-) -> None:
+def test_other_memory_never_reaches_the_driver(cuda: FakeCuda, kind: str, what: str) -> None:
     info = SegmentInfo(SegmentId("0123456789ab"), UUIDS[0], "cuda", 4 * MIB)
     with socket.socket() as other, forged("plain" if kind == "socket" else kind) as file:
         fd = other.fileno() if kind == "socket" else file
@@ -213,13 +192,10 @@ def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(
     assert "cuMemImportFromShareableHandle" not in cuda.calls
 
 
-def test_a_claimed_size_that_the_memory_does_not_have_is_refused(
-    cuda: FakeCuda, owned: OwnedSegment
-) -> None:
+def test_a_size_that_memory_does_not_have_is_refused(cuda: FakeCuda, owned: OwnedSegment) -> None:
     with pytest.raises(SegmentError, match="4,194,305 B is not a multiple of 2,097,152 B"):
         map_segment(msgspec.structs.replace(owned.info, nbytes=4 * MIB + 1), owned.fd, GPU0)
-    with pytest.raises(
-        SegmentError, match="cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"
-    ):
+    said = "cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"
+    with pytest.raises(SegmentError, match=said):
         map_segment(msgspec.structs.replace(owned.info, nbytes=8 * MIB), owned.fd, GPU0)
     assert cuda.holds() == NOTHING

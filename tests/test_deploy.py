@@ -35,9 +35,8 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     starts must be there.
     """
     text = (DEPLOY / "vcache.service").read_text()
-    here = text.replace(
-        "/opt/vcache/bin/vcache", str(Path(sys.executable).with_name("vcache"))
-    ).replace("/etc/vcache.yaml", "x")
+    program = str(Path(sys.executable).with_name("vcache"))
+    here = text.replace("/opt/vcache/bin/vcache", program).replace("/etc/vcache.yaml", "x")
     for unit, well in ((here, True), (here.replace("PrivateTmp=", "PrivateTemp="), False)):
         (tmp_path / "vcache.service").write_text(unit)
         done = ran("systemd-analyze", "verify", "--man=no", tmp_path / "vcache.service")
@@ -55,10 +54,8 @@ def test_the_images_are_made_of_what_there_is() -> None:
     assert [name for name in copied if not (ROOT / name).exists()] == []
     folders = project["tool"]["setuptools"]["package-dir"].values()
     assert {Path(folder).parts[0] for folder in folders} | {"pyproject.toml"} <= {*copied}
-    assert (
-        set(re.findall(r"/src\[(\w+)\]", text))
-        <= project["project"]["optional-dependencies"].keys()
-    )
+    extras = project["project"]["optional-dependencies"].keys()
+    assert set(re.findall(r"/src\[(\w+)\]", text)) <= extras
     built = set(re.findall(r"--target (\w+) -t vcache-\1 ", text))
     assert built == set(re.findall(r"AS (\w+)$", text, re.M)) - {"source"}
 
@@ -71,14 +68,12 @@ def test_every_dependency_has_an_upper_bound_and_setup_installs_what_lies_within
         *declared["project"]["dependencies"],
         *(text for extra in extras for text in extra),
     ]
-    wanted = {
-        one.name: one for one in map(Requirement, texts) if one.name != declared["project"]["name"]
-    }
+    wanted = {one.name: one for one in map(Requirement, texts)}
+    del wanted[declared["project"]["name"]]
     for one in wanted.values():
         assert any(part.operator == "<" for part in one.specifier), one
-    pins = re.findall(
-        r"^CPU_(TORCH|TRITON)=(\S+)$", (ROOT / "scripts" / "setup.sh").read_text(), re.M
-    )
+    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    pins = re.findall(r"^CPU_(TORCH|TRITON)=(\S+)$", setup, re.M)
     within = [name for name, pin in pins if pin in wanted[name.lower()].specifier]
     assert within == ["TORCH", "TRITON"]
 
@@ -125,45 +120,37 @@ def test_the_server_s_image_needs_only_its_wheel_a_read_only_root_and_no_rights(
         for path in (folder, *(folder / name for name in ("src", "packages", "root", "shared"))):
             path.mkdir(exist_ok=True)
             path.chmod(0o755)
+        compiled, packages = shutil.ignore_patterns("__pycache__"), folder / "packages"
         for name in (name for line in copied for name in line.split()):
             if (ROOT / name).is_dir():
-                shutil.copytree(
-                    ROOT / name, folder / "src" / name, ignore=shutil.ignore_patterns("__pycache__")
-                )
+                shutil.copytree(ROOT / name, folder / "src" / name, ignore=compiled)
             else:
                 shutil.copy(ROOT / name, folder / "src" / name)
         wheel = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder]
         ran(sys.executable, "-m", "pip", "wheel", *wheel, folder / "src", check=True)
         with ZipFile(next(folder.glob("*.whl"))) as made:
-            made.extractall(folder / "packages")
-        bring(
-            next(iter(distributions(path=[str(folder / "packages")]))), folder / "packages", set()
-        )
-        assert not any((folder / "packages" / name).exists() for name in ("torch", "numpy"))
+            made.extractall(packages)
+        bring(next(iter(distributions(path=[str(packages)]))), packages, set())
+        assert not any((packages / name).exists() for name in ("torch", "numpy"))
         # What `vcache config init` writes.
-        assert (folder / "packages" / "vcache_backend" / "configs" / "vcache.yaml").exists()
+        assert (packages / "vcache_backend" / "configs" / "vcache.yaml").exists()
         os.chown(folder / "shared", 65534, 65534)
         its_user = msgspec.structs.replace(PATIENT, server_uid=65534)
         python, prefix = Path(sys.executable).resolve(), sys.base_prefix
-        places = [folder / "root", prefix, folder / "packages", folder / "shared", python]
-        with Child(
-            [*IN_A_CONTAINER, "--mount", "sh", "-c", CLEAN_ROOT, "sh", *map(str, places)]
-        ) as server:
+        places = [folder / "root", prefix, packages, folder / "shared", python]
+        command = [*IN_A_CONTAINER, "--mount", "sh", "-c", CLEAN_ROOT, "sh", *map(str, places)]
+        with Child(command) as server:
             server.expect("serving /run/vcache/node/vcache.sock")
-            with Client(
-                folder / "shared" / "node" / "vcache.sock", its_user, reconnect=False
-            ) as client:
+            path = folder / "shared" / "node" / "vcache.sock"
+            with Client(path, its_user, reconnect=False) as client:
                 assert client.stats().segments == []
             (made,) = (folder / "shared").iterdir()
             assert (made.name, made.stat().st_uid) == ("node", 65534)
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = [
-        one
-        for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
-        if one["kind"] == kind
-    ]
+    parts = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (found,) = [one for one in parts if one["kind"] == kind]
     assert isinstance(found, dict)
     return found
 
@@ -194,9 +181,7 @@ def test_the_settings_are_ours() -> None:
     host, port = split_address(server.metrics, "metrics")
     assert (host, port) == ("0.0.0.0", container["ports"][0]["containerPort"])
     (pod,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
-    (given,) = [
-        arg.partition("=")[2] for arg in pod["args"] if arg.startswith("--kv-transfer-config=")
-    ]
-    transfer = msgspec.json.decode(given)
+    (given,) = [arg for arg in pod["args"] if arg.startswith("--kv-transfer-config=")]
+    transfer = msgspec.json.decode(given.partition("=")[2])
     config.from_dict(transfer.pop("kv_connector_extra_config"))
     assert transfer == CONNECTOR | {"kv_role": "kv_both"}

@@ -27,14 +27,8 @@ from vcache_backend.metadata_server.client import Client
 
 EXAMPLE = ROOT / "examples" / "disaggregated_prefill.py"
 PROXY = ROOT / "examples" / "prefill_proxy.py"
-WANTED = (
-    "vllm",
-    "safetensors",
-    "aiohttp",
-    "watchfiles",
-    "prometheus_fastapi_instrumentator",
-    "model_hosting_container_standards",
-)
+WANTED = ("vllm", "safetensors", "aiohttp", "watchfiles", "prometheus_fastapi_instrumentator")
+WANTED += ("model_hosting_container_standards",)
 ABSENT = [name for name in WANTED if find_spec(name) is None]
 START_SECONDS = 300.0
 """Until both servers serve: 40 s on two idle cores."""
@@ -101,12 +95,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with worker.made():
         # Its own prompts come first. It ends if a server does that they need.
         eventually(lambda: "send completions to" in worker.log or worker.answered, START_SECONDS)
-        for line in (
-            "the proxy: ready",
-            '"context_matters": true',
-            '"ok": true',
-            "send completions to",
-        ):
+        said = "the proxy: ready", '"context_matters": true', '"ok": true', "send completions to"
+        for line in said:
             assert line in worker.log, worker.log
         yield Site(folder, ports, worker)
         worker.signal(signal.SIGTERM)
@@ -167,9 +157,8 @@ def test_without_a_prefill_server_the_decode_server_computes_and_the_proxy_says(
     os.killpg(site.producer, signal.SIGKILL)
     with site.another_proxy("--wait-seconds", "1") as (url, child):
         assert site.ask(url, first) == Completed(right[0], 0)
-        assert "computes the prompt itself after 1 s" in child.expect(
-            "request 1: the prefill server failed"
-        )
+        said = child.expect("request 1: the prefill server failed")
+        assert "computes the prompt itself after 1 s" in said
         assert site.ask(url, second) == Completed(right[1], 0)
         child.expect("request 2: not announced")
 

@@ -24,17 +24,10 @@ __all__ = ["config"]
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SHAPE |= {"intermediate_size": 128, "vocab_size": 128, "max_position_embeddings": 4096}
 SHAPE |= {"torch_dtype": "bfloat16"}
-LLAMA = SHAPE | {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 4,
-}
-GEMMA = SHAPE | {
-    "model_type": "gemma3_text",
-    "architectures": ["Gemma3ForCausalLM"],
-    "num_hidden_layers": 6,
-    "sliding_window": 64,
-}
+LLAMA = SHAPE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+LLAMA |= {"num_hidden_layers": 4}
+GEMMA = SHAPE | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+GEMMA |= {"num_hidden_layers": 6, "sliding_window": 64}
 MAMBA = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 2}
 MAMBA |= {"hidden_size": 64, "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1}
 MAMBA |= {"vocab_size": 128}
@@ -68,9 +61,8 @@ def test_vllm_says_what_a_model_keeps_and_a_pool_holds(tmp_path: Path) -> None:
 @needs_vllm
 def test_layers_with_windows_use_a_pool_and_a_chunk_has_what_a_hit_can_need(tmp_path: Path) -> None:
     model = doctor_report(written(tmp_path, GEMMA), Config())
-    assert str(model) == (
-        "Gemma3ForCausalLM: 5 layers with a window of 64 tokens, 1 layers of full attention"
-    )
+    layers = "5 layers with a window of 64 tokens, 1 layers of full attention"
+    assert str(model) == f"Gemma3ForCausalLM: {layers}"
     # Of the full layer's 256 tokens all, of a window's the last block of 128, in each of five
     # tables.
     assert (model.in_place, model.chunk_bytes) == (False, (256 + 5 * 128) * TOKEN // 4)
@@ -106,9 +98,7 @@ def test_a_models_own_code_never_runs(tmp_path: Path) -> None:
 def test_without_vllm_nobody_guesses(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "vcache_backend.doctor.model.find_spec",
-        lambda name: None if name == "vllm" else find_spec(name),
-    )
+    lacking = "vcache_backend.doctor.model.find_spec"
+    monkeypatch.setattr(lacking, lambda name: None if name == "vllm" else find_spec(name))
     finding = only(diagnose(config, str(written(tmp_path, LLAMA))))
     assert (finding.status, finding.advice) == ("fail", "run this in vLLM's environment")

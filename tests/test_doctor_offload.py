@@ -78,10 +78,8 @@ def test_a_master_without_a_provider_has_no_room(tmp_path: Path) -> None:
     with Depot(tmp_path / "mooncake", ()) as depot:
         found = findings(config(depot.master.address))
     assert found[MASTER].status == "ok"
-    assert (
-        found[PROVIDER].detail
-        == "no room for 1 MiB: no provider lends memory, or all of it is in use"
-    )
+    said = "no room for 1 MiB: no provider lends memory, or all of it is in use"
+    assert found[PROVIDER].detail == said
     assert "start a provider" in found[PROVIDER].advice
 
 

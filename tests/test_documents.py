@@ -66,9 +66,8 @@ def _form(command: str) -> str:
     return re.sub(r"(?<=--)(device|bytes) \S+", r"\1", plain)
 
 
-PAGED = sorted(
-    {_form(command): (command, page) for page in COMMANDS for command in commands(page)}.values()
-)
+PAGED = {_form(command): (command, page) for page in COMMANDS for command in commands(page)}
+PAGED = sorted(PAGED.values())
 assert {"vcache segment drop ID", "python examples/two_vllm_instances.py --cpu"} <= {*dict(PAGED)}
 
 

@@ -30,11 +30,8 @@ def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(
     put(pair.writer, pair.mine, prompt(2 * CHUNK))
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
     for cache, other in ((pair.mine, Cache()), (pair.theirs, Cache())):
-        for parts, others in (
-            (cache.memory, other.memory),
-            (cache.tensors, other.tensors),
-            (cache.rows, other.rows),
-        ):
+        for name in ("memory", "tensors", "rows"):
+            parts, others = getattr(cache, name), getattr(other, name)
             parts[1], others[1] = others[1], parts[1]
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
     put(pair.writer, pair.mine, prompt(2 * CHUNK, 2))
@@ -68,9 +65,8 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
     put(pair.writer, pair.mine, prompt(CHUNK - 1, 2))
     assert pair.reader.lookup(prompt(CHUNK - 1, 2)) == pair.reader.lookup([]) == 0
     for kind in (tokens.tolist(), tokens.int(), tokens.numpy()):
-        mask = pair.reader.retrieve(
-            kind, None, pair.theirs.tensors, places(SMALL, len(tokens), 1).numpy()
-        )
+        slots = places(SMALL, len(tokens), 1).numpy()
+        mask = pair.reader.retrieve(kind, None, pair.theirs.tensors, slots)
         expected = (torch.bool, tokens.shape, "cpu", 2 * CHUNK)
         assert (mask.dtype, mask.shape, mask.device.type, int(mask.sum())) == expected
     assert pair.reader.retrieve([], None, pair.theirs.tensors, []).shape == (0,)
@@ -102,14 +98,12 @@ def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
     """
     tokens, slots = prompt(4 * CHUNK), places(pair.mine.sizes, 4 * CHUNK)
     pair.mine.fill(tokens, slots)
-    pair.writer.store(
-        tokens, torch.arange(len(tokens)) >= offset, pair.mine.tensors, slots[offset:], offset
-    )
+    wanted = torch.arange(len(tokens)) >= offset
+    pair.writer.store(tokens, wanted, pair.mine.tensors, slots[offset:], offset)
     assert pair.writer.flush(SECONDS)
     first = -(-offset // CHUNK)
-    assert [pair.reader.contains(key) for key in pair.reader.keys(tokens)] == [-1] * first + [0] * (
-        4 - first
-    )
+    there = [pair.reader.contains(key) for key in pair.reader.keys(tokens)]
+    assert there == [-1] * first + [0] * (4 - first)
     put(pair.writer, pair.mine, tokens[: first * CHUNK])
     assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
 
@@ -126,9 +120,8 @@ def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None
     assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [0, 0]
     put(ranks[1], caches[1], prompt(2 * CHUNK))
     assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [2 * CHUNK, 2 * CHUNK]
-    assert [
-        get(engine, cache, prompt(2 * CHUNK)) for engine, cache in zip(ranks, caches, strict=True)
-    ] == [2 * CHUNK, 2 * CHUNK]
+    for engine, cache in zip(ranks, caches, strict=True):
+        assert get(engine, cache, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
 # ---- the directory as the engine shows it
@@ -152,12 +145,8 @@ def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(shared: Node) -
     put(pair.writer, pair.mine, prompt(2 * CHUNK))
     put(pair.writer, pair.mine, prompt(CHUNK, 2))
     tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
-    assert (
-        pair.reader.retrieve(
-            tokens, torch.arange(len(tokens)) >= CHUNK, pair.theirs.tensors, slots
-        ).sum()
-        == CHUNK
-    )
+    wanted = torch.arange(len(tokens)) >= CHUNK
+    assert pair.reader.retrieve(tokens, wanted, pair.theirs.tensors, slots).sum() == CHUNK
     assert pair.reader.flush(SECONDS)
     put(pair.writer, pair.mine, prompt(CHUNK, 3))
     assert pair.reader.lookup(tokens) == 2 * CHUNK

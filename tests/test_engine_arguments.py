@@ -83,18 +83,11 @@ def test_whatever_it_is_asked_an_engine_raises_only_value_error(shared: Node, pa
 def test_a_layout_is_made_from_the_tensors() -> None:
     for arrangement in ARRANGEMENTS:
         cache = Cache(arrangement)
-        of = Layout.of(
-            cache.tensors,
-            cache.sizes.block_size,
-            model="test",
-            axes=arrangement.axes,
-            chunk_size=CHUNK,
-        )
+        more = {"model": "test", "axes": arrangement.axes, "chunk_size": CHUNK}
+        of = Layout.of(cache.tensors, cache.sizes.block_size, **more)
         said = layout_of(cache, kv_heads=of.kv_heads, head_dim=of.head_dim)
         heads = cache.sizes.heads if "head" in arrangement.axes else 1
-        assert (of, of.kv_heads, of.head_dim) == (said, heads, cache.tensors[0].shape[-1]), (
-            arrangement
-        )
+        assert (of, of.kv_heads, of.head_dim) == (said, heads, cache.tensors[0].shape[-1])
     with pytest.raises(LayoutError, match=r"no known layout.*block_size"):
         Layout.of(cache.tensors, cache.sizes.block_size + 1, model="test")
 

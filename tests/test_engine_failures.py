@@ -257,19 +257,17 @@ def test_an_engine_without_a_server_misses_and_connects_by_itself_later(
     stats = writer.get_stats()
     assert (stats["connected"], stats["server"]) == (False, None)
     eventually(lambda: said(caplog, level=logging.WARNING))
-    assert all(
-        "no metadata server at" in line and "vcache serve" in line
-        for line in said(caplog, level=logging.WARNING)
-    )
-    assert len(said(caplog, level=logging.WARNING)) == 2, "one line an engine"
+    lines = said(caplog, level=logging.WARNING)
+    assert all("no metadata server at" in line and "vcache serve" in line for line in lines)
+    assert len(lines) == 2, "one line an engine"
 
     here.serve()
     eventually(lambda: writer.get_stats()["connected"] and reader.get_stats()["connected"])
-    eventually(
-        lambda: (
-            [s["device"] for s in writer.get_stats()["server"]["segments"].values()] == ["host:a"]
-        )
-    )
+
+    def devices() -> list[str]:
+        return [one["device"] for one in writer.get_stats()["server"]["segments"].values()]
+
+    eventually(lambda: devices() == ["host:a"])
     put(writer, mine, tokens)
     assert get(reader, theirs, tokens) == 3 * CHUNK
 

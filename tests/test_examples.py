@@ -159,11 +159,8 @@ def has_ipv6() -> bool:
 def with_port(port: int) -> list[str]:
     """Programs of Mooncake's that run and have the port on their command line."""
     lines = [command_line(pid) for pid in with_words(str(port))]
-    return [
-        line
-        for line in lines
-        if re.search(rf"mooncake_.*\b{port}\b", line) and "mooncake.sh" not in line
-    ]
+    theirs = [line for line in lines if re.search(rf"mooncake_.*\b{port}\b", line)]
+    return [line for line in theirs if "mooncake.sh" not in line]
 
 
 @needs_mooncake

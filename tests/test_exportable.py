@@ -105,9 +105,7 @@ def test_a_forked_child_cannot_write_vllms_memory() -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["", "where the kernel cannot be asked"])
-def test_all_pages_are_taken_before_anybody_counts_on_them(
-    monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
+def test_pages_are_taken_before_they_are_used(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     if not asked:
         monkeypatch.setattr(host_exportable, "_MADV_POPULATE_WRITE", 12345)
     memory = HostExportable()
@@ -164,9 +162,8 @@ def test_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None
         layers = {"a": whole[100:], "b": whole}
     after = kv()
     found = [exporter.region(layers)]
-    assert [holds(tensor, found) for tensor in (before, other, whole, after)] == [
-        *(False, False, True, False)
-    ]
+    exported = [holds(tensor, found) for tensor in (before, other, whole, after)]
+    assert exported == [False, False, True, False]
 
 
 def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
@@ -181,9 +178,7 @@ def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
 
 
 @pytest.mark.parametrize("place", ["enter", "leave"])
-def test_a_context_that_fails_does_not_raise_into_vllm(
-    monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_context_that_fails_raises_nothing(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("torch says no")
 
@@ -194,9 +189,8 @@ def test_a_context_that_fails_does_not_raise_into_vllm(
     exporter = Exporter("cpu")
     with exporter.context() or nullcontext():
         layer = kv()
-    with pytest.raises(
-        SegmentError, match="cannot be shared in place: RuntimeError: torch says no"
-    ):
+    said = "cannot be shared in place: RuntimeError: torch says no"
+    with pytest.raises(SegmentError, match=said):
         exporter.region({"layers.0": layer})
     monkeypatch.undo()
     while torch._C._len_torch_function_stack():
@@ -214,9 +208,7 @@ def test_what_vllm_raises_within_its_context_is_vllms() -> None:
 # ---- the GPU's, as torch calls it: it has two C functions
 
 
-def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_it_frees_them(
-    cuda: FakeCuda,
-) -> None:
+def test_torch_gets_whole_granules_whose_descriptor_lives_until_it_frees(cuda: FakeCuda) -> None:
     memory = CudaExportable(1)
     allocate, free = memory._callbacks
     first, second = allocate(3 * MIB, 1, None), allocate(2 * MIB, 1, None)
@@ -232,23 +224,18 @@ def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_i
     cuda.calls.clear()
     free(second, 2 * MIB, 1, None)
     assert (memory.allocations(), cuda.holds()) == ([], NOTHING)
-    caught_up, unmapped, released = map(
-        cuda.calls.index, ("cuCtxSynchronize", "cuMemUnmap", "cuMemRelease")
-    )
-    assert caught_up < unmapped < released
+    order = ["cuCtxSynchronize", "cuMemUnmap", "cuMemRelease"]
+    assert sorted(order, key=cuda.calls.index) == order
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemExportToShareableHandle"])
-def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothing(
-    cuda: FakeCuda, call: str
-) -> None:
+def test_a_driver_call_that_fails_is_no_memory_and_leaves_none(cuda: FakeCuda, call: str) -> None:
     memory = CudaExportable(0)
     allocate, _ = memory._callbacks
     cuda.broken = call
     assert allocate(2 * MIB, 0, None) is None
-    assert memory.problem.startswith(
-        f"2,097,152 B on cuda:0 for the KV cache: {call}: CUDA_ERROR_INVALID_VALUE"
-    )
+    said = f"2,097,152 B on cuda:0 for the KV cache: {call}: CUDA_ERROR_INVALID_VALUE"
+    assert memory.problem.startswith(said)
     cuda.broken = ""
     assert (memory.allocations(), cuda.holds()) == ([], NOTHING)
 
@@ -261,9 +248,8 @@ def test_freeing_never_raises_through_c(cuda: FakeCuda, caplog: pytest.LogCaptur
     free(address, 2 * MIB, 0, None)
     free(address, 2 * MIB, 0, None)
     assert memory.allocations() == []
-    assert caplog.messages[0].startswith(
-        "vcache: 2,097,152 B of KV cache on cuda:0 stay until the process ends"
-    )
+    said = "vcache: 2,097,152 B of KV cache on cuda:0 stay until the process ends"
+    assert caplog.messages[0].startswith(said)
 
 
 def test_nothing_is_collected_under_torchs_lock_and_everything_afterwards(

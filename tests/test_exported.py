@@ -50,19 +50,16 @@ def test_the_shape_says_where_every_plane_begins(cache: SharedCache, shape: Cach
     # Layers 0 and 2 lie in the first region, in the order in which `SharedCache` puts them.
     expected = [64, 64 + part, 64 + 2 * part, 64 + 3 * part]
     assert [offset for region, offset in shape.planes if region == 0] == expected
-    assert [cache.regions[region].address + offset for region, offset in shape.planes] == kv.planes[
-        :, 0
-    ].tolist()
+    addresses = [cache.regions[region].address + offset for region, offset in shape.planes]
+    assert addresses == kv.planes[:, 0].tolist()
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda each: each.name)
 def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> None:
     cache = Cache(arrangement)
     kv = PagedKV.describe(cache.tensors, SMALL.block_size)
-    regions = [
-        Region(-1, t.untyped_storage().nbytes(), t.untyped_storage().data_ptr())
-        for t in cache.tensors
-    ]
+    memory = [tensor.untyped_storage() for tensor in cache.tensors]
+    regions = [Region(-1, one.nbytes(), one.data_ptr()) for one in memory]
     shape = cache_shape(kv, regions, HOST)
     assert len(shape.planes) == kv.layers * kv.parts
     check_shape(shape, BLOCKS, kv, HOST)
@@ -84,10 +81,8 @@ def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     dense, wide = memory[: 1 << 18].view(torch.bfloat16), memory[1 << 19 :].view(torch.bfloat16)
     shape = (BLOCKS, 16, 64)
-    layers = [
-        dense[: math.prod(shape)].view(shape),
-        wide[: 2 * math.prod(shape)].view(BLOCKS, 32, 64)[:, :16],
-    ]
+    layers = [dense[: math.prod(shape)].view(shape)]
+    layers += [wide[: 2 * math.prod(shape)].view(BLOCKS, 32, 64)[:, :16]]
     kv = PagedKV.describe(layers, 16)
     with pytest.raises(LayoutError, match=r"blocks are \[2048, 4096\] B apart"):
         cache_shape(kv, [Region(-1, 1 << 20, memory.data_ptr())], HOST)

@@ -122,9 +122,7 @@ def test_memory_and_descriptor_are_gone_once_torch_gives_them_back(memory: CudaE
 
 
 @pytest.mark.gpu
-def test_too_little_memory_is_torchs_own_error_and_the_process_goes_on(
-    memory: CudaExportable,
-) -> None:
+def test_too_little_memory_is_torchs_error_and_the_process_goes_on(memory: CudaExportable) -> None:
     with memory.context():
         with pytest.raises(torch.OutOfMemoryError):
             kv(4 << 40)
@@ -135,9 +133,7 @@ def test_too_little_memory_is_torchs_own_error_and_the_process_goes_on(
 
 
 @pytest.mark.gpu
-def test_only_the_thread_that_makes_the_kv_cache_gets_exportable_memory(
-    memory: CudaExportable,
-) -> None:
+def test_only_the_thread_of_the_kv_cache_gets_exportable_memory(memory: CudaExportable) -> None:
     found: list[torch.Tensor] = []
     with memory.context():
         thread = threading.Thread(target=lambda: found.append(kv()))

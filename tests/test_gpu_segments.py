@@ -63,10 +63,8 @@ def test_an_fd_of_something_else_is_refused_by_the_real_driver() -> None:
 
 @pytest.mark.gpu
 def test_more_memory_than_the_gpu_has_is_refused_with_the_figures() -> None:
-    with pytest.raises(
-        SegmentError,
-        match=r"needs [\d,]+ B but [\d,]+ of [\d,]+ B are free; set pool.segment_bytes <= \d+",
-    ):
+    said = r"needs [\d,]+ B but [\d,]+ of [\d,]+ B are free; set pool.segment_bytes <= \d+"
+    with pytest.raises(SegmentError, match=said):
         create(devices.resolve("cuda:0"), 4 << 40)
 
 

@@ -70,10 +70,8 @@ def test_what_was_hashed_before_makes_no_difference(calls: list[tuple[list[int],
 @pytest.mark.parametrize("field", [name for name in LAYOUT.__struct_fields__ if name != "extra"])
 def test_every_field_of_the_layout_separates_namespaces(field: str) -> None:
     value = getattr(LAYOUT, field)
-    other = msgspec.structs.replace(
-        LAYOUT,
-        **{field: 2 * value + (field == "pp_rank") if isinstance(value, int) else f"{value}!"},
-    )
+    changed = 2 * value + (field == "pp_rank") if isinstance(value, int) else f"{value}!"
+    other = msgspec.structs.replace(LAYOUT, **{field: changed})
     assert other.namespace() != LAYOUT.namespace()
     # Were only the first eight bytes different, a namespace whose prefix collides would share the
     # other's chunks.

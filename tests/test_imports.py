@@ -17,11 +17,8 @@ import pytest
 from processes import ROOT, ran
 
 HOOK = "vcache_backend.integration.plugin"
-FOLDERS = {
-    "vcache_backend": "vcache_backend",
-    "integration": "vcache_backend.integration",
-    "benchmarks": "benchmarks",
-}
+FOLDERS = {name: name for name in ("vcache_backend", "benchmarks")}
+FOLDERS |= {"integration": "vcache_backend.integration"}
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -64,55 +61,52 @@ def module(path: Path) -> str:
     return ".".join([FOLDERS[folder], *(part for part in rest if part != "__init__")])
 
 
-def imports(path: Path, top_level_only: bool = False) -> Iterator[tuple[int, str]]:
+def folder(path: Path) -> str:
+    """The package that a file lies in."""
+    return module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+
+
+def imports(path: Path, top_only: bool = False) -> Iterator[tuple[int, str]]:
     """Line and full name of everything a file imports, `from a import b` as both `a` and `a.b`; not
     for type checkers only.
     """
-    package = module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
-    for node in _walk(parsed(path), top_level_only):
+    package = folder(path)
+    for node in _walk(parsed(path), top_only):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = (
-                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            )
+            parts = package.split(".")
+            above = parts[: len(parts) - node.level + 1] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
             yield node.lineno, source
             yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
 
 
-def _walk(node: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
+def _walk(node: ast.AST, top_only: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
-        if top_level_only and isinstance(
-            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        ):
+        function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if top_only and function:
             continue
         yield child
-        yield from _walk(child, top_level_only)
+        yield from _walk(child, top_only)
 
 
 def within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def found(path: Path, forbidden: tuple[str, ...], top_level_only: bool = False) -> list[str]:
-    where = path.relative_to(ROOT)
-    return [
-        f"{where}:{line} imports {name}"
-        for line, name in imports(path, top_level_only)
-        if within(name, forbidden)
-    ]
+def found(path: Path, forbidden: tuple[str, ...], top_only: bool = False) -> list[str]:
+    where, those = path.relative_to(ROOT), imports(path, top_only)
+    return [f"{where}:{line} imports {name}" for line, name in those if within(name, forbidden)]
 
 
-def imported(
-    who: tuple[str, ...], forbidden: tuple[str, ...], top_level_only: bool = False
-) -> list[str]:
+def imported(who: tuple[str, ...], forbidden: tuple[str, ...], top_only: bool = False) -> list[str]:
     """What the modules within `who` import of it."""
     files = [path for path in FILES if within(module(path), who)]
     assert files
-    return [line for path in files for line in found(path, forbidden, top_level_only)]
+    return [line for path in files for line in found(path, forbidden, top_only)]
 
 
 @pytest.mark.parametrize(
@@ -127,17 +121,13 @@ def test_imports_point_down(who: str, forbidden: tuple[str, ...]) -> None:
 
 def test_what_the_offload_tier_needs_is_loaded_by_those_who_have_one() -> None:
     who = ("vcache_backend.transfer", "vcache_backend.engine")
-    assert imported(who, ("vcache_backend.offload",), top_level_only=True) == []
+    assert imported(who, ("vcache_backend.offload",), top_only=True) == []
 
 
 def test_the_core_does_not_import_the_doors_but_lazily_in_the_cli() -> None:
     core = [path for path in FILES if path.is_relative_to(ROOT / "vcache_backend")]
-    wrong = [
-        line
-        for path in core
-        for line in found(path, DOORS, top_level_only=path.parent.name == "cli")
-    ]
-    assert wrong == []
+    wrong = [found(path, DOORS, top_only=path.parent.name == "cli") for path in core]
+    assert not any(wrong), wrong
 
 
 def test_the_doors_and_benchmarks_import_their_own_modules_relatively() -> None:
@@ -156,16 +146,10 @@ def test_the_doors_and_benchmarks_import_their_own_modules_relatively() -> None:
 def test_every_folder_of_code_is_packaged() -> None:
     """But for the benchmarks, which are run from a checkout."""
     files = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
-    folders = {
-        module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
-        for path in files
-    }
-    assert folders | {"vcache_backend.configs"} == set(PYPROJECT["tool"]["setuptools"]["packages"])
-    assert [
-        str(path)
-        for folder in {path.parent for path in FILES}
-        if not (path := folder / "__init__.py").exists()
-    ] == []
+    packages = {*map(folder, files), "vcache_backend.configs"}
+    assert packages == set(PYPROJECT["tool"]["setuptools"]["packages"])
+    marks = {path.parent / "__init__.py" for path in FILES}
+    assert [mark for mark in marks if not mark.exists()] == []
 
 
 # The hook is what every process of vLLM gets.
@@ -190,11 +174,6 @@ def test_what_has_to_be_light_loads_neither_torch_nor_cuda(code: str, more: list
 
 def test_no_two_classes_have_one_name() -> None:
     product = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
-    classes = [
-        node
-        for path in product
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef)
-    ]
-    counted = Counter(node.name.lstrip("_") for node in classes)
+    nodes = (node for path in product for node in ast.walk(parsed(path)))
+    counted = Counter(one.name.lstrip("_") for one in nodes if isinstance(one, ast.ClassDef))
     assert [name for name, count in counted.items() if count > 1] == []

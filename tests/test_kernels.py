@@ -193,9 +193,7 @@ def pages_of_several_sizes(device: str) -> PagedKV:
 @TUNINGS
 @DIRECTIONS
 @DEVICE
-def test_the_kernel_equals_the_reference(
-    made: Any, tuning: Tuning, to_slot: bool, device: str
-) -> None:
+def test_kernel_equals_reference(made: Any, tuning: Tuning, to_slot: bool, device: str) -> None:
     kv = made(device) if callable(made) else cache((12, 4, made), 4, device, dtype=torch.float16)
     check(kv, some(kv, 5, first=1), 3, to_slot, tuning)
 
@@ -211,9 +209,7 @@ def test_slots_at_any_address_take_narrower_words(shift: int, to_slot: bool, dev
 @pytest.mark.parametrize("ctas", [1, 7, 1000])
 @TUNINGS
 @DEVICE
-def test_any_number_of_programs_moves_every_piece_once(
-    ctas: int, tuning: Tuning, device: str
-) -> None:
+def test_any_number_of_programs_moves_a_piece_once(ctas: int, tuning: Tuning, device: str) -> None:
     kv = cache((40, 4, 200), 4, device, layers=1)
     check(kv, some(kv, 6), 3, False, replace(tuning, ctas=ctas))
 
@@ -226,9 +222,7 @@ def test_an_empty_plan_moves_nothing(device: str) -> None:
 
 @DIRECTIONS
 @DEVICE
-def test_the_kernel_equals_the_reference_for_several_block_tables(
-    to_slot: bool, device: str
-) -> None:
+def test_kernel_equals_reference_for_several_block_tables(to_slot: bool, device: str) -> None:
     first, second = (noise((24, 4, 3, 20), torch.bfloat16, device, layer) for layer in range(2))
     kv = PagedKV.describe_groups(
         [({"a": first, "b": second}, Share(4)), ({"c": first}, Share(4, 8))]
@@ -350,9 +344,7 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
 
 
 @DEVICE
-def test_each_kind_of_layers_has_its_part_of_one_table_aligned_as_the_kernel_takes_it_to_be(
-    device: str,
-) -> None:
+def test_each_kind_of_layers_has_its_part_of_one_table_aligned_for_the_kernel(device: str) -> None:
     """Two origins, whose blocks lie elsewhere in each kind of layers."""
 
     def made(seed: int) -> PagedKV:
@@ -434,7 +426,7 @@ def test_slots_and_other_caches_are_read_in_one_launch(tuning: Tuning, device: s
     [(0, 0, 16), (8, 0, 8), (0, 8, 8), (4, 16, 4), (0, 2, 2), (1, 16, 1)],
 )
 @DEVICE
-def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(
+def test_words_are_as_wide_as_addresses_allow(
     shift: int, gap: int, aligned: int, device: str
 ) -> None:
     there = owners(2, 512, 2, device, [0, gap], shift)

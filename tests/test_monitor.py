@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -62,9 +61,7 @@ def watching(alone: Stage) -> tuple[Child, str]:
     """A server's monitor that asks more often than that of `server.metrics`, and takes an instance
     for silent sooner; and where it listens.
     """
-    monitor = alone.undo.enter_context(
-        Child([sys.executable, "-c", MONITOR, str(alone.path), ":0"])
-    )
+    monitor = alone.script(MONITOR, ":0")
     return monitor, address_of(monitor)
 
 
@@ -181,12 +178,10 @@ def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus
     """A Prometheus that has scraped this address and does so all the time."""
     (port,) = free_ports(1)
     every = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "200ms"}
-    config = {
-        "global": every,
-        "scrape_configs": [{"job_name": "vcache", "static_configs": [{"targets": [address]}]}],
-    }
+    scraped = {"job_name": "vcache", "static_configs": [{"targets": [address]}]}
+    config = {"global": every, "scrape_configs": [scraped], "rule_files": ["rules.yml"]}
     (folder / "rules.yml").write_text(rules)
-    (folder / "prometheus.yml").write_text(json.dumps(config | {"rule_files": ["rules.yml"]}))
+    (folder / "prometheus.yml").write_text(json.dumps(config))
     options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with Child(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]) as program:
         program.expect("Server is ready to receive web requests")
@@ -225,20 +220,17 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
 
             def unanswered() -> list[str]:
                 looked_for(reader)
-                asked = [
-                    query for those in queries.values() for query in those if "unless" not in query
-                ]
-                return [query for query in asked if not prometheus.values(query)]
+                asked = (query for those in queries.values() for query in those)
+                needed = [query for query in asked if "unless" not in query]
+                return [query for query in needed if not prometheus.values(query)]
 
             eventually(lambda: not unanswered(), every=1.0)
-            assert prometheus.values(
-                f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}'
-            ) == [3]
+            chunks = f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}'
+            assert prometheus.values(chunks) == [3]
         text = get(address)[1]
     done = ran("promtool", "check", "metrics", input=text)
-    assert (done.returncode, done.stdout + done.stderr) == (0, ""), (
-        "of their names, types and texts"
-    )
+    # It looks at names, types and texts.
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
     assert text.count("# HELP ") == text.count("# TYPE ") > 30
 
 
@@ -313,11 +305,8 @@ def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(al
 def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     server = alone.server(metrics=":0")
     address_of(server)
-    (child,) = [
-        one
-        for task in Path(f"/proc/{server.pid}/task").iterdir()
-        for one in (task / "children").read_text().split()
-    ]
+    tasks = Path(f"/proc/{server.pid}/task").iterdir()
+    (child,) = [one for task in tasks for one in (task / "children").read_text().split()]
     # A service manager sends SIGHUP to all of a service: that ends neither process.
     for number in ("-HUP", "-9"):
         subprocess.run(["kill", number, child], check=True)
@@ -360,10 +349,8 @@ def test_a_page_whose_name_was_made_to_mean_this_address_reads_nothing(alone: St
     assert {host: asked_as(address, host) for host in others} == dict.fromkeys(others, 421)
 
 
-SLOW = {
-    "sends nothing": b"",
-    "reads no answer": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
-}
+SLOW = {"sends nothing": b""}
+SLOW |= {"reads no answer": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"}
 
 
 @contextmanager

@@ -103,10 +103,8 @@ def test_a_stopped_reader_of_a_dead_owners_memory_is_named_and_then_lets_go(stag
         both = kv_mapped(keeping.pid)
         with keeping.stopped():
             there.kill()
-            expected = [(TWO.hex(), keeping.pid)]
-            eventually(
-                lambda: [(one.id, one.stopped) for one in client.stats().instances] == expected
-            )
+            left = [(TWO.hex(), keeping.pid)]
+            eventually(lambda: [(it.id, it.stopped) for it in client.stats().instances] == left)
             assert kv_mapped(keeping.pid) == both
         eventually(lambda: kv_mapped(keeping.pid) == both - 1)
 
@@ -140,11 +138,8 @@ def test_a_live_owner_that_gives_its_cache_up_is_unmapped(stage: Stage, reader: 
 
 def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next(stage_: Stage) -> None:
     first = stage_.server()
-    with (
-        owner(stage_, 1, QUICK) as one,
-        owner(stage_, 2, QUICK) as two,
-        closing(Reader(stage_.client(QUICK))) as reader,
-    ):
+    one, two = owner(stage_, 1, QUICK), owner(stage_, 2, QUICK)
+    with one, two, closing(Reader(stage_.client(QUICK))) as reader:
         generations = one.ask("write", [1], 11)
         neighbour = reader.there(ONE)
         first.kill()
@@ -214,11 +209,8 @@ def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_ag
         caplog.set_level("WARNING")
         assert [mapped(reader.neighbours, ONE) for _ in range(3)] == [None] * 3
         assert asked(reader.client, "OpenCache") == 1
-        assert (
-            len(said(caplog, "cannot be read in place: its KV cache has layout "))
-            == len(said(caplog, "in place"))
-            == 1
-        )
+        lines = said(caplog, "cannot be read in place: its KV cache has layout ")
+        assert len(lines) == len(said(caplog, "in place")) == 1
         assert (mapped(reader.neighbours, TWO), kv_mapped()) == (None, 0)
 
 

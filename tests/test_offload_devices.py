@@ -76,9 +76,8 @@ def test_whole_blocks_are_filled_behind_a_mark(
     session = two._session
     ids = (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist()
     kv = session.bind(cache.tensors)
-    load = Load(
-        session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.copier.mark()
-    )
+    at = BlockPlaces(kv, CHUNK, ids, kv.block_size)
+    load = Load(session, at, keys, mark=session.copier.mark())
     assert load.run(SECONDS) == len(keys)
     assert cache.holds_only(tokens, here)
     assert load.to_promote() == list(range(len(keys)))
@@ -93,10 +92,8 @@ def test_one_byte_a_number_comes_back_nearly_and_what_is_no_number_is_not_writte
 ) -> None:
     cache, tokens = cache_on(device), prompt(LENGTH)
     one, two = (engine(at, depot, model, cache=cache, device=device, codec=codec) for at in nodes)
-    assert (
-        one.get_stats()["namespace"]
-        != engine(nodes[0], depot, model, cache=cache, device=device).get_stats()["namespace"]
-    )
+    raw = engine(nodes[0], depot, model, cache=cache, device=device)
+    assert one.get_stats()["namespace"] != raw.get_stats()["namespace"]
     slots = places(cache.sizes, LENGTH)
     for tensor in cache.tensors:
         tensor.normal_()

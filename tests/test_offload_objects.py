@@ -44,10 +44,8 @@ def test_the_format_is_what_the_documentation_of_the_module_says() -> None:
     head = sealed()[:HEADER_BYTES].tobytes()
     assert HEADER_BYTES == 128
     assert head[:8] == b"VCKV" + (1).to_bytes(2, "little") + CODEC.to_bytes(2, "little")
-    assert [int.from_bytes(head[at : at + 8], "little") for at in (8, 16)] == [
-        CHUNK_BYTES,
-        PAYLOAD_BYTES,
-    ]
+    sizes = [int.from_bytes(head[at : at + 8], "little") for at in (8, 16)]
+    assert sizes == [CHUNK_BYTES, PAYLOAD_BYTES]
     assert (head[32:58], head[64:96]) == (KEY, FINGERPRINT)
     payload = bytes(range(256)) * 3 + bytes(9)
     assert sealed(payload)[HEADER_BYTES:].tobytes() == payload + b"\xa5" * 64

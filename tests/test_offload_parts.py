@@ -86,12 +86,9 @@ def test_whoever_takes_buffers_waits_for_all_of_them_or_gets_none() -> None:
 @pytest.fixture
 def store() -> Iterator[Store]:
     """One that never opens."""
-    made = Store(
-        OffloadConfig(
-            policy="write_through", failures=1, mooncake=MooncakeConfig(master="127.0.0.1:9")
-        ),
-        EngineStats(),
-    )
+    nobody = MooncakeConfig(master="127.0.0.1:9")
+    config = OffloadConfig(policy="write_through", failures=1, mooncake=nobody)
+    made = Store(config, EngineStats())
     yield made
     made.close()
 

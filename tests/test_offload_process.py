@@ -113,14 +113,9 @@ def test_the_offload_process_takes_no_module_from_the_working_folder(
 def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
     """The library itself would end the process with a segmentation fault."""
     raw = Raw(depot.config())
-    for call in (
-        lambda: raw.there(["x"]),
-        lambda: raw.put(["x"], [b"1"]),
-        lambda: raw.get(["x"]),
-        lambda: raw.remove(["x"]),
-    ):
+    for verb, *given in (("exist",), ("put", [(0, 1)]), ("get", [(0, 1)]), ("remove",)):
         with pytest.raises(StoreDown, match="not open"):
-            call()
+            raw.call(verb, ["x"], *given)
     with raw:
         assert raw.there(["vcache1/x"]) == [False]
 
@@ -135,38 +130,29 @@ def test_an_absent_master_is_found_later(tmp_path: Path, caplog: pytest.LogCaptu
         store = Store(depot.offload(**QUICK), EngineStats())
         eventually(lambda: "Connection refused" in store.snapshot()["last_error"])
         assert not store.usable
-        assert (store.lookup(["x"]), store.get(["x"], [(0, 1)]), store.put(["x"], [(0, 1)])) == (
-            None,
-            [-1],
-            [FAILED],
-        )
+        assert store.lookup(["x"]) is None
+        assert (store.get(["x"], [(0, 1)]), store.put(["x"], [(0, 1)])) == ([-1], [FAILED])
         depot.master.restart()
         eventually(lambda: store.usable)
         # Said once, though tried again and again; then what is in force.
         assert sum("Connection refused" in message for message in caplog.messages) == 1
-        in_force, *_ = (
-            message
-            for message in caplog.messages
-            if f"master_server_addr={depot.master.address}" in message
-        )
+        address = f"master_server_addr={depot.master.address}"
+        in_force = next(message for message in caplog.messages if address in message)
         assert "MC_RPC_TIMEOUT_MS=" in in_force
         store.close()
 
 
 def test_a_hung_master_opens_the_breaker_and_all_is_well_when_it_goes_on(own_depot: Depot) -> None:
-    store, (buffer, *_) = opened(
-        own_depot.offload(failures=1, mooncake={"rpc_seconds": 0.5}, **QUICK)
-    )
+    config = own_depot.offload(failures=1, mooncake={"rpc_seconds": 0.5}, **QUICK)
+    store, (buffer, *_) = opened(config)
     names = new_names(1)
     store.put(names, places(buffer))
     process = pid(store)
     own_depot.master.stop()
     assert store.lookup(names) is None
     assert not store.usable
-    with (
-        pytest.raises(StoreDown, match="no answer from the master"),
-        Raw(own_depot.config(rpc_seconds=0.5)),
-    ):
+    hasty = own_depot.config(rpc_seconds=0.5)
+    with pytest.raises(StoreDown, match="no answer from the master"), Raw(hasty):
         pass
     own_depot.master.cont()
     eventually(lambda: store.lookup(names) == 1)
@@ -179,10 +165,8 @@ def test_a_hung_master_opens_the_breaker_and_all_is_well_when_it_goes_on(own_dep
 
 def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
     """The master says for `client_ttl` that it is there."""
-    with (
-        Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=2) as depot,
-        Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw,
-    ):
+    depot = Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=2)
+    with depot, Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw:
         names, data = new_names(16), secrets.token_bytes(MIB // 4)
         assert raw.put(names, [data] * 16) == [STORED] * 16
         depot.providers[0].kill()
@@ -224,9 +208,8 @@ def test_look_ups_and_removals_do_not_wait_for_transfers(hung_depot: Depot) -> N
     names = new_names(2)
     assert store.put(names, places(*buffers[:2])) == [STORED] * 2
     hung_depot.providers[0].stop()
-    reading = [
-        threading.Thread(target=store.get, args=(names[:1], places(buffer))) for buffer in buffers
-    ]
+    given = [(names[:1], places(buffer)) for buffer in buffers]
+    reading = [threading.Thread(target=store.get, args=one) for one in given]
     for thread in reading:
         thread.start()
     assert store.lookup(names) == 2

@@ -83,24 +83,17 @@ def test_a_page_has_the_bytes_of_its_dtype_and_its_name(dtype: torch.dtype) -> N
 
 def test_heads_as_many_as_tokens_are_ambiguous_until_axes_are_named() -> None:
     tensor = kv(BLOCKS, BLOCK, BLOCK, DIM)
-    with pytest.raises(
-        LayoutError, match="ambiguous; pass axes='block head token dim' or 'block token head dim'"
-    ):
+    said = "ambiguous; pass axes='block head token dim' or 'block token head dim'"
+    with pytest.raises(LayoutError, match=said):
         PagedKV.describe([tensor], BLOCK)
-    assert (
-        PagedKV.describe([tensor], BLOCK, axes="block head token dim").name
-        == "head16.token16.dim64 bfloat16"
-    )
-    assert (
-        PagedKV.describe([tensor], BLOCK, axes="block token head dim").name
-        == "token16.head16.dim64 bfloat16"
-    )
+    axes = "block head token dim", "block token head dim"
+    names = [PagedKV.describe([tensor], BLOCK, axes=one).name for one in axes]
+    assert names == ["head16.token16.dim64 bfloat16", "token16.head16.dim64 bfloat16"]
 
 
 def test_two_rows_of_blocks_are_not_taken_for_two_blocks_of_heads() -> None:
-    with pytest.raises(
-        LayoutError, match="ambiguous; pass axes='block head token dim' or 'part block token dim'"
-    ):
+    said = "ambiguous; pass axes='block head token dim' or 'part block token dim'"
+    with pytest.raises(LayoutError, match=said):
         PagedKV.describe([kv(2, BLOCKS, BLOCK, DIM)], BLOCK)
 
 
@@ -170,33 +163,26 @@ def test_layers_that_differ_are_described_kind_by_kind(other: Tensor) -> None:
     assert found.kinds[1].pages[0].data_ptr() == other.data_ptr()
     table = PagedKV.describe_groups([({"a": first, "b": other}, Share(BLOCK, 32))])
     assert table.chunk_bytes(64) == 2 * (one.page_bytes + two.page_bytes)
-    assert [kind.chunk_bytes(64) for kind in table.kinds] == [
-        2 * one.page_bytes,
-        2 * two.page_bytes,
-    ]
+    nbytes = [kind.chunk_bytes(64) for kind in table.kinds]
+    assert nbytes == [2 * one.page_bytes, 2 * two.page_bytes]
 
 
 def test_several_block_tables_must_lie_in_the_same_memory() -> None:
     one, two = kv(BLOCKS, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, DIM)
     full = {"a": one, "b": two}, Share(BLOCK)
     found = PagedKV.describe_groups([full, ({"c": one}, Share(BLOCK, 32)), ({}, Share(BLOCK, 16))])
-    assert (found.layers, found.chunk_bytes(64), found.name) == (
-        2,
-        2 * (4 + 2 + 1) * PAGE,
-        PagedKV.describe([one], BLOCK).name,
-    )
+    assert (found.layers, found.chunk_bytes(64)) == (2, 2 * (4 + 2 + 1) * PAGE)
+    assert found.name == PagedKV.describe([one], BLOCK).name
     # One table's blocks may be longer where a token has fewer bytes.
     longer = one.view(BLOCKS, 2 * BLOCK, HEADS // 2, DIM)
     found = PagedKV.describe_groups([full, ({"c": longer}, Share(2 * BLOCK))])
     assert (found.block_size, found.chunk_bytes(64)) == (BLOCK, 2 * (4 + 2) * PAGE)
     elsewhere, larger = kv(BLOCKS, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, 2 * DIM)
-    padded = one.as_strided(
-        (BLOCKS, BLOCK, HEADS // 2, DIM), (one.stride(0), HEADS // 2 * DIM, DIM, 1)
-    )
+    strides = one.stride(0), HEADS // 2 * DIM, DIM, 1
+    padded = one.as_strided((BLOCKS, BLOCK, HEADS // 2, DIM), strides)
     for other in (elsewhere, one[1:], one[:-1]):
-        with pytest.raises(
-            LayoutError, match="must lie in the same memory, but c and its group have 1 layers"
-        ):
+        said = "must lie in the same memory, but c and its group have 1 layers"
+        with pytest.raises(LayoutError, match=said):
             PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
     for other in (larger, padded):
         with pytest.raises(LayoutError, match="those of [abc] do not lie beside the others'"):

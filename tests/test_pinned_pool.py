@@ -55,9 +55,7 @@ def quiet(cuda: FakeCuda) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [MIB, 12_345])
-def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(
-    cuda: FakeCuda, quiet: None, nbytes: int
-) -> None:
+def test_a_segment_is_locked_while_a_tensor_lives(cuda: FakeCuda, quiet: None, nbytes: int) -> None:
     with create(HOST, nbytes) as owned:
         assert cuda.holds() == NOTHING
         mapped = map_segment(owned.info, owned.fd, HOST)
@@ -82,9 +80,7 @@ def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(
         "cuMemHostGetDevicePointer",
     ],
 )
-def test_a_segment_that_fails_at_any_step_leaves_nothing(
-    cuda: FakeCuda, quiet: None, call: str
-) -> None:
+def test_a_segment_that_failed_leaves_nothing(cuda: FakeCuda, quiet: None, call: str) -> None:
     with create(HOST, MIB) as owned:
         cuda.broken = call
         message = why_not_mapped(owned, HOST)
@@ -120,10 +116,8 @@ def test_the_last_gibibyte_of_the_machine_is_left_to_others(
     create(HOST, MIB).close()
     monkeypatch.setattr(devices, "host_available", lambda: pinned_segment.SPARE_BYTES + MIB - 1)
     monkeypatch.setattr(pinned_segment, "GROW_SECONDS", 0.0)
-    with pytest.raises(
-        SegmentError,
-        match=r"1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free",
-    ):
+    why = "1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free"
+    with pytest.raises(SegmentError, match=why):
         create(HOST, MIB)
 
 
@@ -143,9 +137,8 @@ def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_lit
 
 
 def engine(here: Node, name: str, segment_bytes: int, cache: Cache, gpu: int = 0) -> VCacheEngine:
-    made = here.engine(
-        name, segment_bytes, layout_of(cache), copier=HostCopier(), kv_device=f"cuda:{gpu}"
-    )
+    more = {"copier": HostCopier(), "kv_device": f"cuda:{gpu}"}
+    made = here.engine(name, segment_bytes, layout_of(cache), **more)
     assert made.device == Device(name, "host", gpu)
     return made
 
@@ -166,9 +159,7 @@ def has(made: VCacheEngine, segments: int) -> None:
     eventually(lambda: len(made._session.pool.mapped()) == segments)
 
 
-def test_what_one_worker_stored_another_one_loads_from_locked_memory(
-    shared: Node, pieces: FakeCuda
-) -> None:
+def test_workers_share_what_lies_in_locked_memory(shared: Node, pieces: FakeCuda) -> None:
     mine, theirs = Cache(FLASH, SIZES), Cache(FLASH, SIZES)
     writer = engine(shared, "host:a", 2 * PIECE + PIECE // 2, mine)
     has(writer, 3)
@@ -206,9 +197,7 @@ def test_a_step_never_waits_for_memory_that_is_being_locked(shared: Node, pieces
     assert get(reader, theirs, prompt(CHUNK)) == CHUNK
 
 
-def test_memory_is_locked_by_a_thread_that_leaves_graphs_whole_which_others_capture(
-    shared: Node, pieces: FakeCuda
-) -> None:
+def test_the_thread_that_locks_leaves_captured_graphs_whole(shared: Node, pieces: FakeCuda) -> None:
     """As vLLM does after its KV cache is made, which is when the pool begins. On a GPU:
     test_gpu_segments.py.
     """
@@ -245,10 +234,8 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     made = engine(shared, "host:a", 8 * PIECE, mine)
     eventually(lambda: any("host:a" in one.text for one in shared.client().stats().reports))
     (line,) = said(caplog, "lends 2 MiB of 8 MiB")
-    assert (
-        "the driver cannot lock 1,048,576 B of host memory: cuMemHostRegister: "
-        "CUDA_ERROR_OUT_OF_MEMORY"
-    ) in line
+    cause = "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+    assert f"the driver cannot lock 1,048,576 B of host memory: {cause}" in line
     tokens = prompt(2 * CHUNK)
     put(made, mine, tokens)
     assert get(made, mine, tokens) == len(tokens)
@@ -261,9 +248,7 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
 
 
-def test_the_bytes_go_there_and_back_before_the_pool_is_there(
-    shared: Node, pieces: FakeCuda
-) -> None:
+def test_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, pieces: FakeCuda) -> None:
     """A layout that is not understood must be seen even where the pool takes a minute to come."""
     cache = Cache(FLASH, SIZES)
 
@@ -273,10 +258,8 @@ def test_the_bytes_go_there_and_back_before_the_pool_is_there(
             slots[0].tensor[100] ^= 1
             return finished
 
-    for copier, wrong in (
-        (HostCopier(), None),
-        (Wrong(), "gathered wrongly into the pool: layer 0"),
-    ):
+    why = "gathered wrongly into the pool: layer 0"
+    for copier, wrong in ((HostCopier(), None), (Wrong(), why)):
         made = shared.engine("host:a", 0, layout_of(cache), copier=copier, kv_device="cuda:0")
         session = made._session
         assert isinstance(session.pool, PinnedPool)

@@ -36,9 +36,8 @@ def places(*ids: int) -> Int64s:
 def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
     copy = plan_blocks(several, CHUNK, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))
-    assert copy.blocks[:6].tolist() == [
-        [0, 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))
-    ]
+    first = [[0, 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))]
+    assert copy.blocks[:6].tolist() == first
     assert copy.blocks[6:].tolist() == [[1, 192, 9], [1, 384, 8], [1, 960, 6]]
     assert (copy.nbytes, copy.tokens) == (9 * 3 * 2 * PAGE, CHUNK + 2 * BLOCK)
     assert copy.complete(2).tolist() == [True, False]
@@ -46,9 +45,7 @@ def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_o
         plan_blocks(KV, CHUNK, np.array([7, -1]))
 
 
-def test_with_several_block_tables_an_unwanted_block_is_no_place_and_its_chunk_is_not_stored() -> (
-    None
-):
+def test_with_several_tables_an_unwanted_block_is_no_place_and_its_chunk_is_not_stored() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
     at = BlockPlaces(several, CHUNK, [5, 0, 7, 3, 4, -1], 2 * BLOCK)
     assert at.load_plan(0, 2).blocks[:, 2].tolist() == [10, 11, 0, 1, 14, 15, 6, 7, 8, 9]
@@ -59,21 +56,17 @@ def test_with_several_block_tables_an_unwanted_block_is_no_place_and_its_chunk_i
 def test_a_place_outside_of_the_cache_is_refused_with_figures(bad: int) -> None:
     mapping = places(7, 3, 30, 4)
     mapping[5] = bad
-    with pytest.raises(
-        LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"
-    ):
+    said = r"names blocks .* but the KV cache has 32 blocks of 4 tokens"
+    with pytest.raises(LayoutError, match=said):
         SlotPlaces(KV, CHUNK, mapping, range(0, CHUNK, CHUNK)).load_plan(0, 1)
     for ids in ([7, 3, 32, 4], [7, 3, -1, 4]):
-        with pytest.raises(
-            LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"
-        ):
+        with pytest.raises(LayoutError, match=said):
             plan_blocks(KV, CHUNK, np.array(ids))
 
 
 def test_places_that_are_not_wanted_are_not_looked_at() -> None:
-    assert SlotPlaces(KV, CHUNK, places(99, 3, 30, 4), [0], 4).load_plan(0, 1).blocks[
-        :, 2
-    ].tolist() == [3, 30, 4]
+    plan = SlotPlaces(KV, CHUNK, places(99, 3, 30, 4), [0], 4).load_plan(0, 1)
+    assert plan.blocks[:, 2].tolist() == [3, 30, 4]
 
 
 @pytest.mark.parametrize("starts", [[-1], [1], [0, 16], [1 << 40]])
@@ -84,12 +77,9 @@ def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
 
 @pytest.mark.parametrize("chunk_size", [0, -4, 6])
 def test_a_chunk_must_be_whole_blocks(chunk_size: int) -> None:
-    for plan in (
-        lambda: whole_blocks(KV, chunk_size, places(1), []),
-        lambda: plan_blocks(KV, chunk_size, places()),
-    ):
+    for plan, *more in ((whole_blocks, places(1), []), (plan_blocks, places())):
         with pytest.raises(LayoutError, match="not a multiple of the KV block size 4"):
-            plan()
+            plan(KV, chunk_size, *more)
 
 
 @st.composite
@@ -105,11 +95,8 @@ def requests(draw: st.DrawFn) -> tuple[Int64s, Sequence[int], int]:
     for at in draw(st.lists(st.integers(0, len(mapping) - 1), max_size=3)):
         mapping[at] = -1
     starts = range(draw(st.integers(0, chunks - 1)) * CHUNK, chunks * CHUNK, CHUNK)
-    return (
-        mapping,
-        draw(st.sampled_from([starts, list(starts)])),
-        draw(st.sampled_from([0, 0, *range(len(mapping))])),
-    )
+    either = draw(st.sampled_from([starts, list(starts)]))
+    return mapping, either, draw(st.sampled_from([0, 0, *range(len(mapping))]))
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -129,19 +116,14 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
         for virtual in range(CHUNK // BLOCK):
             first = start + virtual * BLOCK
             here = mapping[first : first + BLOCK].tolist()
-            if (
-                first >= skip
-                and here[0] >= 0
-                and here[0] % BLOCK == 0
-                and here == list(range(here[0], here[0] + BLOCK))
-            ):
+            one_block = here == list(range(here[0], here[0] + BLOCK)) and here[0] % BLOCK == 0
+            if first >= skip and here[0] >= 0 and one_block:
                 rows.append([slot, virtual * VIRTUAL_BYTES, here[0] // BLOCK])
                 covered[first : first + BLOCK] = True
             elif first >= skip:
                 lacks = True
-    assert [at.holds(chunk) for chunk in range(len(starts))] == [
-        bool(covered[start : start + CHUNK].all()) for start in starts
-    ]
+    full = [bool(covered[start : start + CHUNK].all()) for start in starts]
+    assert [at.holds(chunk) for chunk in range(len(starts))] == full
     if whole and lacks:
         with pytest.raises(LayoutError, match="names blocks -1 to"):
             at.load_plan(0, len(starts))
@@ -150,6 +132,4 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
     assert copy.blocks.tolist() == rows
     assert copy.nbytes == len(rows) * 3 * 2 * PAGE
     assert at.loaded(len(starts)).tolist() == covered.tolist()
-    assert copy.complete(len(starts)).tolist() == [
-        bool(covered[start : start + CHUNK].all()) for start in starts
-    ]
+    assert copy.complete(len(starts)).tolist() == full

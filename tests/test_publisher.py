@@ -103,9 +103,7 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
     assert owner.found(1, 2) == [True, True]
 
 
-def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(
-    here: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nobody_looks_for_is_told_later(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an instance has loaded lies elsewhere, too; and it is on the way to a token."""
     monkeypatch.setattr(outbox, "LATER_SECONDS", 10 * SECONDS)
     owner, steps = Owner(here), [Step() for _ in range(3)]
@@ -122,9 +120,7 @@ def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(
     owner.close()
 
 
-def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(
-    here: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_the_last_is_dropped(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the first one: its step's end would be taken for the next one's."""
     monkeypatch.setattr(publisher, "MAX_WAITING", 2)
     owner = Owner(here)
@@ -144,9 +140,7 @@ def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(
     owner.close()
 
 
-def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_publisher_tells_no_more(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server that answers late, its queue would take minutes, and vLLM waits for its end."""
     owner.join()
     step = Step(over=False)
@@ -214,9 +208,7 @@ def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owne
     eventually(lambda: owner.publisher.holds(publication))
 
 
-def test_once_the_server_takes_chunks_it_is_soon_told_of_the_earlier_ones(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_chunks_are_soon_told_again(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause may have grown to a minute while the scheduler was away."""
     monkeypatch.setattr(outbox, "RETRY_SECONDS", 3600.0)
     owner.publish(1, Step())
@@ -264,9 +256,7 @@ def test_the_next_server_is_told_of_what_is_still_there(
         here.server.kill()
         here.serve()
         for client, epoch in zip((owner.client, owner.scheduler), before, strict=True):
-            eventually(
-                lambda client=client, epoch=epoch: client.connected and client.epoch != epoch
-            )
+            eventually(lambda it=client, was=epoch: it.connected and it.epoch != was)
 
     owner.join()
     for number, sequence in ((1, 1), (2, 2), (3, 2)):

@@ -53,13 +53,8 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     assert (reader.copier.pulls, reader.copier.scatters) == ([10], [])
     assert asked(reader.session.client, "Acquire", "Present", "Release") == 0
     nbytes = 5 * reader.cache.chunk_bytes
-    assert reader.stats == {
-        "chunks": 5,
-        "bytes": nbytes,
-        "owners": {one.name.hex(): nbytes},
-        "stale": 0,
-        "refused": 0,
-    }
+    counted = {"chunks": 5, "bytes": nbytes, "stale": 0, "refused": 0}
+    assert reader.stats == counted | {"owners": {one.name.hex(): nbytes}}
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
@@ -72,9 +67,7 @@ def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
 
 
-def test_new_owners_are_mapped_while_the_load_waits_or_the_chunk_comes_from_elsewhere(
-    here: Node,
-) -> None:
+def test_new_owners_are_mapped_while_a_load_waits_or_reads_from_elsewhere(here: Node) -> None:
     one = owner(here, 1)
     two = owner(here, 2)
     reader = Reader(here, segment_bytes=ROOM)
@@ -129,9 +122,8 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8])
     reader.cache.poison()
     where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens))[:7], reader.size, 1)
-    load = loads.Load(
-        reader.session, where, reader.keys(tokens), residents=[there], neighbours=reader.neighbours
-    )
+    resident = {"residents": [there], "neighbours": reader.neighbours}
+    load = loads.Load(reader.session, where, reader.keys(tokens), **resident)
     assert load.run(10) == 4
     wanted = slice(reader.size, 7 * reader.size)
     assert reader.cache.holds_only(tokens[wanted], reader.slots(len(tokens))[wanted])
@@ -152,9 +144,7 @@ def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) ->
     assert reader.stats["chunks"] == 3
 
 
-def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk(
-    here: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_lease_ends_a_load_at_its_chunk(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
     reader.put(tokens, [1])
     session = reader.session
@@ -205,9 +195,7 @@ def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(here
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_a_reset_of_the_owner_or_its_table_given_up_while_it_is_read_ends_the_load(
-    here: Node, given_up: bool
-) -> None:
+def test_a_reset_or_a_table_given_up_under_a_load_ends_it(here: Node, given_up: bool) -> None:
     one, reader, tokens, there = beside(here, 2)
     reader.copier.half_way = one.table.give_up if given_up else one.table.void_all
     assert reader.loaded(tokens, [there]) == (0, "changed")
@@ -284,9 +272,7 @@ def copies(reader: Reader, owner: InstanceId) -> bool:
     return neighbour is not None and not neighbour.unmap()
 
 
-def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and_no_longer(
-    here: Node,
-) -> None:
+def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over(here: Node) -> None:
     one, reader, tokens, there = apart(here)
     neighbour = reader.neighbours.get(there.instance)
     assert neighbour is not None
@@ -303,9 +289,7 @@ def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and
     eventually(lambda: not kv_mapped())
 
 
-def test_a_load_that_nobody_wants_any_more_begins_no_copy_and_lets_go_once_its_copy_is_over(
-    here: Node,
-) -> None:
+def test_a_cancelled_load_begins_no_copy_and_lets_go_once_its_copy_is_over(here: Node) -> None:
     _, reader, tokens, there = beside(here, 3)
     early = reader.load(tokens, [there])
     early.cancel()
@@ -325,9 +309,7 @@ def test_a_load_that_nobody_wants_any_more_begins_no_copy_and_lets_go_once_its_c
 @pytest.mark.parametrize(
     ("error", "runs"), [(VCacheError("planted"), False), (RuntimeError("planted"), True)]
 )
-def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(
-    here: Node, error: Exception, runs: bool
-) -> None:
+def test_a_failed_launch_lets_go_unless_it_runs(here: Node, error: Exception, runs: bool) -> None:
     _, reader, tokens, there = beside(here, 2)
 
     def fail() -> None:
@@ -360,16 +342,12 @@ def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
 
 # ---- on GPUs
 
-GPUS = [
-    pytest.param("cuda:0", "cuda:0", marks=pytest.mark.gpu),
-    pytest.param("cuda:0", "cuda:1", marks=pytest.mark.gpu(count=2)),
-]
+GPUS = [pytest.param("cuda:0", "cuda:0", marks=pytest.mark.gpu)]
+GPUS += [pytest.param("cuda:0", "cuda:1", marks=pytest.mark.gpu(count=2))]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
-def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_launch(
-    here: Node, theirs: str, ours: str
-) -> None:
+def test_a_gpu_reads_owners_and_the_pool_in_one_launch(here: Node, theirs: str, ours: str) -> None:
     tokens = prompt(6 * CHUNK)
     with owner_apart(here, 1, theirs) as one, owner_apart(here, 2, theirs) as two:
         first, second = (made.ask("compute", tokens, list(range(12))) for made in (one, two))
@@ -382,9 +360,7 @@ def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_la
 
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
-def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(
-    here: Node, theirs: str, ours: str
-) -> None:
+def test_what_a_gpu_wrote_again_does_not_count(here: Node, theirs: str, ours: str) -> None:
     one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
     load = reader.load(tokens, [there])
     load.advance()

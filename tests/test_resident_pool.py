@@ -117,9 +117,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
-    watched: Watched, seed: int
-) -> None:
+def test_nothing_that_lies_here_alone_leaves_before_a_copy(watched: Watched, seed: int) -> None:
     """Whatever was handed out, hit, lost by its owner or reset before."""
     dice = random.Random(seed)
     pool = watched.pool

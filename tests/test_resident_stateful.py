@@ -171,13 +171,8 @@ class ResidentMachine(RuleBasedStateMachine):
         ][: KEYS - first]
         for rank in ranks if known.ranks > 1 else (0,):
             keys = self.keys(known.ranks, rank)[first : first + len(chunks)]
-            request = m.Publish(
-                instance,
-                sequence,
-                keys,
-                b"".join(b for b, _ in chunks),
-                b"".join(g for _, g in chunks),
-            )
+            packed = [b"".join(parts) for parts in zip(*chunks, strict=True)] or [b"", b""]
+            request = m.Publish(instance, sequence, keys, *packed)
             taken = self.residents.publish(rank, request)
             assert taken == self.told(known, rank, sequence, self.keys(known.ranks)[first:], chunks)
 
@@ -192,18 +187,16 @@ class ResidentMachine(RuleBasedStateMachine):
         self, instance: m.InstanceId, number: int, block: int, sequences: list[int], first: int
     ) -> None:
         for at, sequence in enumerate(sequences):
-            self.publish(
-                instance, number, [([block, BLOCKS - 1 - block], 1)], sequence, ((first + at) % 2,)
-            )
+            places, ranks = [([block, BLOCKS - 1 - block], 1)], ((first + at) % 2,)
+            self.publish(instance, number, places, sequence, ranks)
 
     def told(
         self, known: Model, rank: int, sequence: int, keys: list[m.ChunkKey], chunks: list[Place]
     ) -> int:
         if sequence < known.floor:
             return 0
-        limit = len(known.told) + max(
-            0, MAX_CHUNKS - sum(len(model.told) for model in self.model.values())
-        )
+        room = MAX_CHUNKS - sum(len(model.told) for model in self.model.values())
+        limit = len(known.told) + max(0, room)
         taken = 0
         for key, place in zip(keys, chunks, strict=False):
             taken += known.publish(rank, sequence, key, place, len(known.told) >= limit)
@@ -230,9 +223,8 @@ class ResidentMachine(RuleBasedStateMachine):
         reserved = self.directory.reserve(WRITER, keys, 256)
         self.directory.commit(WRITER, reserved.reservation, [])
         every = [key for ranks in (1, 2) for rank in range(ranks) for key in self.keys(ranks, rank)]
-        self.pooled = {
-            key for key, there in zip(every, self.directory.contains(every), strict=True) if there
-        }
+        present = zip(every, self.directory.contains(every), strict=True)
+        self.pooled = {key for key, there in present if there}
 
     @rule(ranks=st.sampled_from([0, 1, 2]), pool=st.booleans())
     def clear(self, ranks: int, pool: bool) -> None:
@@ -261,9 +253,8 @@ class ResidentMachine(RuleBasedStateMachine):
         for instance, model in self.model.items():
             holders = self.residents._of[instance].holders
             told = {bytes(one.place[0]): one.blocks() for one in model.told.values()}
-            assert {
-                numbers(block) for block, one in enumerate(holders) if one is not None
-            } == set().union(*told.values())
+            held = {numbers(block) for block, one in enumerate(holders) if one is not None}
+            assert held == set().union(*told.values())
             assert {one.blocks for one in holders if one is not None} == set(told)
         held = sum(
             BLOCKS * BLOCK_BYTES + len(model.told) * self.residents._of[i].chunk_bytes
@@ -290,9 +281,7 @@ class ResidentMachine(RuleBasedStateMachine):
         last: m.InstanceId | None = None
         for at, key in enumerate(keys):
             pooled = all(self.keys(ranks, rank)[at] in self.pooled for rank in range(ranks))
-            places = {
-                (instance, *chunks[key]) for instance, chunks in others.items() if key in chunks
-            }
+            places = {(one, *chunks[key]) for one, chunks in others.items() if key in chunks}
             if not (pooled or places):
                 assert len(found.pooled) == at
                 assert all(run.stop <= at for run in found.residents)

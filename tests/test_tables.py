@@ -72,11 +72,9 @@ def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_aga
             there(others)
 
 
-def test_an_end_is_noticed_once_though_somebody_else_holds_the_same_pidfd(
-    stage: Stage, client: Client, tables: Tables
-) -> None:
-    """As the server does. Epoll would go on telling of it, under a number that is another's by
-    then.
+def test_an_end_is_noticed_once(stage: Stage, client: Client, tables: Tables) -> None:
+    """Though somebody else holds the same pidfd, as the server does: epoll would go on telling of
+    it, under a number that is another's by then.
     """
     with owner(stage, 1) as part, owner(stage, 2):
         there(tables)

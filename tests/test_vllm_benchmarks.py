@@ -12,14 +12,8 @@ from vllm_cases import forking, missing, needs_vllm
 
 from benchmarks.results import Row, read
 
-NO_SERVER = missing(
-    (
-        "uvloop",
-        "watchfiles",
-        "prometheus-fastapi-instrumentator",
-        "model-hosting-container-standards",
-    )
-)
+WANTED = ("uvloop", "watchfiles", "prometheus-fastapi-instrumentator")
+NO_SERVER = missing((*WANTED, "model-hosting-container-standards"))
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -52,9 +46,8 @@ def test_two_servers_answer_and_hit_at_most_as_the_ceiling_has_it(tmp_path: Path
     given = "--arms alone:turn --workloads chat"
     apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": None}
     status, found = ran(tmp_path, "benchmarks.vllm_serving", given, **apart)
-    errors, hit_rate, own = (
-        found[f"vllm_serving_alone_turn_chat_{name}"] for name in ("errors", "hit_rate", "fate_own")
-    )
+    names = (f"vllm_serving_alone_turn_chat_{name}" for name in ("errors", "hit_rate", "fate_own"))
+    errors, hit_rate, own = map(found.get, names)
     assert status == errors.value == 0
     assert 0 < hit_rate.value <= hit_rate.reference
     assert hit_rate.value == pytest.approx(own.value)

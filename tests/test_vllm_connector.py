@@ -40,9 +40,7 @@ def vcache(**wishes: Any) -> dict[str, Any]:
 # ---- what it costs, and who asks for nothing
 
 
-def test_a_hit_on_an_idle_engine_takes_one_step_more_than_one_in_vllms_own_cache(
-    here: Node,
-) -> None:
+def test_a_hit_on_an_idle_engine_takes_a_step_more_than_one_in_vllms_own_cache(here: Node) -> None:
     """The step that launches the copy also sees its end, and the next one computes."""
     tokens = new_tokens(6 * CHUNK + 1)
     here.keep(here.a, tokens)

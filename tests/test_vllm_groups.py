@@ -288,9 +288,7 @@ def sparse(fp8: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
-def test_latents_and_an_indexers_keys_are_one_table_whose_bytes_come_back(
-    layout: str, fp8: bool
-) -> None:
+def test_latents_and_indexers_keys_are_one_table_that_comes_back(layout: str, fp8: bool) -> None:
     """vLLM shows the scheduler the first layer alone."""
     there = planned(sparse(fp8), KVCacheLayout[layout])
     here = kv_cache_utils.generate_scheduler_kv_cache_config([there])
@@ -425,9 +423,7 @@ def refused(chunk_size: int = 64, **changes: Any) -> str:
     return decide(vllm_config(**changes), caches(spec()), settings).refused
 
 
-def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_releases_of_vllm_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
         monkeypatch.setattr(vllm, "__version__", version)
         assert refused() == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
@@ -486,9 +482,7 @@ def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> No
     assert not compat.loads_at_once(drafts, shares)
 
 
-def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_what_they_are(
-    tmp_path: Path,
-) -> None:
+def test_a_plain_table_adds_nothing_to_the_namespace_and_others_their_text(tmp_path: Path) -> None:
     """Which would keep instances from chunks that they had stored before."""
     (tmp_path / "model").mkdir()
     config = vllm_config(model_config__model=str(tmp_path / "model"), use_v2_model_runner=False)
@@ -546,8 +540,11 @@ class Pair:
         return answer
 
 
+Pairs = Callable[..., Pair]
+
+
 @pytest.fixture(scope="module")
-def pairs(here: Node) -> Callable[..., Pair]:
+def pairs(here: Node) -> Pairs:
     return functools.cache(lambda layers, window: Pair(here, layers, window))
 
 
@@ -558,7 +555,7 @@ STATES = "cfcf"
 @needs_vllm
 @pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("ssss", 100), (STATES, 0)])
 def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
-    here: Node, pairs: Callable[..., Pair], layers: str, window: int
+    here: Node, pairs: Pairs, layers: str, window: int
 ) -> None:
     pair, tokens = pairs(layers, window), new_tokens(1000)
     cold = pair.keep(here, tokens)
@@ -578,9 +575,7 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
 
 
 @needs_vllm
-def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(
-    here: Node, pairs: Callable[..., Pair]
-) -> None:
+def test_bytes_just_inside_of_a_window_matter_and_no_others(here: Node, pairs: Pairs) -> None:
     pair, tokens = pairs("sfsf", 64), new_tokens(HIT + 5)
     pair.keep(here, tokens)
     a, own = pair.a, pair.a.again(tokens)
@@ -597,9 +592,7 @@ def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_rea
 
 
 @needs_vllm
-def test_a_state_matters_and_a_hit_ends_where_one_is(
-    here: Node, pairs: Callable[..., Pair]
-) -> None:
+def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Pairs) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     cold = pair.keep(here, tokens)
     own = pair.a.one(tokens)
@@ -623,7 +616,7 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(
 @needs_vllm
 @pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
 def test_what_another_instance_computes_is_waited_for_with_its_windows_and_states(
-    here: Node, pairs: Callable[..., Pair], layers: str, window: int
+    here: Node, pairs: Pairs, layers: str, window: int
 ) -> None:
     pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
     for instance in (pair.a, pair.b):
@@ -644,9 +637,7 @@ def test_what_another_instance_computes_is_waited_for_with_its_windows_and_state
 
 
 @needs_vllm
-def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
-    here: Node, pairs: Callable[..., Pair]
-) -> None:
+def test_a_second_turn_finds_the_state_within_the_last_answer(here: Node, pairs: Pairs) -> None:
     pair, tokens, before = pairs(STATES, 0), new_tokens(3 * CHUNK + 8), here.chunks()
     said = pair.a.one(tokens, max_tokens=CHUNK + 8).tokens
     here.stored(before + 4 + 2)
@@ -657,9 +648,7 @@ def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
 
 
 @needs_vllm
-def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(
-    here: Node, pairs: Callable[..., Pair]
-) -> None:
+def test_hits_with_states_that_fill_the_kv_cache_end_no_engine(here: Node, pairs: Pairs) -> None:
     """Those that come to an idle engine together."""
     pair, prompts = pairs(STATES, 0), [new_tokens(HIT + 5) for _ in range(2)]
     cold = [pair.keep(here, tokens) for tokens in prompts]
@@ -672,9 +661,7 @@ def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(
 
 
 @needs_vllm
-def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
-    here: Node, pairs: Callable[..., Pair]
-) -> None:
+def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(here: Node, pairs: Pairs) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     known, cold = set(here.chunk_keys()), pair.keep(here, tokens)
     stored = eventually(

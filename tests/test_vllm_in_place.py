@@ -102,9 +102,7 @@ def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
 # ---- what a step publishes
 
 
-def test_more_chunks_than_one_message_holds_reach_a_worker_of_another_process(
-    engine: Engine,
-) -> None:
+def test_more_chunks_than_a_message_holds_reach_a_worker_elsewhere(engine: Engine) -> None:
     """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
     keys, instance = [ChunkKey(bytes(KEY_BYTES))], engine.half.publications.instance
     many = Publish(instance, 1, keys * (MAX_PUBLISHED + 1), b"", b"")
@@ -143,9 +141,7 @@ def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engin
     assert engine.right([now])
 
 
-def test_a_chunk_that_lies_where_it_was_published_is_known_however_many_came_since(
-    engine: Engine,
-) -> None:
+def test_a_chunk_where_it_was_published_is_known_however_many_came_since(engine: Engine) -> None:
     """Of what is not known nothing can leave early, though others hold it as well."""
     tokens = new_tokens(CHUNK)
     engine.finish(engine.add([*tokens, 5]))
@@ -172,9 +168,7 @@ def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engin
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_request(
-    make: Make, share: str
-) -> None:
+def test_what_another_connectors_load_did_not_fill_is_not_found(make: Make, share: str) -> None:
     """Of a request that was aborted as its step ran, which vLLM then looks at no more."""
     engine, tokens = make(share=share), new_tokens(3 * CHUNK)
     scheduler, lost = engine.scheduler, engine.add([*tokens, 5])
@@ -202,9 +196,7 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 @pytest.mark.parametrize("then", ["preempted", "aborted"])
-def test_what_was_computed_behind_a_load_that_failed_is_not_found(
-    make: Make, then: str, share: str
-) -> None:
+def test_what_lies_behind_a_failed_load_is_not_found(make: Make, then: str, share: str) -> None:
     """Another connector's load, whose failure vLLM hears of when it has planned further steps. It
     looks only at the blocks of requests that run."""
     steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
@@ -256,9 +248,7 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 @pytest.mark.parametrize("stores", [True, False])
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
-def test_blocks_whose_step_never_ran_are_not_found(
-    make: Make, hit: int, stores: bool, share: str
-) -> None:
+def test_unwritten_blocks_are_not_found(make: Make, hit: int, stores: bool, share: str) -> None:
     """vLLM knows blocks by their tokens as soon as it plans the step that writes them. A request
     that goes before their owner takes that step away: they are computed again, and what ran before
     is not. stores: the owner does; others find its blocks in any case."""
@@ -345,9 +335,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     assert published[0].sequence >= sequence
 
 
-def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cache(
-    engine: Engine,
-) -> None:
+def test_what_began_before_a_reset_is_not_published_by_who_hits_it(engine: Engine) -> None:
     """vLLM did not reset, as a request ran: what it has computed stays in its own cache, and so
     does what is computed behind that.
     """
@@ -467,9 +455,7 @@ def standing_for(request: Request) -> Any:
 @pytest.mark.parametrize(
     ("share", "policy"), [("in_place", "priority"), ("in_place", "fcfs"), ("pool", "priority")]
 )
-def test_what_is_published_holds_what_it_should_whatever_happens(
-    here: Node, share: str, policy: str
-) -> None:
+def test_what_is_published_is_right_whatever_happens(here: Node, share: str, policy: str) -> None:
     """Two instances of vLLM's scheduler compute, load from each other, fail to, preempt and reset
     at random. By priority steps are taken away from requests, too: nobody finds what these steps
     did not write, so that nothing is computed from it or stored."""

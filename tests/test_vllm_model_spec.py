@@ -147,7 +147,10 @@ LOADER = {
 IMAGES = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": {"max_pixels": 784}}
 WITHOUT_FIELDS = {
     "model_config__hf_config": HFConfig(hidden_size=512),
+    "model_config__quantization": "fp8",
     "model_config__quantization_config": Quantization(),
+    "model_config__dtype": torch.float16,
+    "model_config__get_total_num_hidden_layers": lambda: 12,
     "load_config": SimpleNamespace(**LOADER),
     "model_config__multimodal_config": SimpleNamespace(**IMAGES),
     "speculative_config": SimpleNamespace(method="eagle", draft_model_config=None),
@@ -188,9 +191,7 @@ def test_a_patch_release_has_a_namespace_of_its_own(monkeypatch: pytest.MonkeyPa
     ],
     ids=["LongRoPE", "dynamic NTK", "Llama 4", "any other"],
 )
-def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_for_it(
-    model: dict[str, Any],
-) -> None:
+def test_the_longest_request_matters_where_it_changes_the_others(model: dict[str, Any]) -> None:
     """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with
     LongRoPE.
     """
@@ -230,9 +231,7 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
         ),
     ],
 )
-def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
-    changes: dict[str, Any], said: str
-) -> None:
+def test_who_cannot_share_is_told_what_to_change(changes: dict[str, Any], said: str) -> None:
     config = vllm_config(**changes)
     answer = model_spec.refusal(config, model_spec.read_model(config), "0")
     assert answer is not None
@@ -277,8 +276,9 @@ def test_real_vllm_is_read(tmp_path: Path) -> None:
     with beside_vllm() as worker:
         assert worker.ask(of_the_hub, str(tmp_path)) == ("org/model", commit)
         model, refused = worker.ask(real, str(tmp_path))
-    assert (model.layers, model.kv_heads, model.head_dim, model.block_size) == (4, 2, 64, 32)
-    assert (model.dtype, model.kv_cache_dtype) == ("bfloat16", "bfloat16")
+    assert (model.kv_heads, model.head_dim, model.block_size) == (2, 64, 32)
+    extra = model.extra["model_layers"], model.extra["model_dtype"], model.kv_cache_dtype
+    assert extra == ("4", "bfloat16", "bfloat16")
     assert (model.device_type, model.hash_algorithm) == ("cpu", "sha256_cbor")
     assert (model.model, model.revision[:6]) == (str(tmp_path.resolve()), "files-")
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)

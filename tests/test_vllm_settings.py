@@ -195,9 +195,7 @@ def poet(folder: Path, id_: int = 1, name: str = "poet", inplace: bool = False) 
     )
 
 
-def test_an_adapter_trained_again_into_its_folder_is_another_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_retrained_adapter_is_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"
     weights.write_text("ode")
     old = serving.content(poet(tmp_path))
@@ -216,9 +214,7 @@ def test_an_adapter_trained_again_into_its_folder_is_another_one(
     )
 
 
-def test_an_adapter_that_is_loaded_in_place_of_another_takes_the_name_from_it(
-    tmp_path: Path,
-) -> None:
+def test_an_adapter_loaded_in_place_of_another_takes_its_name(tmp_path: Path) -> None:
     """Requests of the first one may still run. What vLLM makes of adapters that share a name or a
     number, test_integrations shows.
     """
@@ -232,9 +228,7 @@ def test_an_adapter_that_is_loaded_in_place_of_another_takes_the_name_from_it(
     assert serving.content(poet(one)) == ""
 
 
-def test_an_adapter_that_is_used_is_not_forgotten_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_in_use_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM still has its earlier weights."""
     monkeypatch.setattr(adapters, "MOST", 4)
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"

@@ -106,9 +106,7 @@ def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(
     assert a.again(tokens).agrees(computed)
 
 
-def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(
-    here: Node, b: Instance
-) -> None:
+def test_a_load_fails_and_is_computed_where_vllm_did_not_wait(here: Node, b: Instance) -> None:
     """Its bytes are gone with the KV cache; vLLM must not take what lies there now for them."""
     first, tokens = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     here.keep(b, first)
@@ -124,9 +122,7 @@ def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(
         assert later.finish("one")["one"].agrees(computed)
 
 
-def test_a_store_that_does_not_end_is_given_up_or_right(
-    here: Node, once: Instance, b: Instance
-) -> None:
+def test_a_store_without_end_is_given_up_or_right(here: Node, once: Instance, b: Instance) -> None:
     tokens = new_tokens(4 * CHUNK + 1)
     once.ask(patience, 0.1)
     with meddled(once, GATHER, "slow", 60.0):
@@ -137,9 +133,7 @@ def test_a_store_that_does_not_end_is_given_up_or_right(
     assert b.again(tokens).agrees(computed)
 
 
-def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(
-    here: Node, once: Instance
-) -> None:
+def test_who_moves_a_wrong_byte_after_its_sleep_caches_nothing(here: Node, once: Instance) -> None:
     """The round trip of every start is made on waking too."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(once, tokens)

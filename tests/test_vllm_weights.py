@@ -207,10 +207,11 @@ def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
-def test_with_lmcache_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
+def test_with_lmcache_new_weights_share_nothing_until_the_reset(
     here: Node, models: list[Path]
 ) -> None:
-    """Nor does it store what a request goes on to compute, before the reset or after it."""
+    """Nor is stored what a request goes on to compute, before the reset or after it. A pause may
+    come before, and is a reset."""
     tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))
     goes_on, stays = new_tokens(CHUNK // 2), new_tokens(CHUNK // 2)
     told = {"lmcache": {"save_decode_cache": True}, "refits": True}
@@ -226,8 +227,9 @@ def test_with_lmcache_an_instance_that_got_new_weights_shares_nothing_until_it_i
             found = one.again(known)
             assert (found.cached, found.agrees(fresh(one, known))) == (0, True)
         assert b.again(tokens).cached == 4 * CHUNK
+        b.ask(pause, "abort", True)
         b.ask(load, models[1])
-        assert b.ask("reset")
+        b.ask(resume)
         a.add("stays", stays, max_tokens=2 * CHUNK)
         a.step(2)
         assert not a.ask("reset"), "vLLM keeps its own cache while a request runs"
@@ -255,9 +257,7 @@ def kept(instance: Instance, tokens: list[int]) -> Answer:
     return answer
 
 
-def test_instances_updated_one_after_the_other_share_within_a_version_and_never_across(
-    two: Two,
-) -> None:
+def test_instances_updated_in_turn_share_within_a_version_and_never_across(two: Two) -> None:
     tokens, more = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     old = kept(two.a, tokens)
     hit = two.b.one(tokens)
@@ -276,9 +276,7 @@ def test_instances_updated_one_after_the_other_share_within_a_version_and_never_
 
 
 @pooled
-def test_a_router_hears_that_what_the_old_weights_computed_is_gone(
-    two: Two, router: vllm_cases.Router
-) -> None:
+def test_a_router_hears_that_old_weights_kv_is_gone(two: Two, router: vllm_cases.Router) -> None:
     kept(two.a, new_tokens(2 * CHUNK))
     # What is stored is told with a step.
     eventually(lambda: two.a.one(new_tokens(5)) and router.finds()["CPU"])

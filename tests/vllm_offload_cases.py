@@ -42,11 +42,8 @@ class Two:
         """
         more = {"policy": "write_through", "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096)}
         more |= {"retry_seconds": 0.1, "lookup_seconds": 10, "get_seconds": 10, **offload}
-        mooncake = {
-            "master": self.depot.master.address,
-            "hostname": "127.0.0.1",
-            "rpc_seconds": rpc_seconds,
-        }
+        mooncake = {"master": self.depot.master.address, "hostname": "127.0.0.1"}
+        mooncake |= {"rpc_seconds": rpc_seconds}
         return {
             "pool": {"segment_bytes": chunks * CHUNK_BYTES},
             "connector": {"min_hit_tokens": CHUNK},

@@ -49,6 +49,8 @@ class Doubts:
     def __init__(self, connector: Any) -> None:
         self._adapter = adapter = connector._lmcache_engine
         self._failures, self._resets, self.everything = 0, 0, False
+        self._last = False
+        """A reset was made, and no step has run since."""
         self._pool: Any = None
         self._blocks = set[int]()
         """vLLM's numbers of the blocks that may be wrong."""
@@ -61,10 +63,11 @@ class Doubts:
         connector.weights_change, connector.weights_are = self._weights_change, lambda name: None
 
     def _weights_change(self) -> None:
-        """vLLM is about to change the weights, see `versions.watch`."""
-        if not self.everything:
+        """vLLM is about to change the weights, see `versions.watch`. The reset may have come right
+        before, as with a pause."""
+        if not self.everything and not self._last:
             log.warning("vcache: vLLM's weights change: nothing is shared until the next reset")
-        self.everything = True
+            self.everything = True
 
     def _reset_cache(self) -> bool:
         """Reset the namespace, see `connector.reset_cache`. What vLLM still has is wrong. Nothing
@@ -89,7 +92,7 @@ class Doubts:
             held = (block for block in self._pool.blocks if block.ref_cnt or block.block_hash)
             self._blocks = {block.block_id for block in held}
             self._spread(self._adapter._request_trackers)
-            self.everything = False
+            self.everything, self._last = False, True
         return bool(answered and answer != NOT_RESET)
 
     def _watch(self, pool: Any) -> None:
@@ -119,6 +122,7 @@ class Doubts:
 
     def _build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = self._build(scheduler_output)
+        self._last &= not scheduler_output.total_num_scheduled_tokens
         if self._blocks:
             begun = {new.req_id for new in scheduler_output.scheduled_new_reqs}
             begun |= scheduler_output.scheduled_cached_reqs.resumed_req_ids

@@ -111,8 +111,8 @@ class Tables:
         if now < self._looked + ENDS_SECONDS:
             return
         self._looked = now
-        ended = {pidfd for pidfd, _ in self._ends.poll(0)}
-        for instance in [name for name, (_, pidfd) in self._views.items() if pidfd in ended]:
+        for ended, _ in self._ends.poll(0):
+            instance = next(name for name, (_, pidfd) in self._views.items() if pidfd == ended)
             self._forget(instance)
             self._refused.add(instance)
 

@@ -32,7 +32,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -132,13 +132,13 @@ class BlockHashKeys:
         count."""
         each, prefix, suffix = self._each, self._prefix, self._suffix
         ends = hashes[(first + 1) * each - 1 : stop * each : each]
-        made = [prefix + last[:HASH_BYTES] + suffix for last in ends]
+        made: list[Any] = [prefix + last[:HASH_BYTES] + suffix for last in ends]
         for digest in filter(None, computed_with):
             made = [
                 prefix + blake2b(key, key=digest, digest_size=HASH_BYTES).digest() + suffix
                 for key in made
             ]
-        return cast(list[ChunkKey], made)
+        return made
 
 
 def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:

@@ -180,6 +180,8 @@ class Publications:
         keys = tracked.lookup.keys[first:stop]
         told = list(map(eq, map(self._told.get, keys), lie))
         self._told.update(zip(keys, lie, strict=True))
+        if not any(told):
+            return [self._tell(tracked, first, stop, loaded)]
         runs = groupby(range(stop - first), told.__getitem__)
         fresh = [[first + place for place in run] for known, run in runs if not known]
         return [self._tell(tracked, run[0], run[-1] + 1, loaded) for run in fresh]
@@ -196,6 +198,9 @@ class Publications:
         assert self._pool is not None
         state = tracked.resident
         state.evicted = self._pool.evicted
+        if not blocks:
+            state.generations = array(GENERATIONS)
+            return
         right = packed(self.generations.counters, tracked.store.rows[0][:blocks])
         state.generations = array(GENERATIONS, right)
         void = first_odd(right)

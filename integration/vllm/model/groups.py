@@ -142,7 +142,8 @@ class Groups:
         blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not hold."""
         if end % self.whole:
             raise ValueError(f"vLLM wants {end} tokens, which is not a multiple of {self.whole}")
-        columns, begin = list[list[int]](), local // self.size * self.size
+        columns: list[list[int]] = []
+        begin = local // self.size * self.size
         for group, share in zip(self.groups, self.shares, strict=True):
             block, row = group.block_size, group.blocks(rows, begin, end)
             for own in range(local // block - begin // block):

@@ -17,7 +17,7 @@ from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .groups import Groups
-from .weights import digest, extra, rope, text, weights
+from .weights import digest, extra, plain, rope, text, weights
 
 AXES = "block head token dim"
 """The axes of vLLM's view of a layer's KV, wherever its bytes lie (vLLM 0.31 and later). A state's
@@ -27,22 +27,19 @@ view has one head and no tokens."""
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A whole serving instance, as each of its processes reads it from vLLM's configuration.
 
-    dtype, kv_cache_dtype: of the computation and of the cache (`auto` resolved). layers, kv_heads,
-    head_dim: of the whole model without draft layers. rope: canonical text. named: the user has
-    named the weights. block_size: tokens of the blocks that vLLM hands out. hash_algorithm: of
-    vLLM's block hashes. extra: other settings that change the bytes, by name."""
+    kv_cache_dtype: `auto` resolved. kv_heads, head_dim: of the whole model without draft layers.
+    rope: canonical text. named: the user has named the weights. block_size: tokens of the blocks
+    that vLLM hands out. hash_algorithm: of vLLM's block hashes. extra: other settings that change
+    the bytes, by name."""
 
     model: str
-    dtype: str
     kv_cache_dtype: str
-    layers: int
     kv_heads: int
     head_dim: int
     tp_size: int
     use_mla: bool
     block_size: int
     revision: str = ""
-    quantization: str = ""
     rope: str = ""
     pp_size: int = 1
     named: bool = False
@@ -87,11 +84,8 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     return ModelSpec(
         model=known_as,
         revision=revision,
-        dtype=plain(model.dtype),
         kv_cache_dtype=_cache_dtype(cache.cache_dtype, model.dtype),
-        quantization=str(model.quantization or ""),
         rope=rope(model),
-        layers=model.get_total_num_hidden_layers(),
         kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         tp_size=parallel.tensor_parallel_size,
@@ -172,10 +166,7 @@ def layout(
         "integration": "vllm",
         "hash_root": blake2b(hash_root, digest_size=16, person=b"vcache-model-1").hexdigest(),
         "shards": digest([msgspec.structs.asdict(shard) | {"problem": ""} for shard in ordered]),
-        "model_layers": str(model.layers),
-        "model_dtype": model.dtype,
         "kv_cache_dtype": model.kv_cache_dtype,
-        "quantization": model.quantization,
         "mla": str(model.use_mla),
         "device_type": model.device_type,
         "vllm_block_size": str(model.block_size),
@@ -284,11 +275,6 @@ def attention(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
 
 
 # ---- the configuration
-
-
-def plain(dtype: object) -> str:
-    """The name of a torch dtype without `torch.`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _cache_dtype(name: object, model_dtype: object) -> str:

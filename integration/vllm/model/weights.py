@@ -126,6 +126,9 @@ def extra(vllm_config: Any) -> dict[str, str]:
     settings = {
         "engine": f"vllm {getattr(sys.modules.get('vllm'), '__version__', '')}",
         "model_config": digest(_model_config(model)),
+        "model_layers": str(model.get_total_num_hidden_layers()),
+        "model_dtype": plain(model.dtype),
+        "quantization": str(model.quantization or ""),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
         "weights": _loaded(getattr(vllm_config, "load_config", None)),
         "code": digest(_code(model)),
@@ -272,6 +275,11 @@ def digest(values: Any) -> str:
         return ""
     data = _canonical(values).encode()
     return blake2b(data, digest_size=8, person=b"vcache-model-1").hexdigest()
+
+
+def plain(dtype: object) -> str:
+    """The name of a torch dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def text(named: Any) -> str:

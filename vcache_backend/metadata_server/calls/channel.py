@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -59,8 +58,10 @@ class Sent(Generic[R]):
     def arrives(self, seconds: float) -> bool:
         """Wait for the answer, but only for `seconds`. The connection stays if it is late."""
         if not self.over:
-            with suppress(ServerUnavailable):
+            try:
                 self._channel._collect(self, seconds, drops=False)
+            except ServerUnavailable:  # `suppress` takes a scheduler 13 us more
+                return self.over
         return self.over
 
     def answer(self, seconds: float | None = None) -> R:
