@@ -285,14 +285,21 @@ def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
 def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: Node) -> None:
     """It loads and stores in one step. In one of two pipeline stages the load fails; when vLLM
-    hears of that, another request has found the blocks. What gets them later is stored."""
+    hears of that, another request has found the blocks. What gets them later is stored; so is what
+    a request's only step computes behind a hit."""
     stages = STAGES | {"environment": OPEN, "max_num_batched_tokens": 160}
-    keeper, failing = here.start("keeper", **stages), here.start("failing-too", **stages)
     aside = here.alone("aside")
     first = new_tokens(6 * CHUNK + 7)
     second = first[: 6 * CHUNK] + new_tokens(5 * CHUNK + 3)
-    keeper.one(first[: 4 * CHUNK])
-    eventually(lambda: failing.again(first[: 4 * CHUNK]).cached)
+    # Of some forty instances one had a rank in which LMCache did not start ("unhealthy" in the log).
+    for turn in "123":
+        keeper, failing = (here.start(f"{name}-{turn}", **stages) for name in ("keep", "fail"))
+        keeper.one(first[: 4 * CHUNK])
+        here.chunks()
+        if failing.again(first[: 4 * CHUNK]).cached:
+            break
+        keeper.close()
+        failing.close()
     failing.forget()
     failing.ask("meddle_at", 0, vllm_cases.SCATTER, "raise", 1)
     failing.add("first", first)
@@ -308,6 +315,9 @@ def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: 
         right = aside.one(tokens)
         assert failing.one(tokens).agrees(right)
         assert keeper.again(tokens).agrees(right)
+    before = here.chunks()
+    keeper.one(first[: 4 * CHUNK] + new_tokens(2 * CHUNK + 1), max_tokens=1)
+    here.stored(before + 4)
     for one in (keeper, failing, aside):
         one.close()
 

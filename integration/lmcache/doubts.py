@@ -33,11 +33,14 @@ class Word(NamedTuple):
     """What the scheduler says to the workers in each step, as `vcache` in LMCache's metadata.
 
     failures: how many steps with a failed load it has heard of. doubtful: the requests of which
-    nothing may be stored; None: all. resets: how many resets it has asked for."""
+    nothing may be stored; None: all. resets: how many resets it has asked for. number: of the step.
+    results: of so many steps it has the results."""
 
     failures: int = 0
     doubtful: frozenset[str] | None = None
     resets: int = 0
+    number: int = 0
+    results: int = 0
 
 
 class Doubts:
@@ -48,6 +51,7 @@ class Doubts:
 
     def __init__(self, connector: Any) -> None:
         self._adapter = adapter = connector._lmcache_engine
+        self._steps, self._results = 0, 0
         self._failures, self._resets, self.everything = 0, 0, False
         self._last = False
         """A reset was made, and no step has run since."""
@@ -109,6 +113,7 @@ class Doubts:
 
     def _update_connector_output(self, connector_output: Any) -> None:
         """Learn which loads have failed. Later requests do not find their blocks."""
+        self._results += 1
         try:
             if invalid := connector_output.invalid_block_ids:
                 self._failures += 1
@@ -129,7 +134,9 @@ class Doubts:
             self._doubtful -= begun | scheduler_output.finished_req_ids
             self._spread(begun | self._doubtful)
         if not self.everything:
-            meta.vcache = Word(self._failures, frozenset(self._doubtful), self._resets)
+            counts = self._resets, self._steps, self._results
+            meta.vcache = Word(self._failures, frozenset(self._doubtful), *counts)
+        self._steps += 1
         return meta
 
     def _spread(self, names: Iterable[str]) -> None:
@@ -153,7 +160,7 @@ class Steps:
     def __init__(self, adapter: Any, closed: Callable[[], bool]) -> None:
         """adapter: LMCache's. closed: whether nothing is stored any more."""
         self._adapter, self._closed = adapter, closed
-        self._number, self._failures = 0, 0
+        self._number, self._failures, self._results = 0, 0, 0
         self._last_load = -inf
         self.resets = 0
         """How many resets this worker was asked for."""
@@ -164,7 +171,9 @@ class Steps:
 
     def over(self) -> None:
         """End a step."""
-        self._failures = max(self._failures, self._word.failures)
+        word = self._word
+        self._failures = max(self._failures, word.failures)
+        self._results = max(self._results, word.results)
         self._number += 1
 
     def doubts(self, request: str | None) -> bool:
@@ -175,7 +184,7 @@ class Steps:
     def confirms(self) -> Callable[[], bool | None] | None:
         """Return what says whether this step's stores may be committed, see `PendingStore.holds`.
         None: they may, for no load can have failed."""
-        step, failures, vllm = self._number, self._word.failures, self._adapter._vllm_config
+        step, word, vllm = self._number, self._word, self._adapter._vllm_config
         # So many steps vLLM plans before it has the result of the first one.
         depth = getattr(
             vllm, "max_concurrent_batches", vllm.parallel_config.pipeline_parallel_size + 1
@@ -185,8 +194,9 @@ class Steps:
         until = monotonic() + MOST_SECONDS
 
         def holds() -> bool | None:
-            if self._number > step + depth or self._failures > failures:
-                return self._failures == failures
+            late = self._number > step + depth
+            if late or self._results > word.number or self._failures > word.failures:
+                return self._failures == word.failures
             if self._closed() or monotonic() > until:
                 return False
             sleep(PAUSE_SECONDS)
