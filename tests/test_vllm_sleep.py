@@ -144,6 +144,5 @@ def test_who_moves_a_wrong_byte_after_its_sleep_caches_nothing(here: Node, once:
     assert (again.cached, again.agrees(computed)) == (0, True)
     assert once.again(tokens).cached == 0, "nor has it stored it"
     reports = here.stats().reports
-    assert any(
-        "caches nothing: after vLLM's sleep the byte round trip" in one.text for one in reports
-    )
+    said = "caches nothing: after vLLM's sleep the byte round trip"
+    assert any(said in one.text for one in reports)

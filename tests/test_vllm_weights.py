@@ -117,9 +117,8 @@ def prepare(serving: Any) -> None:
 
     cpu_sleep.install()
     worker = serving.llm.llm_engine.model_executor.driver_worker.worker
-    worker.weight_transfer_engine = Files(
-        None, worker.vllm_config, worker.device, worker.model_runner.get_model()
-    )
+    given = worker.vllm_config, worker.device, worker.model_runner.get_model()
+    worker.weight_transfer_engine = Files(None, *given)
 
 
 def core(serving: Any) -> Any:

@@ -420,9 +420,8 @@ class Node:
         """An instance with our own connector, without LMCache. See `transfer`; arguments: of
         `LLM`.
         """
-        return self.alone(
-            name, environment, kv_transfer_config=self.transfer(settings, role), **arguments
-        )
+        transfer = self.transfer(settings, role)
+        return self.alone(name, environment, kv_transfer_config=transfer, **arguments)
 
     def alone(
         self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any
@@ -589,9 +588,8 @@ class Router:
                     del there[block]
                     continue
                 each = event["block_size"]
-                tokens[block] = there[block] = (
-                    tokens[parent] + event["token_ids"][number * each : (number + 1) * each]
-                )
+                own = event["token_ids"][number * each : (number + 1) * each]
+                tokens[block] = there[block] = tokens[parent] + own
                 parent = block
         return found
 
