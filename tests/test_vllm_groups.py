@@ -131,10 +131,8 @@ class Case:
             stop = self.request.num_computed_tokens // self.size
             first = self.groups.alive_from(self.rows, before, 0, stop)
             assert first <= before // self.size
-            taken, due = (
-                self.groups.chunks([array("I", row) for row in rows], first, stop)
-                for rows in (self.rows, true)
-            )
+            both = ([array("I", row) for row in rows] for rows in (self.rows, true))
+            taken, due = (self.groups.chunks(rows, first, stop) for rows in both)
             assert taken == due
             assert groups.NULL not in taken
             looked, gone = looked + stop, gone + first
@@ -425,10 +423,8 @@ def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_na
 
 def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:
     """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
-    shares, lends = (
-        from_dict({"connector": {"share": "in_place"}, "pool": {"segment_bytes": lent}})
-        for lent in (0, 1 << 30)
-    )
+    in_place = {"connector": {"share": "in_place"}}
+    shares, lends = (from_dict(in_place | {"pool": {"segment_bytes": n}}) for n in (0, 1 << 30))
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
     assert compat.loads_at_once(vllm_config(), shares)
     assert not compat.loads_at_once(vllm_config(), lends)

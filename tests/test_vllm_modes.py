@@ -203,9 +203,8 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
     before = [instance.counter(name) for name in names]
     answer = instance.one(tokens, max_tokens=24)
-    return answer, [
-        instance.counter(name) - count for name, count in zip(names, before, strict=True)
-    ]
+    counts = zip(names, before, strict=True)
+    return answer, [instance.counter(name) - count for name, count in counts]
 
 
 def classified(serving: Any, tokens: list[int]) -> tuple[list[float], int]:
@@ -332,8 +331,7 @@ def test_settings_that_do_not_exist_end_vllm_without_our_plugin(here: Node, star
     """By the connector itself. What is refused, test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     with pytest.raises(AssertionError, match="ConfigError") as raised:
-        start(
-            transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
-        ).made()
+        transfer = {"kv_connector_extra_config": extra}
+        start(transfer=transfer, environment={"VLLM_PLUGINS": ""}).made()
     expected = "Object contains unknown field `min_hit_token` - at `$.connector`"
     assert f"kv_connector_extra_config: {expected}" in str(raised.value)
