@@ -127,10 +127,8 @@ class Inside:
         expected = Cache(self.setup.arrangement)
         expected.fill(theirs[:kept], slots[:kept])
         expected.fill(self.shard(tokens)[new], slots[new])
-        right = all(
-            torch.equal(mine, its)
-            for mine, its in zip(self.cache.memory, expected.memory, strict=True)
-        )
+        pairs = zip(self.cache.memory, expected.memory, strict=True)
+        right = all(torch.equal(mine, its) for mine, its in pairs)
         count, first = int(found.sum()), int(found.int().argmax())
         return Retrieved(first, count, right and bool(found[first : first + count].all()))
 
@@ -190,9 +188,8 @@ class Lines(logging.Handler):
         logging.getLogger("vcache_backend").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(
-            f"{record.levelname} {record.getMessage()}{' (with a traceback)' * bool(record.exc_info)}"
-        )
+        more = " (with a traceback)" if record.exc_info else ""
+        self.texts.append(f"{record.levelname} {record.getMessage()}{more}")
 
 
 def metadata(setup: Setup) -> LMCacheMetadata:

@@ -251,9 +251,7 @@ class Child(Process):
         """Its exit status and the rest of what it said."""
         deadline = time.monotonic() + seconds
         while (piece := self._read(deadline - time.monotonic())) != b"":
-            assert piece is not None, (
-                f"{self.name} did not end within {seconds:g} s; it said:\n{self.said()}"
-            )
+            assert piece is not None, f"no end of {self.name} in {seconds:g} s: {self.said()}"
         return self.status(), self._buffer.decode()
 
     def said(self) -> str:

@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.client import Client
 
 KIB = 1 << 10
 
-WRITER = """
+_WRITER = """
 import os, sys, time
 from pathlib import Path
 from vcache_backend.config import ClientConfig
@@ -26,12 +26,9 @@ from model import chunk_key
 client = Client(Path(sys.argv[1]), ClientConfig(request_seconds=10, heartbeat_seconds=60))
 keys = [chunk_key(n) for n in range(4)]
 """
-RESERVE_AND_WAIT = (
-    WRITER + 'print("reserved", client.reserve(keys, 1024).reservation); time.sleep(60)'
-)
-RESERVE_AND_HANG_UP = (
-    WRITER + 'client.reserve(keys, 1024); client.close(); print("hung up"); time.sleep(60)'
-)
+_RESERVED = _WRITER + "reserved = client.reserve(keys, 1024).reservation; "
+RESERVE_AND_WAIT = _RESERVED + 'print("reserved", reserved); time.sleep(60)'
+RESERVE_AND_HANG_UP = _RESERVED + 'client.close(); print("hung up"); time.sleep(60)'
 
 
 def pool(stage_: Stage, memfd: int) -> Client:

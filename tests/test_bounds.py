@@ -64,10 +64,8 @@ def publish(
     """A chunk is in blocks of its own, as far as the instance has enough of them."""
     taken, at_once = 0, 16
     for first in range(start, start + chunks, at_once):
-        blocks = b"".join(
-            numbers(*(number % of for number in range(n * each, (n + 1) * each)))
-            for n in range(first, first + at_once)
-        )
+        every = range(first * each, (first + at_once) * each)
+        blocks = numbers(*(number % of for number in every))
         generations = chunk_generations(300, at_once, each)
         some = m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
         taken += directory.residents.publish(0, some)

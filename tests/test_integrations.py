@@ -41,10 +41,8 @@ def aside(here: Node) -> Instance:
     return here.alone("aside")
 
 
-WAYS = [
-    pytest.param("vllm", marks=vllm_cases.needs_vllm),
-    pytest.param("lmcache", marks=lmcache_here),
-]
+WAYS = [pytest.param("vllm", marks=vllm_cases.needs_vllm)]
+WAYS += [pytest.param("lmcache", marks=lmcache_here)]
 only_lmcache = pytest.mark.parametrize("fleet", WAYS[1:], indirect=True)
 
 
@@ -79,9 +77,7 @@ def tiny(fleet: Fleet) -> Instance:
 # ---- hits
 
 
-def test_another_instances_prefix_is_as_good_as_vllms_own(
-    here: Node, a: Instance, reader: Instance
-) -> None:
+def test_anothers_prefix_is_as_good_as_vllms_own(here: Node, a: Instance, reader: Instance) -> None:
     """The same tokens are cached in both, so the same are computed: tokens and log probabilities
     are equal to the last bit.
     """
@@ -97,9 +93,7 @@ def test_another_instances_prefix_is_as_good_as_vllms_own(
     here.unleased()
 
 
-def test_of_a_prompt_that_is_all_there_the_last_of_it_is_computed(
-    here: Node, a: Instance, reader: Instance
-) -> None:
+def test_of_a_whole_hit_the_last_is_computed(here: Node, a: Instance, reader: Instance) -> None:
     """As much as has to be: our connector loads whole blocks, LMCache tokens."""
     tokens = new_tokens(HITS)
     computed = here.keep(a, tokens)
@@ -111,9 +105,7 @@ def test_of_a_prompt_that_is_all_there_the_last_of_it_is_computed(
     assert with_lmcache or from_pool.said == own.said
 
 
-def test_a_prompt_computed_in_several_steps_is_stored_whole(
-    here: Node, a: Instance, reader: Instance
-) -> None:
+def test_a_prompt_of_several_steps_is_all_stored(here: Node, a: Instance, reader: Instance) -> None:
     tokens = new_tokens(13 * CHUNK + 1)
     here.keep(a, tokens)
     own, from_pool = a.one(tokens), reader.one(tokens)
@@ -121,9 +113,7 @@ def test_a_prompt_computed_in_several_steps_is_stored_whole(
     assert from_pool.said == own.said
 
 
-def test_a_hit_whose_rest_is_computed_in_several_steps(
-    here: Node, a: Instance, aside: Instance
-) -> None:
+def test_a_hit_whose_rest_takes_several_steps(here: Node, a: Instance, aside: Instance) -> None:
     """`a` computes 256 tokens a step at most, after what it loads."""
     tokens = new_tokens(HITS + 1)
     longer = tokens[:HITS] + new_tokens(9 * CHUNK + 5)
@@ -137,7 +127,7 @@ def test_a_hit_whose_rest_is_computed_in_several_steps(
     here.stored(before + 9)
 
 
-def test_requests_of_one_batch_share_a_prefix(
+def test_a_batch_shares_prefixes(
     here: Node, a: Instance, reader: Instance, aside: Instance
 ) -> None:
     prefix = new_tokens(HITS)
@@ -149,9 +139,7 @@ def test_requests_of_one_batch_share_a_prefix(
     assert all(map(Answer.agrees, together, alone))
 
 
-def test_wrong_bytes_in_the_pool_are_wrong_tokens(
-    here: Node, a: Instance, reader: Instance
-) -> None:
+def test_wrong_bytes_in_a_pool_are_wrong_tokens(here: Node, a: Instance, reader: Instance) -> None:
     """What the tests here compare does come from the pool."""
     tokens = new_tokens(HITS + 17)
     computed = here.keep(a, tokens)
@@ -192,9 +180,7 @@ def test_salts_never_share_but_with_themselves(here: Node, a: Instance, reader: 
     assert reader.again(tokens).cached == 0
 
 
-def test_an_adapter_is_told_apart_by_what_lies_at_its_path(
-    here: Node, fleet: Fleet, tmp_path: Path
-) -> None:
+def test_an_adapter_is_what_lies_at_its_path(here: Node, fleet: Fleet, tmp_path: Path) -> None:
     """Two of one name."""
     one = str(write_lora(tmp_path / "1/sql", 1))
     two = str(write_lora(tmp_path / "2/sql", 2))
@@ -210,9 +196,7 @@ def test_an_adapter_is_told_apart_by_what_lies_at_its_path(
     assert adapters.again(tokens, lora=one).cached == 0, "trained again into the same folder"
 
 
-def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(
-    here: Node, fleet: Fleet, tmp_path: Path
-) -> None:
+def test_kv_of_a_mistaken_adapter_is_not_shared(here: Node, fleet: Fleet, tmp_path: Path) -> None:
     """Its own prefix cache does not see that an adapter was trained again, nor its workers that
     another one has its number.
     """
@@ -248,9 +232,7 @@ def fetch(serving: Any, request: Prompt, inplace: bool) -> bool:
         WorkerLoRAManager._load_adapter = load
 
 
-def test_an_adapter_is_what_it_was_when_vllm_read_it(
-    here: Node, fleet: Fleet, tmp_path: Path
-) -> None:
+def test_an_adapter_is_what_vllm_has_read(here: Node, fleet: Fleet, tmp_path: Path) -> None:
     """One is trained again between its loading and its first request. Another is replaced under a
     request, which goes on with the new one. What a worker fetches is seen once it is there.
     """
@@ -324,9 +306,7 @@ def test_preempted_requests_go_on_where_they_were(
 
 
 @only_lmcache
-def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(
-    here: Node, a: Instance, reader: Instance
-) -> None:
+def test_a_tag_separates_and_a_forged_one_fails(here: Node, a: Instance, reader: Instance) -> None:
     """That of a salt is ours to make. One that LMCache could not hash is not cached at all."""
     tokens = new_tokens(2 * CHUNK + 1)
     here.keep(a, tokens, salt="red")
@@ -355,7 +335,6 @@ def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Inst
     assert here.chunks() == before
     assert a.one(tokens).said == alone.said
     # LMCache says the reason, too.
-    (line,) = [
-        line for line in unseeded.log.splitlines() if "vLLM serves; nothing is cached" in line
-    ]
+    lines = unseeded.log.splitlines()
+    (line,) = [line for line in lines if "vLLM serves; nothing is cached" in line]
     assert "stepped aside: PYTHONHASHSEED is not set" in line

@@ -95,9 +95,7 @@ def wait_by(inside: Inside, config: ClientConfig) -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
-def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(
-    pool: Pool, how: str
-) -> None:
+def test_no_method_raises_or_waits_for_ever_if_the_server_is_silent(pool: Pool, how: str) -> None:
     pool.node.serve()
     engine = pool.engine(client=QUICK)
     engine.store(chunks(2))
@@ -180,9 +178,7 @@ def failures(inside: Inside) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("grace", [SECONDS, 0.0], ids=["within the grace", "after it"])
-def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(
-    served: Pool, grace: float
-) -> None:
+def test_a_load_settled_later_names_blocks_if_its_lease_ended(served: Pool, grace: float) -> None:
     """Within the grace of its lease it held, whatever happens to the server: what was leased stays
     where it is.
     """
@@ -201,9 +197,7 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
     assert engine.ask(settle) == []
 
 
-def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(
-    served: Pool,
-) -> None:
+def test_chunks_removed_after_a_look_up_are_there_for_its_request_alone(served: Pool) -> None:
     engine, other = served.engine(), served.engine()
     engine.store(chunks(5))
     assert engine.lookup(chunks(5), "r") == 5 * CHUNK

@@ -256,10 +256,9 @@ class ResidentMachine(RuleBasedStateMachine):
             held = {numbers(block) for block, one in enumerate(holders) if one is not None}
             assert held == set().union(*told.values())
             assert {one.blocks for one in holders if one is not None} == set(told)
-        held = sum(
-            BLOCKS * BLOCK_BYTES + len(model.told) * self.residents._of[i].chunk_bytes
-            for i, model in self.model.items()
-        )
+        of, models = self.residents._of, self.model.items()
+        chunks = sum(len(model.told) * of[i].chunk_bytes for i, model in models)
+        held = len(models) * BLOCKS * BLOCK_BYTES + chunks
         assert self.residents.nbytes == held
 
     # ---- what always holds

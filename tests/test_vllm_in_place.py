@@ -45,18 +45,14 @@ pytestmark = needs_vllm
 # ---- what of vLLM decides whether its KV cache can be memory that other processes read
 
 
-UNCACHED = (
-    "without prefix caching vLLM's KV cache keeps nothing to share: take out "
-    "--no-enable-prefix-caching"
-)
-SLEEP = (
-    "sleep mode frees nothing of a KV cache that others can map: start vLLM "
-    "without --enable-sleep-mode"
-)
-EXPANDABLE = (
-    "expandable_segments does not work with the allocator of a shared KV "
-    "cache (pytorch issue 147851): take it out of"
-)
+UNCACHED = "without prefix caching vLLM's KV cache keeps nothing to share: take out "
+UNCACHED += "--no-enable-prefix-caching"
+SLEEP = "sleep mode frees nothing of a KV cache that others can map: start vLLM "
+SLEEP += "without --enable-sleep-mode"
+SHORT_STEPS = {"long_prefill_token_threshold": 2 * CHUNK}
+SHORT_STEPS |= {"max_num_batched_tokens": 5 * BLOCK + 8}
+EXPANDABLE = "expandable_segments does not work with the allocator of a shared KV "
+EXPANDABLE += "cache (pytorch issue 147851): take it out of"
 MACHINE = "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64"
 
 
@@ -102,9 +98,7 @@ def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
 # ---- what a step publishes
 
 
-def test_more_chunks_than_one_message_holds_reach_a_worker_of_another_process(
-    engine: Engine,
-) -> None:
+def test_more_chunks_than_a_message_holds_reach_a_worker_of_another_process(engine: Engine) -> None:
     """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
     keys, instance = [ChunkKey(bytes(KEY_BYTES))], engine.half.publications.instance
     many = Publish(instance, 1, keys * (MAX_PUBLISHED + 1), b"", b"")
@@ -121,9 +115,8 @@ def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine)
     assert [block for one in first for block in one.blocks] == own[: 2 * EACH]
     assert engine.right(first)
     later = [engine.published(request, engine.step()) for _ in range(4)]
-    assert [[one.number for one in step] for step in later] == [[], [2], [], []], (
-        "with the answer's tokens, once they are final"
-    )
+    # With the answer's tokens, once they are final.
+    assert [[one.number for one in step] for step in later] == [[], [2], [], []]
     assert later[1][0].sequence > first[0].sequence
 
 
@@ -143,9 +136,7 @@ def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engin
     assert engine.right([now])
 
 
-def test_a_chunk_that_lies_where_it_was_published_is_known_however_many_came_since(
-    engine: Engine,
-) -> None:
+def test_a_chunk_where_it_was_published_is_known_however_many_came_since(engine: Engine) -> None:
     """Of what is not known nothing can leave early, though others hold it as well."""
     tokens = new_tokens(CHUNK)
     engine.finish(engine.add([*tokens, 5]))
@@ -172,9 +163,7 @@ def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engin
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_request(
-    make: Make, share: str
-) -> None:
+def test_what_another_connectors_load_did_not_fill_is_not_found(make: Make, share: str) -> None:
     """Of a request that was aborted as its step ran, which vLLM then looks at no more."""
     engine, tokens = make(share=share), new_tokens(3 * CHUNK)
     scheduler, lost = engine.scheduler, engine.add([*tokens, 5])
@@ -186,9 +175,8 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
         assert meta.echoes
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
         report = WorkerReport(echoes=meta.echoes)
-        ran.kv_connector_output = KVConnectorOutput(
-            invalid_block_ids=invalid, kv_connector_worker_meta=report
-        )
+        told = {"invalid_block_ids": invalid, "kv_connector_worker_meta": report}
+        ran.kv_connector_output = KVConnectorOutput(**told)
         return update(output, ran)
 
     scheduler.update_from_output = aborted
@@ -202,9 +190,7 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 @pytest.mark.parametrize("then", ["preempted", "aborted"])
-def test_what_was_computed_behind_a_load_that_failed_is_not_found(
-    make: Make, then: str, share: str
-) -> None:
+def test_what_came_behind_a_failed_load_is_not_found(make: Make, then: str, share: str) -> None:
     """Another connector's load, whose failure vLLM hears of when it has planned further steps. It
     looks only at the blocks of requests that run."""
     steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
@@ -231,9 +217,8 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
     with what is left of its own.
     """
     engine = make(blocks=13)
-    kept, gone = (
-        engine.add(new_tokens(2 * CHUNK + BLOCK - 3), max_tokens=2 * CHUNK) for _ in range(2)
-    )
+    length = 2 * CHUNK + BLOCK - 3
+    kept, gone = (engine.add(new_tokens(length), max_tokens=2 * CHUNK) for _ in range(2))
     engine.step()
     before = engine.published(gone)
     assert len(before) == 2
@@ -256,9 +241,7 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 @pytest.mark.parametrize("stores", [True, False])
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
-def test_blocks_whose_step_never_ran_are_not_found(
-    make: Make, hit: int, stores: bool, share: str
-) -> None:
+def test_blocks_of_no_step_are_not_found(make: Make, hit: int, stores: bool, share: str) -> None:
     """vLLM knows blocks by their tokens as soon as it plans the step that writes them. A request
     that goes before their owner takes that step away: they are computed again, and what ran before
     is not. stores: the owner does; others find its blocks in any case."""
@@ -296,11 +279,7 @@ def without_its_step(
 ) -> tuple[Engine, Request]:
     """A request from which another one has taken a step, after which vLLM would find `hit` blocks
     of it. fails: a method of ours that raises. wishes: the request's."""
-    steps = {
-        "scheduling_policy": "priority",
-        "long_prefill_token_threshold": 2 * CHUNK,
-        "max_num_batched_tokens": 5 * BLOCK + 8,
-    }
+    steps = {"scheduling_policy": "priority"} | SHORT_STEPS
     engine = make(blocks=hit + 3, arguments=steps, share=share)
     if monkeypatch is not None:
         monkeypatch.setattr(engine.half, fails, lambda *_: 1 / 0)
@@ -331,9 +310,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     assert not engine.scheduler.reset_prefix_cache(reset_connector=connector)
     assert not engine.right(before)
     steps = [engine.step(finished_recving=set()) for _ in range(2 * CHUNK)]
-    assert [engine.numbers(one, meta) for one in (request, short) for meta in steps] == [
-        []
-    ] * 2 * len(steps)
+    assert not any(engine.numbers(one, meta) for one in (request, short) for meta in steps)
     for one in (request, short):
         engine.finish(one)
     assert engine.scheduler.reset_prefix_cache(reset_connector=connector)
@@ -345,9 +322,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     assert published[0].sequence >= sequence
 
 
-def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cache(
-    engine: Engine,
-) -> None:
+def test_what_began_before_a_reset_is_published_by_nobody_who_finds_it(engine: Engine) -> None:
     """vLLM did not reset, as a request ran: what it has computed stays in its own cache, and so
     does what is computed behind that.
     """
@@ -361,9 +336,8 @@ def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cac
     assert engine.hit(longer) == 3 * CHUNK
     assert engine.numbers(longer, meta) == []
     own = engine.scheduler.kv_cache_manager.get_block_ids(longer.request_id)[0][: 5 * EACH]
-    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), (
-        "nobody ever believes these"
-    )
+    # Nobody ever believes these.
+    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all()
     engine.finish(longer)
     fresh = engine.add(new_tokens(18 * BLOCK))
     engine.step()
@@ -384,10 +358,7 @@ class Written(Engine):
         """choice: of the requests that get no block, so that vLLM takes others' away."""
         more: dict[str, Any] = {"max_num_batched_tokens": 320, "scheduling_policy": policy}
         if policy == "priority":
-            more |= {
-                "long_prefill_token_threshold": 2 * CHUNK,
-                "max_num_batched_tokens": 5 * BLOCK + 8,
-            }
+            more |= SHORT_STEPS
         super().__init__(here, undo, blocks=30, arguments=more, share=share)
         self.holds = np.zeros((30, BLOCK), dtype=np.int64)
         self.named = dict[Any, Any]()
@@ -422,10 +393,8 @@ class Written(Engine):
         for request in self.scheduler.requests.values():
             due = standing_for(request)
             blocks = range(0, len(request.block_hashes) * BLOCK, BLOCK)
-            self.named |= {
-                name: due[at : at + BLOCK]
-                for name, at in zip(request.block_hashes, blocks, strict=True)
-            }
+            named = zip(request.block_hashes, blocks, strict=True)
+            self.named |= {name: due[at : at + BLOCK] for name, at in named}
         for block in self.half.blocks.pool.blocks:
             if block.block_hash is not None:
                 due = self.named[get_block_hash(block.block_hash)]
@@ -467,9 +436,7 @@ def standing_for(request: Request) -> Any:
 @pytest.mark.parametrize(
     ("share", "policy"), [("in_place", "priority"), ("in_place", "fcfs"), ("pool", "priority")]
 )
-def test_what_is_published_holds_what_it_should_whatever_happens(
-    here: Node, share: str, policy: str
-) -> None:
+def test_what_is_published_is_right_whatever_happens(here: Node, share: str, policy: str) -> None:
     """Two instances of vLLM's scheduler compute, load from each other, fail to, preempt and reset
     at random. By priority steps are taken away from requests, too: nobody finds what these steps
     did not write, so that nothing is computed from it or stored."""
@@ -495,11 +462,9 @@ def test_what_is_published_holds_what_it_should_whatever_happens(
             over = {spec.request_id: engine.load(spec, other) for spec in loads[turn % 2]}
             failed = {name for name, right in over.items() if not right}
             seen.update(over.values())
-            meta = engine.step(
-                finished_recving=set(over),
-                failed_recving=failed,
-                kv_connector_worker_meta=WorkerReport(failed=failed),
-            )
+            report = WorkerReport(failed=failed)
+            told = {"failed_recving": failed, "kv_connector_worker_meta": report}
+            meta = engine.step(finished_recving=set(over), **told)
             if choice.random() < 0.01:
                 engine.scheduler.reset_prefix_cache()
             loads[turn % 2] = meta.loads
@@ -510,9 +475,8 @@ def test_what_is_published_holds_what_it_should_whatever_happens(
                     seen["held"] += 1
                 elif generation:
                     seen["gone"] += 1
-            seen["preempted"] += sum(
-                request.num_preemptions for request in engine.scheduler.requests.values()
-            )
+            requests = engine.scheduler.requests.values()
+            seen["preempted"] += sum(request.num_preemptions for request in requests)
             if share == "in_place":
                 engine.flush()
         assert seen["preempted"] > 3

@@ -112,10 +112,8 @@ def test_another_partition_of_layers_is_another_namespace_and_the_order_of_shard
 
     def stages(cut: int) -> list[ShardSpec]:
         parts = [names[:cut], names[cut:]]
-        return [
-            shard(i, 0, {name: torch.zeros((BLOCKS, 2, BLOCK, 16)) for name in part})
-            for i, part in enumerate(parts)
-        ]
+        layers = [{name: torch.zeros((BLOCKS, 2, BLOCK, 16)) for name in part} for part in parts]
+        return [shard(i, 0, part) for i, part in enumerate(layers)]
 
     assert namespace(MODEL, stages(1)) != namespace(MODEL, stages(2))
     assert namespace(MODEL, stages(1)[::-1]) == namespace(MODEL, stages(1))
@@ -140,10 +138,8 @@ def quantized(ignored: set[int]) -> ModelSpec:
     return model_spec.read_model(config)
 
 
-LOADER = {
-    "load_format": "tensorizer",
-    "model_loader_extra_config": {"tensorizer_uri": "s3://tuned"},
-}
+LOADER = {"load_format": "tensorizer"}
+LOADER |= {"model_loader_extra_config": {"tensorizer_uri": "s3://tuned"}}
 IMAGES = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": {"max_pixels": 784}}
 WITHOUT_FIELDS = {
     "model_config__hf_config": HFConfig(hidden_size=512),
@@ -191,18 +187,14 @@ def test_a_patch_release_has_a_namespace_of_its_own(monkeypatch: pytest.MonkeyPa
     ],
     ids=["LongRoPE", "dynamic NTK", "Llama 4", "any other"],
 )
-def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_for_it(
-    model: dict[str, Any],
-) -> None:
+def test_the_longest_request_matters_where_vllm_computes_all_by_it(model: dict[str, Any]) -> None:
     """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with
     LongRoPE.
     """
     names = "model_config__hf_config", "model_config__hf_text_config"
     sections = {name: HFConfig(**model) for name in names}
-    short, long = (
-        model_spec.read_model(vllm_config(**sections, model_config__max_model_len=most))
-        for most in (4096, 65_536)
-    )
+    lengths = [{"model_config__max_model_len": most} for most in (4096, 65_536)]
+    short, long = (model_spec.read_model(vllm_config(**sections, **one)) for one in lengths)
     assert (namespace(short, [SHARD]) == namespace(long, [SHARD])) == (not model)
     untuned = model_spec.read_model(
         vllm_config(
@@ -233,9 +225,7 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
         ),
     ],
 )
-def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
-    changes: dict[str, Any], said: str
-) -> None:
+def test_who_cannot_share_is_told_what_to_change(changes: dict[str, Any], said: str) -> None:
     config = vllm_config(**changes)
     answer = model_spec.refusal(config, model_spec.read_model(config), "0")
     assert answer is not None

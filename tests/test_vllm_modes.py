@@ -119,9 +119,7 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
 # ---- beside other features
 
 
-def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
-    here: Node, start: Start
-) -> None:
+def test_tokens_guessed_ahead_are_not_stored_unless_right(here: Node, start: Start) -> None:
     """Speculative decoding: what an answer leaves to others, here to one that guesses nothing, is as
     good as what it leaves in vLLM's own cache.
     """
@@ -143,9 +141,7 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_a_session_that_guesses_stores_nothing_after_its_first_turn(
-    here: Node, start: Start, share: str
-) -> None:
+def test_a_guessing_session_stores_its_first_turn(here: Node, start: Start, share: str) -> None:
     """vLLM takes tokens that it has guessed rightly for computed ones of the next turn, also those
     behind the end of the last turn, where other tokens are now."""
     guesses = {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2}
@@ -207,9 +203,8 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
     before = [instance.counter(name) for name in names]
     answer = instance.one(tokens, max_tokens=24)
-    return answer, [
-        instance.counter(name) - count for name, count in zip(names, before, strict=True)
-    ]
+    counted = zip(names, before, strict=True)
+    return answer, [instance.counter(name) - count for name, count in counted]
 
 
 def classified(serving: Any, tokens: list[int]) -> tuple[list[float], int]:
@@ -245,16 +240,13 @@ def test_a_model_that_pools_is_cached_if_it_looks_at_the_last_token_alone(
 # ---- refused
 
 
-def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
-    here: Node, a: Instance, start: Start
-) -> None:
+def test_weights_to_be_replaced_are_refused_unnamed(here: Node, a: Instance, start: Start) -> None:
     """vLLM's pause for new ones forgets what was computed with the old ones; it may come before the
     first request.
     """
     change = {"backend": "ipc"}
-    caches_nothing(
-        here, start(weight_transfer_config=change), "set connector.weights to the version"
-    )
+    made = start(weight_transfer_config=change)
+    caches_nothing(here, made, "set connector.weights to the version")
     b = start({"connector": {"model": "policy"}}, weight_transfer_config=change)
     tokens = new_tokens(LENGTH + 1)
     b.ask("pause")
@@ -287,9 +279,7 @@ def moving(arguments: dict[str, Any]) -> Any:
     return Serving(arguments)
 
 
-def test_weights_that_others_have_taken_the_place_of_by_the_time_we_look_are_refused(
-    here: Node, tmp_path: Path
-) -> None:
+def test_weights_that_were_replaced_before_we_look_are_refused(here: Node, tmp_path: Path) -> None:
     """Instances that start later would take the KV for that of the others."""
     (latest := tmp_path / "latest").symlink_to(here.model)
     arguments = {"model": str(latest), "then": write_model(tmp_path / "newer", seed=2)}
@@ -337,17 +327,12 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
     caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves without it")
 
 
-def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(
-    here: Node, start: Start
-) -> None:
+def test_unknown_settings_end_vllm_also_without_our_plugin(here: Node, start: Start) -> None:
     """By the connector itself. What is refused, test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     with pytest.raises(AssertionError, match="ConfigError") as raised:
-        start(
-            transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
-        ).made()
-    expected = (
-        "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at "
-        "`$.connector`"
-    )
+        no_plugin = {"VLLM_PLUGINS": ""}
+        start(transfer={"kv_connector_extra_config": extra}, environment=no_plugin).made()
+    expected = "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at "
+    expected += "`$.connector`"
     assert expected in str(raised.value)

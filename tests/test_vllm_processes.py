@@ -30,9 +30,8 @@ from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
 from vcache_backend.transfer.keys import state_keys
 
-NO_SERVER = vllm_cases.missing(
-    ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
-)
+WANTED = ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
+NO_SERVER = vllm_cases.missing(WANTED)
 NO_ROUTER = NO_SERVER or vllm_cases.missing(("vllm-router", "setproctitle", "orjson"))
 __all__ = ["here"]
 pytestmark = vllm_cases.needs_vllm
@@ -41,11 +40,8 @@ OPEN: dict[str, str | None] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 APART = OPEN | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The engine in a process of its own, too."""
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-STAGES = {
-    "pipeline_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-    "worker_cls": "vllm_variants.Stage",
-}
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+STAGES |= {"worker_cls": "vllm_variants.Stage"}
 LENGTH = 4 * CHUNK
 PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 
@@ -59,9 +55,8 @@ def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     reader.forget()
     reader.ask("meddle_at", 1, f"{vllm_cases.SCATTER},pull", "raise", 1)
     lost = reader.one(tokens)
-    assert reader.ask("leave_ranks_alone") == [1, 1], (
-        "each rank launched one copy, and one of them failed"
-    )
+    # Each rank launched one copy, and one of them failed.
+    assert reader.ask("leave_ranks_alone") == [1, 1]
     eventually(lambda: reader.counter("vllm:vcache_failures", cause="copy") == 1)
     return lost, right
 
@@ -98,11 +93,8 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()
-        keys = eventually(
-            lambda: (
-                len(new := [key for key in here.chunk_keys() if key not in known]) == 2 * 4 and new
-            )
-        )
+        eventually(lambda: len(set(here.chunk_keys()) - set(known)) == 2 * 4)
+        keys = [key for key in here.chunk_keys() if key not in known]
         with here.connection() as client:
             assert client.remove([key for key in keys if key.endswith(b"\0\1")][2:3]) == 1
         without = ranks.again(tokens, params={"vcache": {"store": False}})
@@ -118,15 +110,11 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             here.stored(before + 2 * 3 + 1)
             after = ranks.again(longer)
             assert after.cached == LENGTH + 3 * CHUNK
-            assert after.agrees(right), (
-                "what a rank computed from what the other one lacked is in the pool"
-            )
+            assert after.agrees(right), "what a rank computed without the other's part is pooled"
             # As a prefill server is asked: there is no later step to store it.
             before = here.chunks()
-            assert (
-                ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1).cached
-                == LENGTH + 3 * CHUNK
-            )
+            again = ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1)
+            assert again.cached == LENGTH + 3 * CHUNK
             here.stored(before + 2 * 2)
 
 
@@ -167,18 +155,15 @@ def test_a_hit_ends_where_every_rank_has_a_state(here: Node) -> None:
         ),
     ],
 )
-def test_each_rank_reads_from_the_same_rank_of_another_instance(
-    tmp_path: Path, isolated: bool
-) -> None:
+def test_each_rank_reads_from_the_same_rank_of_another(tmp_path: Path, isolated: bool) -> None:
     """In place: a chunk is found once both ranks have published the same of it. From its container
     the server sees nobody's pid.
     """
     with vllm_cases.node(tmp_path, isolated=isolated) as here:
         given: dict[str, Any] = {"environment": APART, "max_num_batched_tokens": 2 * CHUNK, **RANKS}
         owner = here.connect("owner", IN_PLACE, **given)
-        reader = here.connect(
-            "reader", IN_PLACE, otlp_traces_endpoint="http://127.0.0.1:4317", **given
-        )
+        traces = {"otlp_traces_endpoint": "http://127.0.0.1:4317"}
+        reader = here.connect("reader", IN_PLACE, **traces, **given)
         tokens = new_tokens(LENGTH + 17)
         computed = owner.one(tokens)
         eventually(lambda: [one.resident for one in here.stats().instances] == [4])
@@ -246,9 +231,7 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
         one.close()
 
 
-def test_what_another_connector_still_stores_is_not_overwritten_by_a_load_of_ours(
-    here: Node,
-) -> None:
+def test_what_another_connector_still_stores_is_not_overwritten_by_our_load(here: Node) -> None:
     """vLLM's OffloadingConnector copies what the last step of a request has computed only when the
     next one runs, which may give its blocks to somebody else: a load of ours must not have begun by
     then."""
@@ -278,12 +261,8 @@ OFFLOADING = {
 
 def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> dict[str, Any]:
     connectors = [here.transfer(), other] if ours_first else [other, here.transfer()]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": connectors},
-        **more,
-    }
+    config = {"kv_connector_extra_config": {"connectors": connectors}}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both"} | config | more
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
@@ -348,9 +327,8 @@ def serving(
             if events:
                 told |= {"endpoint": f"tcp://*:{events[number]}"}
                 arguments += ["--kv-events-config", json.dumps(told)]
-            servers[port] = undo.enter_context(
-                Instance(here.folder, f"server-{port}", given, arguments, vllm_cases.serve)
-            )
+            made = Instance(here.folder, f"server-{port}", given, arguments, vllm_cases.serve)
+            servers[port] = undo.enter_context(made)
         for port, server in servers.items():
             eventually(
                 lambda port=port, server=server: listens(port) or server.ended(),
@@ -372,15 +350,12 @@ def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> 
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(here.model), "--skip-tokenizer-init"]
     command += ["--kv-transfer-config", json.dumps(wrong)]
-    given = {name: value for name, value in vllm_cases.QUIET.items() if value is not None} | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1"
-    }
+    given = {name: value for name, value in vllm_cases.QUIET.items() if value is not None}
+    given["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with vllm_cases.beside_vllm() as worker:
         status, log = worker.ask(_ended, command, given, here.folder / "mistake.log")
-    said = (
-        "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
-        "at `$.pool`; did you mean `segment_bytes`?"
-    )
+    said = "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
+    said += "at `$.pool`; did you mean `segment_bytes`?"
     assert log.endswith(f"{said}\n"), log
     assert (status, "Traceback" in log, "EngineCore" in log) == (1, False, False), log
 
@@ -400,22 +375,17 @@ def _models(_: object, commands: list[list[str]]) -> list[str]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    return [
-        (found := parser.parse_args(arguments)).model_tag or found.model for arguments in commands
-    ]
+    parsed = map(parser.parse_args, commands)
+    return [found.model_tag or found.model for found in parsed]
 
 
 def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
     programs = r"vllm serve |-m vllm\.entrypoints\.openai\.api_server "
-    found = {
-        "".join(re.split(programs, command)[1:]) for page in COMMANDS for command in commands(page)
-    }
+    every = (command for page in COMMANDS for command in commands(page))
+    found = {"".join(re.split(programs, command)[1:]) for command in every}
     written = re.findall(r"export VCACHE='(.*)'", PAGES[1].read_text())[0]
-    asked = [
-        [written if word == "$VCACHE" else word for word in shlex.split(one) if word != "…"]
-        for one in found
-        if one
-    ]
+    words = [[word for word in shlex.split(one) if word != "…"] for one in found if one]
+    asked = [[written if word == "$VCACHE" else word for word in line] for line in words]
     with vllm_cases.beside_vllm() as worker:
         assert set(worker.ask(_models, asked)) == {"MODEL", "/tmp/tiny"}
     assert len(asked) > 4
@@ -429,9 +399,8 @@ def test_the_router_of_the_page_sends_requests_to_servers_that_share(here: Node)
     events = free_ports(2)
     with serving(here, *[here.transfer(IN_PLACE)] * 2, events=events) as servers:
         urls = list(servers)
-        assert re.findall(r"http://\S+", command) == [
-            f"http://127.0.0.1:{port}" for port in (8000, 8001)
-        ]
+        pages = [f"http://127.0.0.1:{port}" for port in (8000, 8001)]
+        assert re.findall(r"http://\S+", command) == pages
         arguments = shlex.split(command.replace("http://127.0.0.1:8000", urls[0]))[1:]
         arguments[arguments.index("http://127.0.0.1:8001")] = urls[1]
         knows = ["--policy", "kv_aware", "--kv-event-block-size", str(BLOCK)]
@@ -469,9 +438,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]
     """A server of two ranks, each with half of the experts, by the documents' one command. Nobody
     has started a metadata server, nobody has named a way to share, and nothing is lent.
     """
-    (written,) = {
-        shown for page in PAGES for shown in re.findall(r"export VCACHE='(.*)'", page.read_text())
-    }
+    shown = [re.findall(r"export VCACHE='(.*)'", page.read_text()) for page in PAGES]
+    (written,) = set().union(*shown)
     here = Node(tmp_path_factory.mktemp("ranks"))
     write_experts(here.model)
     config = here.folder / "vcache.yaml"
@@ -513,9 +481,7 @@ def meddle(address: str, method: str, *given: str) -> None:
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(
-    ranks: tuple[Node, str],
-) -> None:
+def test_the_documents_command_shares_what_its_ranks_compute(ranks: tuple[Node, str]) -> None:
     """In place, since they have a block table each. Nothing is copied into a pool."""
     (here, address), tokens = ranks, new_tokens(LENGTH + 1)
     before = residents(here)
@@ -529,9 +495,7 @@ def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_a_load_of_one_expert_parallel_rank_holds_up_no_step_of_another(
-    ranks: tuple[Node, str],
-) -> None:
+def test_a_load_of_one_expert_rank_holds_up_no_step_of_another(ranks: tuple[Node, str]) -> None:
     """All take part in every step: a rank that has nothing but a load goes on with the others. After
     a load this slow nobody waits for another one: the test comes last.
     """

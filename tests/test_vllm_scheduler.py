@@ -116,9 +116,7 @@ def ends(engine: Engine, request_id: str = "r") -> None:
     engine.ran = ran
 
 
-def test_a_later_request_of_a_name_is_looked_at_though_the_earlier_one_had_far_to_go(
-    engine: Engine,
-) -> None:
+def test_a_later_request_of_a_name_is_looked_at_though_the_first_had_far(engine: Engine) -> None:
     """Beside another one, which has far to go, too."""
     engine.add(new_tokens(CHUNK + 1), max_tokens=CHUNK)
     engine.finish(engine.add(new_tokens(CHUNK + 1), name="same"))
@@ -142,9 +140,7 @@ def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(engine: En
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_the_report_of_a_request_that_was_aborted_says_nothing_of_its_successor(
-    engine: Engine, seen: bool
-) -> None:
+def test_an_aborted_requests_report_says_nothing_of_the_next(engine: Engine, seen: bool) -> None:
     """seen: vLLM knew of the load's end before the abort, so it has freed the blocks."""
     ends(engine)
     tokens = pooled(engine)
@@ -171,9 +167,7 @@ def abort(engine: Engine) -> None:
     engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
 
 
-def test_a_request_that_is_preempted_and_loads_again_waits_for_its_second_load(
-    engine: Engine,
-) -> None:
+def test_a_preempted_request_that_loads_again_waits_for_its_second_load(engine: Engine) -> None:
     """The report of the first one comes late, as from a pipeline of several stages."""
     ends(engine)
     request = engine.add(pooled(engine), name="r")
@@ -227,9 +221,7 @@ def test_a_load_is_over_once_all_workers_say_so() -> None:
     ends.close()
 
 
-def test_a_worker_writes_into_nothing_but_the_memory_that_its_scheduler_has_made(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_writes_into_nothing_but_the_memory_its_scheduler_made(tmp_path: Path) -> None:
     """On another host the path may be that of any file of this user. Nobody can take the memory
     from under the scheduler."""
     ends, ring = LoadEnds(1), EndRing(0)
@@ -295,9 +287,7 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
 
 
 @pytest.mark.parametrize(("theirs", "own"), [(0.001, 0.005), (40, 30)], ids=["faster", "alike"])
-def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
-    engine: Engine, theirs: float, own: float
-) -> None:
+def test_an_owner_of_a_good_pace_is_waited_for(engine: Engine, theirs: float, own: float) -> None:
     """faster: it is waited for also where this instance would compute the chunks in a moment.
     alike: equal instances measure this, since a prompt takes one step or two."""
     engine.pace.chunk_seconds = own
@@ -309,9 +299,7 @@ def test_an_owner_is_waited_for_whose_pace_is_better_or_little_worse(
     eventually(lambda: engine.step() and request.num_computed_tokens > 0)
 
 
-def test_who_has_measured_nothing_believes_no_owner_that_a_chunk_takes_an_hour(
-    engine: Engine,
-) -> None:
+def test_who_has_measured_nothing_believes_no_owner_of_an_hour_a_chunk(engine: Engine) -> None:
     """It would wait for hours, as long as the owner says again that it computes."""
     with engine.here.client() as owner:
         tokens = begun(owner, engine, 2, 3600, 600)
@@ -351,9 +339,7 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
         assert request.num_computed_tokens > 0
 
 
-def test_a_request_that_lacks_blocks_asks_again_before_it_computes_what_it_has_promised(
-    make: Make,
-) -> None:
+def test_a_request_that_lacks_blocks_asks_again_before_it_computes_its_promise(make: Make) -> None:
     """Another one may have begun it meanwhile."""
     short, other = make(share="pool", blocks=14), make(share="pool")
     for each in (short, other):
@@ -395,21 +381,14 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(make: Make) -
 
 
 @pytest.mark.parametrize(("ahead", "chunks"), [(False, 9), (True, 2), (True, 9)])
-def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
-    make: Make, ahead: bool, chunks: int
-) -> None:
+def test_behind_a_step_under_way_a_wait_may_be_longer(make: Make, ahead: bool, chunks: int) -> None:
     """But no more than twice as long as computing, which decides whether to wait at all. The slowest
     recent prompt says how long that takes, unless it took far longer than the mean."""
     engine = make(asynchronous=ahead)
     engine.pace.chunk_seconds, engine.pace.look = 60, lambda: None
     with engine.here.client() as owner:
-        cases = (
-            (0, 1.5 * 60, True),
-            (0, 1.6 * 60, False),
-            (80, 1.5 * 60, True),
-            (80, 1.6 * 60, False),
-            (600, 1.6 * 60, True),
-        )
+        cases = [(0, 1.5 * 60, True), (0, 1.6 * 60, False), (80, 1.5 * 60, True)]
+        cases += [(80, 1.6 * 60, False), (600, 1.6 * 60, True)]
         for number, (slowest, theirs, waits) in enumerate(cases):
             engine.pace.recent = [slowest]
             seconds = 1.1 * max(60, min(slowest, 90)) * CHUNKS
@@ -426,9 +405,7 @@ def test_behind_a_step_that_is_under_way_a_wait_may_be_longer(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_is_under_way_is_no_part_of_the_time_for_a_chunk(
-    monkeypatch: pytest.MonkeyPatch, ahead: bool
-) -> None:
+def test_a_step_under_way_is_no_chunks_time(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """A step that is planned ahead begins behind it, when the next one is planned. Few chunks say
     little."""
     clock, live = FakeClock(), SimpleNamespace(request=SimpleNamespace(num_output_tokens=0))
@@ -505,9 +482,7 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         assert waited(tokens, announced=True, wait_seconds=bound)
 
 
-def test_no_more_requests_wait_than_a_step_can_look_at(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_requests_fit_into_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is computed; when one of them ends, another may wait."""
     monkeypatch.setattr(waits, "MOST_WAITING", 2)
 
@@ -545,9 +520,7 @@ def asked(engine: Engine, tokens: list[int] | None = None) -> tuple[list[int], l
     return tokens, engine.keys(engine.request(tokens))
 
 
-def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_late_an_answer_is_asked_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     tokens = new_tokens(PROMPT)
     with engine.here.server.stopped():
@@ -567,9 +540,7 @@ def patience(engine: Engine, seconds: float) -> None:
     client._config = msgspec.structs.replace(client._config, request_seconds=seconds)
 
 
-def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_server_costs_one_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     patience(engine, 0.2)
     tokens = pooled(engine)
@@ -584,9 +555,7 @@ def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
-def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_ends_though_nobody_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     patience(engine, 100 * SECONDS)
     with engine.here.client() as owner:
         tokens = new_tokens(PROMPT)
@@ -640,10 +609,8 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
     assert [meta.stores for meta in engine.metas[before:]] == [[]] * len(engine.metas[before:])
     # What is computed anew is, in their blocks, and so is what is computed behind that.
     tokens = new_tokens(17 * BLOCK)
-    for prompt, answer in (
-        (tokens, BLOCK + 1),
-        ([*tokens, *[7] * BLOCK, *new_tokens(CHUNK), 5], 1),
-    ):
+    second = [*tokens, *[7] * BLOCK, *new_tokens(CHUNK), 5]
+    for prompt, answer in ((tokens, BLOCK + 1), (second, 1)):
         request = engine.add(prompt, max_tokens=answer)
         engine.finish(request)
         stored = [one for meta in engine.metas[before:] for one in engine.stored(request, meta)]
@@ -651,9 +618,7 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
 
 
 @pytest.mark.parametrize("local", [0, 1])
-def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
-    engine: Engine, local: int
-) -> None:
+def test_nothing_is_built_on_what_others_bring_after_a_reset(engine: Engine, local: int) -> None:
     """Another connector's tokens, or a part of a block that vLLM copies from another: whoever had
     the block since, it may be of before.
     """
@@ -674,9 +639,7 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
     engine.finish(running)
 
 
-def test_of_requests_that_share_a_block_of_anothers_load_that_failed_nothing_more_is_stored(
-    make: Make,
-) -> None:
+def test_of_requests_that_share_a_block_of_a_failed_load_nothing_is_stored(make: Make) -> None:
     """With steps planned ahead vLLM does not compute anew all that it has computed behind it."""
     steps = {"long_prefill_token_threshold": CHUNK}
     engine = make(share="pool", blocks=64, asynchronous=True, arguments=steps)
@@ -695,9 +658,7 @@ def test_of_requests_that_share_a_block_of_anothers_load_that_failed_nothing_mor
 
 
 @pytest.mark.parametrize("table", [0, 1])
-def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
-    make: Make, table: int
-) -> None:
+def test_states_are_stored_once_the_loads_before_them_have_held(make: Make, table: int) -> None:
     """Also of a request that begins with what was computed behind another connector's load, whose
     table of states has none of that load's blocks."""
     steps, tokens = {"max_num_batched_tokens": CHUNK}, new_tokens(3 * CHUNK)
@@ -716,10 +677,8 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
     for one in (request, same):
         engine.finish(one)
     stored = [(spec, meta) for meta in engine.metas for spec in meta.stores]
-    whose = {
-        tuple(engine.has(one, spec.blocks, meta) for one in (request, same))
-        for spec, meta in stored
-    }
+    both = request, same
+    whose = {tuple(engine.has(one, spec.blocks, meta) for one in both) for spec, meta in stored}
     assert whose >= {(True, False), (False, True)}
     assert any(len(spec.prefix) > 3 for spec, _ in stored), "states, too"
 
@@ -729,11 +688,8 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
 
 def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(make: Make) -> None:
     """By its look-up, and confirmed by its first step."""
-    steps = {
-        "scheduling_policy": "priority",
-        "long_prefill_token_threshold": BLOCK,
-        "max_num_batched_tokens": 2 * BLOCK,
-    }
+    steps = {"scheduling_policy": "priority", "long_prefill_token_threshold": BLOCK}
+    steps |= {"max_num_batched_tokens": 2 * BLOCK}
     engine = make(share="pool", blocks=10, arguments=steps)
     asking = engine.here.client()
 
@@ -777,9 +733,7 @@ def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(engine: Engine) 
     eventually(lambda: step_seconds() == 0.5 * 640 / CHUNK)
 
 
-def test_beside_running_requests_a_short_hit_is_computed(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_others_a_short_hit_is_computed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as its load would take more of the present steps than it takes to compute. A step
     that computes a prompt says nothing of the next ones."""
     clock, engine = FakeClock(), make(share="pool", paced=True, blocks=64)
@@ -821,9 +775,7 @@ def waited_for(owner: Client, engine: Engine, chunk_seconds: float) -> list[int]
     return tokens
 
 
-def test_nobody_follows_a_request_whose_wait_is_over_before_vllm_asks_for_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_follows_one_that_waits_no_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """By priority vLLM may not come to it for long: one before it lacks blocks."""
     clock = FakeClock()
     monkeypatch.setattr(waits, "monotonic", clock)

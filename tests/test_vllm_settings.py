@@ -31,14 +31,11 @@ def yaml(folder: Path, text: str) -> str:
 
 
 def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
-    text = (
-        "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, model: theirs}\n"
-        "pool: {segment_bytes: 4 GiB}"
-    )
+    text = "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, model: theirs}\n"
+    text += "pool: {segment_bytes: 4 GiB}"
     file = yaml(tmp_path, text)
-    found = settings.read(
-        {"config": file, "connector": {"model": "ours"}, "engine": {"chunk_size": 128}}
-    )
+    own = {"connector": {"model": "ours"}, "engine": {"chunk_size": 128}}
+    found = settings.read({"config": file} | own)
     assert found.server.path == Path("/of/the/file")
     assert (found.connector.min_hit_tokens, found.connector.model) == (512, "ours")
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
@@ -116,9 +113,9 @@ def test_wishes_are_read() -> None:
     for nothing in (None, {}, {"vcache": None}, {"do_remote_decode": True}):
         assert request_params.read(nothing) == request_params.RequestParams()
     given = {"announced": True, "wait_seconds": 5, "store": False}
-    assert request_params.read({"vcache": given, "other": 1}) == request_params.RequestParams(
-        announced=True, wait_seconds=5.0, store=False, load=True
-    )
+    meant = {"announced": True, "wait_seconds": 5.0, "store": False, "load": True}
+    read = request_params.read({"vcache": given, "other": 1})
+    assert read == request_params.RequestParams(**meant)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +175,8 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
     hashes = [bytes([i]) * 32 for i in range(8)]
 
     def keys(path: str, content: str) -> list[ChunkKey]:
-        return maker.keys(
-            hashes, 0, 4, adapter_digest(SimpleNamespace(lora_name="poet", lora_path=path), content)
-        )
+        poet = SimpleNamespace(lora_name="poet", lora_path=path)
+        return maker.keys(hashes, 0, 4, adapter_digest(poet, content))
 
     kept = [maker.keys(hashes, 0, 4), keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
     assert [len(made) for made in kept] == [4, 4, 4, 4]
@@ -190,35 +186,27 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
 
 def poet(folder: Path, id_: int = 1, name: str = "poet", inplace: bool = False) -> Any:
     """What a request brings along of an adapter."""
-    return SimpleNamespace(
-        lora_name=name, lora_path=str(folder), lora_int_id=id_, load_inplace=inplace
-    )
+    of = {"lora_name": name, "lora_path": str(folder), "lora_int_id": id_}
+    return SimpleNamespace(**of, load_inplace=inplace)
 
 
-def test_an_adapter_trained_again_into_its_folder_is_another_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_trained_again_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"
     weights.write_text("ode")
     old = serving.content(poet(tmp_path))
-    assert (
-        old == adapters.Adapters().content(poet(tmp_path)) == serving.content(poet(tmp_path)) != ""
-    )
+    fresh = adapters.Adapters().content(poet(tmp_path))
+    assert old == fresh == serving.content(poet(tmp_path)) != ""
     weights.write_text("elegy")
     new = adapters.Adapters().content(poet(tmp_path))
     assert new not in ("", old)
-    assert [serving.content(poet(tmp_path)) for _ in range(2)] == ["", ""], (
-        "it may compute with either"
-    )
+    # It may compute with either.
+    assert [serving.content(poet(tmp_path)) for _ in range(2)] == ["", ""]
     assert len(caplog.records) == 1
-    assert serving.content(poet(tmp_path, 2)) == "", (
-        "vLLM's own prefix cache does not tell them apart"
-    )
+    # vLLM's own prefix cache does not tell them apart.
+    assert serving.content(poet(tmp_path, 2)) == ""
 
 
-def test_an_adapter_that_is_loaded_in_place_of_another_takes_the_name_from_it(
-    tmp_path: Path,
-) -> None:
+def test_an_adapter_loaded_in_place_of_another_takes_the_name_from_it(tmp_path: Path) -> None:
     """Requests of the first one may still run. What vLLM makes of adapters that share a name or a
     number, test_integrations shows.
     """
@@ -232,9 +220,7 @@ def test_an_adapter_that_is_loaded_in_place_of_another_takes_the_name_from_it(
     assert serving.content(poet(one)) == ""
 
 
-def test_an_adapter_that_is_used_is_not_forgotten_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_in_use_stays_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM still has its earlier weights."""
     monkeypatch.setattr(adapters, "MOST", 4)
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"

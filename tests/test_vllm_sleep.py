@@ -92,9 +92,7 @@ def release(serving: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [sleep, release], ids=lambda act: act.__name__)
-def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(
-    here: Node, a: Instance, act: Any
-) -> None:
+def test_a_sleep_empties_the_pool_and_what_comes_is_hit(here: Node, a: Instance, act: Any) -> None:
     """New weights may come while vLLM sleeps, and nobody need say so."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(a, tokens)
@@ -106,9 +104,7 @@ def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(
     assert a.again(tokens).agrees(computed)
 
 
-def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(
-    here: Node, b: Instance
-) -> None:
+def test_a_load_that_vllm_did_not_wait_for_fails_and_is_computed(here: Node, b: Instance) -> None:
     """Its bytes are gone with the KV cache; vLLM must not take what lies there now for them."""
     first, tokens = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     here.keep(b, first)
@@ -124,9 +120,7 @@ def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(
         assert later.finish("one")["one"].agrees(computed)
 
 
-def test_a_store_that_does_not_end_is_given_up_or_right(
-    here: Node, once: Instance, b: Instance
-) -> None:
+def test_a_store_without_end_is_given_up_or_right(here: Node, once: Instance, b: Instance) -> None:
     tokens = new_tokens(4 * CHUNK + 1)
     once.ask(patience, 0.1)
     with meddled(once, GATHER, "slow", 60.0):
@@ -137,9 +131,7 @@ def test_a_store_that_does_not_end_is_given_up_or_right(
     assert b.again(tokens).agrees(computed)
 
 
-def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(
-    here: Node, once: Instance
-) -> None:
+def test_who_moves_bytes_wrongly_after_its_sleep_caches_nothing(here: Node, once: Instance) -> None:
     """The round trip of every start is made on waking too."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(once, tokens)
@@ -150,6 +142,5 @@ def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(
     assert (again.cached, again.agrees(computed)) == (0, True)
     assert once.again(tokens).cached == 0, "nor has it stored it"
     reports = here.stats().reports
-    assert any(
-        "caches nothing: after vLLM's sleep the byte round trip" in one.text for one in reports
-    )
+    said = "caches nothing: after vLLM's sleep the byte round trip"
+    assert any(said in one.text for one in reports)

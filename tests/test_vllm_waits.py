@@ -86,9 +86,7 @@ def test_a_prefix_is_waited_for_while_another_instance_computes_it(here: Node) -
 
 
 @once
-def test_of_two_that_begin_together_one_waits_before_either_has_computed_anything(
-    here: Node,
-) -> None:
+def test_of_two_that_begin_together_one_waits_before_either_has_computed(here: Node) -> None:
     """The second asks once the server has the first one's question: of two that lie there at once
     the server may take either."""
 

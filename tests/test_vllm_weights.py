@@ -50,10 +50,9 @@ def pair(
     settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
     told = {"a-pool": router.settings}
     with ExitStack() as undo:
-        made = [
-            undo.enter_context(here.connect(name, settings, refits=True, **told.get(name, {})))
-            for name in (f"a-{request.param}", f"b-{request.param}")
-        ]
+        names = f"a-{request.param}", f"b-{request.param}"
+        begun = [here.connect(name, settings, refits=True, **told.get(name, {})) for name in names]
+        made = list(map(undo.enter_context, begun))
         for one in made:
             one.ask(prepare)
         yield made
@@ -117,9 +116,8 @@ def prepare(serving: Any) -> None:
 
     cpu_sleep.install()
     worker = serving.llm.llm_engine.model_executor.driver_worker.worker
-    worker.weight_transfer_engine = Files(
-        None, worker.vllm_config, worker.device, worker.model_runner.get_model()
-    )
+    model = worker.model_runner.get_model()
+    worker.weight_transfer_engine = Files(None, worker.vllm_config, worker.device, model)
 
 
 def core(serving: Any) -> Any:
@@ -175,17 +173,13 @@ def sleep(serving: Any) -> None:
 
 
 @pytest.mark.parametrize("share", ["pool", "in_place"])
-def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
-    here: Node, models: list[Path], share: str
-) -> None:
+def test_new_weights_share_nothing_until_reset(here: Node, models: list[Path], share: str) -> None:
     """Others still have the old ones. A pause may come before, and is a reset."""
     settings = {"connector": {"share": share, "min_hit_tokens": CHUNK}}
     tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))
     with ExitStack() as undo:
-        a, b = (
-            undo.enter_context(here.connect(f"{x}-{share}-plain", settings, refits=True))
-            for x in "ab"
-        )
+        made = (here.connect(f"{x}-{share}-plain", settings, refits=True) for x in "ab")
+        a, b = map(undo.enter_context, made)
         for one in a, b:
             one.ask(prepare)
         kept(a, tokens)
@@ -207,9 +201,7 @@ def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
-def test_with_lmcache_an_instance_that_gets_new_weights_shares_nothing_any_more(
-    here: Node, models: list[Path]
-) -> None:
+def test_with_lmcache_new_weights_share_nothing_any_more(here: Node, models: list[Path]) -> None:
     """Nor stores what a request goes on to compute with them."""
     tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     saving: dict[str, Any] = {"save_decode_cache": True}
@@ -240,9 +232,7 @@ def kept(instance: Instance, tokens: list[int]) -> Answer:
     return answer
 
 
-def test_instances_updated_one_after_the_other_share_within_a_version_and_never_across(
-    two: Two,
-) -> None:
+def test_instances_updated_one_by_one_share_within_a_version_and_never_across(two: Two) -> None:
     tokens, more = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     old = kept(two.a, tokens)
     hit = two.b.one(tokens)
@@ -261,9 +251,7 @@ def test_instances_updated_one_after_the_other_share_within_a_version_and_never_
 
 
 @pooled
-def test_a_router_hears_that_what_the_old_weights_computed_is_gone(
-    two: Two, router: vllm_cases.Router
-) -> None:
+def test_a_router_hears_that_the_old_weights_kv_goes(two: Two, router: vllm_cases.Router) -> None:
     kept(two.a, new_tokens(2 * CHUNK))
     # What is stored is told with a step.
     eventually(lambda: two.a.one(new_tokens(5)) and router.finds()["CPU"])

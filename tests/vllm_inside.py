@@ -127,9 +127,8 @@ class Serving:
             # With a connector, it does this.
             amx.permit()
         if "kv_events_config" in settings:
-            settings["kv_events_config"] = KVEventsConfig(
-                enable_kv_cache_events=True, **settings["kv_events_config"]
-            )
+            given = {"enable_kv_cache_events": True} | settings["kv_events_config"]
+            settings["kv_events_config"] = KVEventsConfig(**given)
         if "otlp_traces_endpoint" in settings:
             self._trace()
         if nbytes := settings.pop("file_bytes", 0):
@@ -158,9 +157,8 @@ class Serving:
 
         # Also of the processes that are forked from this one.
         provider, self._spans = TracerProvider(), tempfile.TemporaryFile("a+")  # noqa: SIM115 - till the process ends
-        provider.add_span_processor(
-            SimpleSpanProcessor(ConsoleSpanExporter(out=self._spans, formatter=line))
-        )
+        exporter = ConsoleSpanExporter(out=self._spans, formatter=line)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
         trace.set_tracer_provider(provider)
         vllm.config.observability.is_otel_available = lambda: True
         vllm.v1.engine.llm_engine.init_tracer = lambda *_: None
@@ -179,9 +177,8 @@ class Serving:
     def run(self, prompts: list[Prompt], together: bool) -> list[Answer]:
         answers = []
         for batch in [prompts] if together else [[prompt] for prompt in prompts]:
-            given = [
-                [make(request) for request in batch] for make in (self._prompt, self._sampling)
-            ]
+            makers = self._prompt, self._sampling
+            given = [[make(request) for request in batch] for make in makers]
             adapters = [self._lora(request) for request in batch]
             outputs = self.llm.generate(*given, lora_request=adapters, use_tqdm=False)
             answers += [Answer.of(output) for output in outputs]
@@ -294,9 +291,8 @@ class Serving:
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
         for client in self._clients():
-            client._config = msgspec.structs.replace(
-                client._config, connect_seconds=connect_seconds, request_seconds=request_seconds
-            )
+            limits = {"connect_seconds": connect_seconds, "request_seconds": request_seconds}
+            client._config = msgspec.structs.replace(client._config, **limits)
 
     def connected(self) -> int:
         """How many clients of this process have a connection to the metadata server."""
@@ -393,9 +389,8 @@ class Serving:
     def _lora(self, request: Prompt) -> Any:
         if request.lora is None:
             return None
-        return LoRARequest(
-            Path(request.lora).name, request.lora_id or 1 + sum(request.lora.encode()), request.lora
-        )
+        number = request.lora_id or 1 + sum(request.lora.encode())
+        return LoRARequest(Path(request.lora).name, number, request.lora)
 
 
 def _meddle(worker: Any, rank: int, place: str, action: str, times: int) -> None:
@@ -445,9 +440,8 @@ def _negate(views: Any, chunk: int, group: int) -> None:
     """In the pool, what a group of layers has of a chunk: every number gets the other sign."""
     kv = _worker()._worker.kv
     ends = np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])
-    there = (
-        views[chunk].tensor[: kv.chunk_bytes(CHUNK)].view(kv.layers, -1, kv.parts, kv.page_bytes)
-    )
+    whole = views[chunk].tensor[: kv.chunk_bytes(CHUNK)]
+    there = whole.view(kv.layers, -1, kv.parts, kv.page_bytes)
     there[:, ends[group] : ends[group + 1], :, 1::2] ^= 0x80
 
 
