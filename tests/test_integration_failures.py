@@ -196,7 +196,7 @@ def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case:
 # ---- an instance that dies
 
 
-def test_an_instance_killed_in_copies_leaves_the_pool_as_it_was(here: Node, fleet: Fleet) -> None:
+def test_a_death_in_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet: Fleet) -> None:
     """One of its requests holds a lease, another one's store waits for its commit."""
     case, victim = make_case(fleet, fleet("a")), fleet("victim")
     assert victim.one(case.tokens).agrees(case.computed)

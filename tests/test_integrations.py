@@ -93,7 +93,7 @@ def test_anothers_prefix_is_as_good_as_vllms_own(here: Node, a: Instance, reader
     here.unleased()
 
 
-def test_of_a_whole_hit_the_last_is_computed(here: Node, a: Instance, reader: Instance) -> None:
+def test_the_last_of_a_prompt_is_always_computed(here: Node, a: Instance, reader: Instance) -> None:
     """As much as has to be: our connector loads whole blocks, LMCache tokens."""
     tokens = new_tokens(HITS)
     computed = here.keep(a, tokens)
@@ -105,7 +105,7 @@ def test_of_a_whole_hit_the_last_is_computed(here: Node, a: Instance, reader: In
     assert with_lmcache or from_pool.said == own.said
 
 
-def test_a_prompt_of_several_steps_is_all_stored(here: Node, a: Instance, reader: Instance) -> None:
+def test_what_several_steps_compute_is_stored(here: Node, a: Instance, reader: Instance) -> None:
     tokens = new_tokens(13 * CHUNK + 1)
     here.keep(a, tokens)
     own, from_pool = a.one(tokens), reader.one(tokens)
@@ -196,7 +196,7 @@ def test_an_adapter_is_what_lies_at_its_path(here: Node, fleet: Fleet, tmp_path:
     assert adapters.again(tokens, lora=one).cached == 0, "trained again into the same folder"
 
 
-def test_kv_of_a_mistaken_adapter_is_not_shared(here: Node, fleet: Fleet, tmp_path: Path) -> None:
+def test_kv_that_vllm_mistakes_is_not_passed_on(here: Node, fleet: Fleet, tmp_path: Path) -> None:
     """Its own prefix cache does not see that an adapter was trained again, nor its workers that
     another one has its number.
     """
@@ -232,7 +232,7 @@ def fetch(serving: Any, request: Prompt, inplace: bool) -> bool:
         WorkerLoRAManager._load_adapter = load
 
 
-def test_an_adapter_is_what_vllm_has_read(here: Node, fleet: Fleet, tmp_path: Path) -> None:
+def test_an_adapter_is_what_vllm_has_read_of_it(here: Node, fleet: Fleet, tmp_path: Path) -> None:
     """One is trained again between its loading and its first request. Another is replaced under a
     request, which goes on with the new one. What a worker fetches is seen once it is there.
     """

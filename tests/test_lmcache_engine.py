@@ -114,7 +114,7 @@ def test_while_lmcache_is_frozen_or_goes_round_the_plugin_nothing_is_stored(
     assert served.stats().chunks == 2
 
 
-def test_a_look_up_leases_until_unpinned_looked_up_again_or_one_of_too_many(served: Pool) -> None:
+def test_a_look_up_leases_until_it_is_unpinned_made_again_or_one_of_too_many(served: Pool) -> None:
     engine = served.engine()
     engine.store(chunks(3))
     assert engine.lookup(chunks(3)) == 3 * CHUNK

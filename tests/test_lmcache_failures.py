@@ -95,7 +95,7 @@ def wait_by(inside: Inside, config: ClientConfig) -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
-def test_no_method_raises_or_waits_for_ever_if_the_server_is_silent(pool: Pool, how: str) -> None:
+def test_no_method_raises_or_waits_for_ever_if_no_server_answers(pool: Pool, how: str) -> None:
     pool.node.serve()
     engine = pool.engine(client=QUICK)
     engine.store(chunks(2))
@@ -178,7 +178,7 @@ def failures(inside: Inside) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("grace", [SECONDS, 0.0], ids=["within the grace", "after it"])
-def test_a_load_settled_later_names_blocks_if_its_lease_ended(served: Pool, grace: float) -> None:
+def test_a_load_names_its_blocks_if_its_lease_did_not_hold(served: Pool, grace: float) -> None:
     """Within the grace of its lease it held, whatever happens to the server: what was leased stays
     where it is.
     """

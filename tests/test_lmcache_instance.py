@@ -47,12 +47,14 @@ def lmcache_metadata(**changes: Any) -> Any:
 
 # ---- under vLLM: its objects as far as they are read
 
+Find = Callable[..., Instance]
+
 
 Starts = Callable[..., Instance]
 
 
 @pytest.fixture
-def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Starts:
+def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Find:
     """Discover the instance of worker `worker_id` whose vLLM has these changes."""
 
     def find(
@@ -82,14 +84,14 @@ def namespace(
     return str(instance.layout(kv, chunk_size, probe, how).namespace())
 
 
-def test_layers_whose_pages_have_several_sizes_are_refused(under_vllm: Starts) -> None:
+def test_layers_whose_pages_have_several_sizes_are_refused(under_vllm: Find) -> None:
     first, *others = caches().items()
     wider = first[0], torch.cat([first[1], first[1]], dim=3)
     with pytest.raises(LayoutError, match="several sizes .* vcache's own connector"):
         namespace(under_vllm(kvcaches=dict([wider, *others])))
 
 
-def test_under_vllm_its_configuration_says_it(under_vllm: Starts) -> None:
+def test_under_vllm_its_configuration_says_it(under_vllm: Find) -> None:
     found = under_vllm(worker_id=3)
     assert (found.model.model, found.model.block_size) == ("org/model", BLOCK)
     expected = (1, 1, 2, BLOCKS)
@@ -104,7 +106,7 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Starts) -> None:
 
 
 def test_the_weights_go_by_what_they_are(
-    under_vllm: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    under_vllm: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that has begun before they were written may have loaded others."""
 
@@ -146,7 +148,7 @@ SAME: list[dict[str, Any]] = [{"worker_id": 0}, {"several": True}]
 SAME += [{"cache_config__gpu_memory_utilization": 0.5}]
 
 
-def test_instances_that_differ_do_not_share_and_those_that_are_alike_do(under_vllm: Starts) -> None:
+def test_who_differs_in_anything_does_not_share_and_who_is_alike_does(under_vllm: Find) -> None:
     mine = namespace(under_vllm())
     found = [mine, *(namespace(under_vllm(**changes)) for changes in DIFFERENT)]
     assert [changes for i, changes in enumerate(DIFFERENT) if found.count(found[i + 1]) > 1] == []
@@ -229,7 +231,7 @@ def lm_config(**changes: Any) -> Any:
     return LMCacheEngineConfig.from_defaults(**values)
 
 
-def test_the_example_is_supported_without_a_remark(under_vllm: Starts) -> None:
+def test_the_example_is_supported_without_a_remark(under_vllm: Find) -> None:
     assert checks.refusal(lm_config(), under_vllm()) is None
     assert list(checks.remarks(lm_config(), under_vllm())) == []
 
@@ -259,7 +261,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_work_is_named_with_what_to_set(under_vllm: Starts, said: str) -> None:
+def test_what_cannot_work_is_named_with_what_to_set(under_vllm: Find, said: str) -> None:
     changes = REFUSED[said]
     instance = under_vllm(**changes.get("vllm", {}))
     assert re.search(said, checks.refusal(lm_config(**changes.get("lmcache", {})), instance) or "")
@@ -273,7 +275,7 @@ def test_what_cannot_work_is_named_with_what_to_set(under_vllm: Starts, said: st
     ],
 )
 def test_a_setting_that_surprises_is_remarked(
-    under_vllm: Starts, changes: dict[str, Any], policy: str, said: str
+    under_vllm: Find, changes: dict[str, Any], policy: str, said: str
 ) -> None:
     instance = under_vllm(kv_transfer_config__kv_load_failure_policy=policy)
     (line,) = checks.remarks(lm_config(**changes), instance)

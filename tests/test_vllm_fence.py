@@ -107,7 +107,7 @@ def worker(here: Node) -> Worker:
     return Worker(here)
 
 
-def test_a_blocks_next_owner_waits_until_the_store_that_reads_it_is_over(worker: Worker) -> None:
+def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it(worker: Worker) -> None:
     """As after a preemption: the blocks of the request that had to go are somebody else's in the
     same step. A step that gives away other blocks waits for nothing.
     """
@@ -124,11 +124,11 @@ def test_a_model_with_states_waits_for_each_store_before_its_next_step(here: Nod
     assert Worker(here, at_once=True).copier.fenced == [0, 1]
 
 
-def test_a_step_of_which_nobody_knows_whom_it_serves_waits_for_all_stores(worker: Worker) -> None:
+def test_a_step_that_gives_unknown_blocks_waits_for_all_stores(worker: Worker) -> None:
     assert worker.step(opaque=True) == [0, 1]
 
 
-def test_who_closes_waits_for_a_loads_copy(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(threading.Event()), threading.Event()
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
@@ -141,7 +141,7 @@ def test_who_closes_waits_for_a_loads_copy(here: Node, monkeypatch: pytest.Monke
     assert [loads.finished(idle=False) for _ in range(3)] == [{"r"}, {"r"}, set()]
 
 
-def test_of_a_load_that_failed_vllm_hears_with_the_blocks_it_has_not_filled(worker: Worker) -> None:
+def test_of_a_load_that_failed_vllm_hears_with_its_unfilled_blocks(worker: Worker) -> None:
     """No sooner, or its request would run."""
     lost = LoadSpec("lost", [KEYS[2]], [1, 2], number=1)
     right = LoadSpec("right", [KEYS[0]], [5, 6], number=2)

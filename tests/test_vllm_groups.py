@@ -251,7 +251,7 @@ def sparse(fp8: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
-def test_latents_and_an_indexers_keys_are_a_table_and_come_back(layout: str, fp8: bool) -> None:
+def test_latents_and_indexers_keys_are_one_table_that_comes_back(layout: str, fp8: bool) -> None:
     """vLLM shows the scheduler the first layer alone."""
     there = planned(sparse(fp8), KVCacheLayout[layout])
     here = kv_cache_utils.generate_scheduler_kv_cache_config([there])
@@ -373,7 +373,7 @@ def refused(chunk_size: int = 64, **changes: Any) -> str:
     return decide(vllm_config(**changes), caches(spec()), settings).refused
 
 
-def test_another_release_is_refused_with_which_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_releases_of_vllm_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
         monkeypatch.setattr(vllm, "__version__", version)
         assert refused() == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
@@ -430,7 +430,7 @@ def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> No
     assert not compat.loads_at_once(drafts, shares)
 
 
-def test_one_table_of_all_tokens_adds_nothing_to_a_namespace_and_others_do(tmp_path: Path) -> None:
+def test_a_plain_table_adds_nothing_to_the_namespace_and_others_their_text(tmp_path: Path) -> None:
     """Which would keep instances from chunks that they had stored before."""
     (tmp_path / "model").mkdir()
     config = vllm_config(model_config__model=str(tmp_path / "model"), use_v2_model_runner=False)
@@ -519,7 +519,7 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
 
 
 @needs_vllm
-def test_bytes_inside_of_a_window_matter_and_none_outside_is_read(here: Node, pairs: Pairs) -> None:
+def test_bytes_just_inside_of_a_window_matter_and_no_others(here: Node, pairs: Pairs) -> None:
     pair, tokens = pairs("sfsf", 64), new_tokens(HIT + 5)
     pair.keep(here, tokens)
     a, own = pair.a, pair.a.again(tokens)
@@ -580,7 +580,7 @@ def test_what_another_instance_computes_is_waited_for_with_its_windows_and_state
 
 
 @needs_vllm
-def test_a_second_turn_finds_the_state_in_the_answer_before(here: Node, pairs: Pairs) -> None:
+def test_a_second_turn_finds_the_state_within_the_last_answer(here: Node, pairs: Pairs) -> None:
     pair, tokens, before = pairs(STATES, 0), new_tokens(3 * CHUNK + 8), here.chunks()
     said = pair.a.one(tokens, max_tokens=CHUNK + 8).tokens
     here.stored(before + 4 + 2)

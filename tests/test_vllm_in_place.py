@@ -98,7 +98,7 @@ def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
 # ---- what a step publishes
 
 
-def test_more_chunks_than_a_message_holds_reach_a_worker_of_another_process(engine: Engine) -> None:
+def test_more_chunks_than_a_message_holds_reach_a_worker_elsewhere(engine: Engine) -> None:
     """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
     keys, instance = [ChunkKey(bytes(KEY_BYTES))], engine.half.publications.instance
     many = Publish(instance, 1, keys * (MAX_PUBLISHED + 1), b"", b"")
@@ -190,7 +190,7 @@ def test_what_another_connectors_load_did_not_fill_is_not_found(make: Make, shar
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 @pytest.mark.parametrize("then", ["preempted", "aborted"])
-def test_what_came_behind_a_failed_load_is_not_found(make: Make, then: str, share: str) -> None:
+def test_what_lies_behind_a_failed_load_is_not_found(make: Make, then: str, share: str) -> None:
     """Another connector's load, whose failure vLLM hears of when it has planned further steps. It
     looks only at the blocks of requests that run."""
     steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
@@ -241,7 +241,7 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 @pytest.mark.parametrize("stores", [True, False])
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
-def test_blocks_of_no_step_are_not_found(make: Make, hit: int, stores: bool, share: str) -> None:
+def test_unwritten_blocks_are_not_found(make: Make, hit: int, stores: bool, share: str) -> None:
     """vLLM knows blocks by their tokens as soon as it plans the step that writes them. A request
     that goes before their owner takes that step away: they are computed again, and what ran before
     is not. stores: the owner does; others find its blocks in any case."""
@@ -322,7 +322,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     assert published[0].sequence >= sequence
 
 
-def test_what_began_before_a_reset_is_published_by_nobody_who_finds_it(engine: Engine) -> None:
+def test_what_began_before_a_reset_is_not_published_by_who_hits_it(engine: Engine) -> None:
     """vLLM did not reset, as a request ran: what it has computed stays in its own cache, and so
     does what is computed behind that.
     """

@@ -232,7 +232,7 @@ def test_who_could_not_load_a_chunk_again_keeps_it(
     assert (kept(other, own), kept(other, both)) == (0, 4)
 
 
-def test_news_of_copies_are_heard_though_nobody_reads_what_brings_them(shared: Make) -> None:
+def test_news_of_copies_are_heard_though_nobody_reads_their_answer(shared: Make) -> None:
     """A request waited for long, and then went away."""
     owner, reader = shared(), shared()
     both = new_tokens(4 * CHUNK + 1)
@@ -253,7 +253,7 @@ def test_news_of_copies_are_heard_though_nobody_reads_what_brings_them(shared: M
     assert publications.duplicates.count == 4
 
 
-def test_what_two_requests_have_computed_is_found_as_long_as_one_has_it(shared: Make) -> None:
+def test_what_two_requests_have_computed_is_found_while_one_of_them_has_it(shared: Make) -> None:
     """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache
     finds the other one.
     """

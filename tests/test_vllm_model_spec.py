@@ -187,7 +187,7 @@ def test_a_patch_release_has_a_namespace_of_its_own(monkeypatch: pytest.MonkeyPa
     ],
     ids=["LongRoPE", "dynamic NTK", "Llama 4", "any other"],
 )
-def test_the_longest_request_matters_where_vllm_computes_all_by_it(model: dict[str, Any]) -> None:
+def test_the_longest_request_matters_where_it_changes_the_others(model: dict[str, Any]) -> None:
     """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with
     LongRoPE.
     """

@@ -119,7 +119,7 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
 # ---- beside other features
 
 
-def test_tokens_guessed_ahead_are_not_stored_unless_right(here: Node, start: Start) -> None:
+def test_tokens_guessed_ahead_are_stored_only_if_they_were_right(here: Node, start: Start) -> None:
     """Speculative decoding: what an answer leaves to others, here to one that guesses nothing, is as
     good as what it leaves in vLLM's own cache.
     """
@@ -141,7 +141,7 @@ def test_tokens_guessed_ahead_are_not_stored_unless_right(here: Node, start: Sta
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_a_guessing_session_stores_its_first_turn(here: Node, start: Start, share: str) -> None:
+def test_who_guesses_stores_its_first_turn_alone(here: Node, start: Start, share: str) -> None:
     """vLLM takes tokens that it has guessed rightly for computed ones of the next turn, also those
     behind the end of the last turn, where other tokens are now."""
     guesses = {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2}
@@ -240,7 +240,7 @@ def test_a_model_that_pools_is_cached_if_it_looks_at_the_last_token_alone(
 # ---- refused
 
 
-def test_weights_to_be_replaced_are_refused_unnamed(here: Node, a: Instance, start: Start) -> None:
+def test_weights_that_will_change_need_a_name(here: Node, a: Instance, start: Start) -> None:
     """vLLM's pause for new ones forgets what was computed with the old ones; it may come before the
     first request.
     """
@@ -327,7 +327,7 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
     caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves without it")
 
 
-def test_unknown_settings_end_vllm_also_without_our_plugin(here: Node, start: Start) -> None:
+def test_settings_that_do_not_exist_end_vllm_without_our_plugin(here: Node, start: Start) -> None:
     """By the connector itself. What is refused, test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     with pytest.raises(AssertionError, match="ConfigError") as raised:

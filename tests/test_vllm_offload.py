@@ -250,7 +250,7 @@ def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two) -> 
 
 
 @pytest.mark.parametrize("what", ["provider dies", "master hangs"])
-def test_a_store_that_fails_under_a_load_is_a_miss(two: Two, hasty: Instance, what: str) -> None:
+def test_a_store_that_fails_costs_a_computation(two: Two, hasty: Instance, what: str) -> None:
     (tokens, computed), (beside, undisturbed) = two.kept(), alone(two)
     lost = hasty.counter("vllm:vcache_recomputed_tokens")
     who, how = what.split()

@@ -231,7 +231,7 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
         one.close()
 
 
-def test_what_another_connector_still_stores_is_not_overwritten_by_our_load(here: Node) -> None:
+def test_what_another_connector_still_stores_is_not_overwritten_by_ours(here: Node) -> None:
     """vLLM's OffloadingConnector copies what the last step of a request has computed only when the
     next one runs, which may give its blocks to somebody else: a load of ours must not have begun by
     then."""
@@ -481,7 +481,7 @@ def meddle(address: str, method: str, *given: str) -> None:
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_the_documents_command_shares_what_its_ranks_compute(ranks: tuple[Node, str]) -> None:
+def test_the_documents_one_command_shares_among_its_ranks(ranks: tuple[Node, str]) -> None:
     """In place, since they have a block table each. Nothing is copied into a pool."""
     (here, address), tokens = ranks, new_tokens(LENGTH + 1)
     before = residents(here)
@@ -495,7 +495,7 @@ def test_the_documents_command_shares_what_its_ranks_compute(ranks: tuple[Node, 
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_a_load_of_one_expert_rank_holds_up_no_step_of_another(ranks: tuple[Node, str]) -> None:
+def test_a_load_of_an_expert_parallel_rank_holds_up_no_other(ranks: tuple[Node, str]) -> None:
     """All take part in every step: a rank that has nothing but a load goes on with the others. After
     a load this slow nobody waits for another one: the test comes last.
     """

@@ -116,7 +116,7 @@ def ends(engine: Engine, request_id: str = "r") -> None:
     engine.ran = ran
 
 
-def test_a_later_request_of_a_name_is_looked_at_though_the_first_had_far(engine: Engine) -> None:
+def test_a_later_request_of_a_name_is_seen_though_the_earlier_had_far_to_go(engine: Engine) -> None:
     """Beside another one, which has far to go, too."""
     engine.add(new_tokens(CHUNK + 1), max_tokens=CHUNK)
     engine.finish(engine.add(new_tokens(CHUNK + 1), name="same"))
@@ -140,7 +140,7 @@ def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(engine: En
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_an_aborted_requests_report_says_nothing_of_the_next(engine: Engine, seen: bool) -> None:
+def test_the_report_of_what_was_aborted_is_not_its_successors(engine: Engine, seen: bool) -> None:
     """seen: vLLM knew of the load's end before the abort, so it has freed the blocks."""
     ends(engine)
     tokens = pooled(engine)
@@ -221,7 +221,7 @@ def test_a_load_is_over_once_all_workers_say_so() -> None:
     ends.close()
 
 
-def test_a_worker_writes_into_nothing_but_the_memory_its_scheduler_made(tmp_path: Path) -> None:
+def test_a_worker_writes_into_nothing_but_its_schedulers_memory(tmp_path: Path) -> None:
     """On another host the path may be that of any file of this user. Nobody can take the memory
     from under the scheduler."""
     ends, ring = LoadEnds(1), EndRing(0)
@@ -287,7 +287,7 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
 
 
 @pytest.mark.parametrize(("theirs", "own"), [(0.001, 0.005), (40, 30)], ids=["faster", "alike"])
-def test_an_owner_of_a_good_pace_is_waited_for(engine: Engine, theirs: float, own: float) -> None:
+def test_who_is_not_much_slower_is_waited_for(engine: Engine, theirs: float, own: float) -> None:
     """faster: it is waited for also where this instance would compute the chunks in a moment.
     alike: equal instances measure this, since a prompt takes one step or two."""
     engine.pace.chunk_seconds = own
@@ -299,7 +299,7 @@ def test_an_owner_of_a_good_pace_is_waited_for(engine: Engine, theirs: float, ow
     eventually(lambda: engine.step() and request.num_computed_tokens > 0)
 
 
-def test_who_has_measured_nothing_believes_no_owner_of_an_hour_a_chunk(engine: Engine) -> None:
+def test_who_measured_nothing_believes_no_owner_that_a_chunk_takes_an_hour(engine: Engine) -> None:
     """It would wait for hours, as long as the owner says again that it computes."""
     with engine.here.client() as owner:
         tokens = begun(owner, engine, 2, 3600, 600)
@@ -339,7 +339,7 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
         assert request.num_computed_tokens > 0
 
 
-def test_a_request_that_lacks_blocks_asks_again_before_it_computes_its_promise(make: Make) -> None:
+def test_who_lacks_blocks_asks_again_before_it_computes_what_it_promised(make: Make) -> None:
     """Another one may have begun it meanwhile."""
     short, other = make(share="pool", blocks=14), make(share="pool")
     for each in (short, other):
@@ -405,7 +405,7 @@ def test_behind_a_step_under_way_a_wait_may_be_longer(make: Make, ahead: bool, c
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_under_way_is_no_chunks_time(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+def test_the_pace_leaves_a_step_under_way_out(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """A step that is planned ahead begins behind it, when the next one is planned. Few chunks say
     little."""
     clock, live = FakeClock(), SimpleNamespace(request=SimpleNamespace(num_output_tokens=0))
@@ -482,7 +482,7 @@ def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
         assert waited(tokens, announced=True, wait_seconds=bound)
 
 
-def test_waiting_requests_fit_into_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_requests_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is computed; when one of them ends, another may wait."""
     monkeypatch.setattr(waits, "MOST_WAITING", 2)
 
@@ -618,7 +618,7 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
 
 
 @pytest.mark.parametrize("local", [0, 1])
-def test_nothing_is_built_on_what_others_bring_after_a_reset(engine: Engine, local: int) -> None:
+def test_what_others_load_after_a_refused_reset_is_not_built_on(engine: Engine, local: int) -> None:
     """Another connector's tokens, or a part of a block that vLLM copies from another: whoever had
     the block since, it may be of before.
     """
@@ -639,7 +639,7 @@ def test_nothing_is_built_on_what_others_bring_after_a_reset(engine: Engine, loc
     engine.finish(running)
 
 
-def test_of_requests_that_share_a_block_of_a_failed_load_nothing_is_stored(make: Make) -> None:
+def test_who_shares_a_block_of_anothers_failed_load_stores_nothing_more(make: Make) -> None:
     """With steps planned ahead vLLM does not compute anew all that it has computed behind it."""
     steps = {"long_prefill_token_threshold": CHUNK}
     engine = make(share="pool", blocks=64, asynchronous=True, arguments=steps)

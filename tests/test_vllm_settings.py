@@ -190,7 +190,7 @@ def poet(folder: Path, id_: int = 1, name: str = "poet", inplace: bool = False) 
     return SimpleNamespace(**of, load_inplace=inplace)
 
 
-def test_an_adapter_trained_again_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retrained_adapter_is_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"
     weights.write_text("ode")
     old = serving.content(poet(tmp_path))
@@ -206,7 +206,7 @@ def test_an_adapter_trained_again_is_new(tmp_path: Path, caplog: pytest.LogCaptu
     assert serving.content(poet(tmp_path, 2)) == ""
 
 
-def test_an_adapter_loaded_in_place_of_another_takes_the_name_from_it(tmp_path: Path) -> None:
+def test_an_adapter_loaded_in_place_of_another_takes_its_name(tmp_path: Path) -> None:
     """Requests of the first one may still run. What vLLM makes of adapters that share a name or a
     number, test_integrations shows.
     """
@@ -220,7 +220,7 @@ def test_an_adapter_loaded_in_place_of_another_takes_the_name_from_it(tmp_path: 
     assert serving.content(poet(one)) == ""
 
 
-def test_an_adapter_in_use_stays_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_in_use_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM still has its earlier weights."""
     monkeypatch.setattr(adapters, "MOST", 4)
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"

@@ -64,7 +64,7 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node) -> No
     assert here.b.counter("vllm:vcache_stored_bytes") == 0
 
 
-def test_requests_of_one_step_are_whole_though_one_hits_what_another_computes(here: Node) -> None:
+def test_requests_of_one_step_are_found_though_one_hits_what_the_other_computes(here: Node) -> None:
     head = new_tokens(2 * CHUNK)
     first, second = (Prompt(head + new_tokens(2 * CHUNK + 1)) for _ in range(2))
     assert [answer.cached for answer in here.a.run(first, second, together=True)] == [0, 2 * CHUNK]
@@ -218,7 +218,7 @@ def test_a_new_owner_is_mapped_beside_steps_and_a_killed_one_left_what_it_saved(
 
 
 @pytest.mark.parametrize("reset", ["forget", "reset"])
-def test_a_reset_of_owner_or_reader_while_a_load_is_under_way(here: Node, reset: str) -> None:
+def test_a_reset_of_the_owner_or_the_reader_during_a_load(here: Node, reset: str) -> None:
     """The owner's makes the load void. The reader's is refused by vLLM, as a request runs; it
     answers with what was asked for, and tells nobody of it."""
     tokens, lost = new_tokens(3 * CHUNK + 1), here.b.counter("vllm:vcache_recomputed_tokens")

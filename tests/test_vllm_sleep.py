@@ -104,7 +104,7 @@ def test_a_sleep_empties_the_pool_and_what_comes_is_hit(here: Node, a: Instance,
     assert a.again(tokens).agrees(computed)
 
 
-def test_a_load_that_vllm_did_not_wait_for_fails_and_is_computed(here: Node, b: Instance) -> None:
+def test_a_load_fails_and_is_computed_where_vllm_did_not_wait(here: Node, b: Instance) -> None:
     """Its bytes are gone with the KV cache; vLLM must not take what lies there now for them."""
     first, tokens = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     here.keep(b, first)
@@ -131,7 +131,7 @@ def test_a_store_without_end_is_given_up_or_right(here: Node, once: Instance, b:
     assert b.again(tokens).agrees(computed)
 
 
-def test_who_moves_bytes_wrongly_after_its_sleep_caches_nothing(here: Node, once: Instance) -> None:
+def test_who_moves_a_wrong_byte_after_its_sleep_caches_nothing(here: Node, once: Instance) -> None:
     """The round trip of every start is made on waking too."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(once, tokens)

@@ -232,7 +232,7 @@ def kept(instance: Instance, tokens: list[int]) -> Answer:
     return answer
 
 
-def test_instances_updated_one_by_one_share_within_a_version_and_never_across(two: Two) -> None:
+def test_instances_updated_in_turn_share_within_a_version_and_never_across(two: Two) -> None:
     tokens, more = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     old = kept(two.a, tokens)
     hit = two.b.one(tokens)
@@ -251,7 +251,7 @@ def test_instances_updated_one_by_one_share_within_a_version_and_never_across(tw
 
 
 @pooled
-def test_a_router_hears_that_the_old_weights_kv_goes(two: Two, router: vllm_cases.Router) -> None:
+def test_a_router_hears_that_old_weights_kv_is_gone(two: Two, router: vllm_cases.Router) -> None:
     kept(two.a, new_tokens(2 * CHUNK))
     # What is stored is told with a step.
     eventually(lambda: two.a.one(new_tokens(5)) and router.finds()["CPU"])
