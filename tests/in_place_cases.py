@@ -119,8 +119,8 @@ class Engine:
         config.cache_config.num_gpu_blocks = blocks
         # vLLM does so on GPUs only.
         config.scheduler_config.async_scheduling = asynchronous
-        shape = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64}
-        kind = FullAttentionSpec(**shape, dtype=torch.bfloat16)
+        heads = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+        kind = FullAttentionSpec(block_size=BLOCK, **heads)
         groups = [KVCacheGroupSpec(["layer 0"], kind)]
         if states is not None:
             shape = {"shapes": ((2, 3),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
@@ -145,8 +145,8 @@ class Engine:
         self.publisher: Publisher | None = None
         self.slow = False
         """Whether its worker publishes what a test tells it to."""
-        layout = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
-        report = WorkerReport(shards={(0, 0): ShardSpec(pp_rank=0, tp_rank=0, **layout)})
+        lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
+        report = WorkerReport(shards={(0, 0): ShardSpec(pp_rank=0, tp_rank=0, **lie)})
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
         assert self.half.instance.open(), self.half.instance.refused
 

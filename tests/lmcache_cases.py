@@ -33,9 +33,8 @@ from vcache_backend.metadata_server.client import Client
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
-needs_lmcache = pytest.mark.skipif(
-    importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed"
-)
+LACKS_LMCACHE = importlib.util.find_spec("lmcache") is None
+needs_lmcache = pytest.mark.skipif(LACKS_LMCACHE, reason="LMCache is not installed")
 SLOW = 60.0
 """Importing LMCache, with vLLM behind it, on a busy machine."""
 TAGGED = {"request_configs": {TAG: PLAIN}}
@@ -70,8 +69,8 @@ def settings(
     """
     own = {"server": {"socket": str(socket)}, "client": msgspec.structs.asdict(client)}
     own |= {"pool": {"device": "host", "segment_bytes": lent}} | (extra or {})
-    theirs = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"}
-    return lmcache_settings({"vcache": own}, theirs | lmcache)
+    theirs = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache
+    return lmcache_settings({"vcache": own}, theirs)
 
 
 def kv_transfer(adapter: Any, kind: Any, blocks: int, several: bool = False) -> Any:

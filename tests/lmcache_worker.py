@@ -188,8 +188,8 @@ class Lines(logging.Handler):
         logging.getLogger("vcache_backend").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        more = " (with a traceback)" if record.exc_info else ""
-        self.texts.append(f"{record.levelname} {record.getMessage()}{more}")
+        traced = " (with a traceback)" if record.exc_info else ""
+        self.texts.append(f"{record.levelname} {record.getMessage()}{traced}")
 
 
 def metadata(setup: Setup) -> LMCacheMetadata:

@@ -41,8 +41,8 @@ def aside(here: Node) -> Instance:
     return here.alone("aside")
 
 
-WAYS = [pytest.param("vllm", marks=vllm_cases.needs_vllm)]
-WAYS += [pytest.param("lmcache", marks=lmcache_here)]
+MARKS = {"vllm": vllm_cases.needs_vllm, "lmcache": lmcache_here}
+WAYS = [pytest.param(way, marks=mark) for way, mark in MARKS.items()]
 only_lmcache = pytest.mark.parametrize("fleet", WAYS[1:], indirect=True)
 
 
@@ -335,6 +335,6 @@ def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Inst
     assert here.chunks() == before
     assert a.one(tokens).said == alone.said
     # LMCache says the reason, too.
-    lines = unseeded.log.splitlines()
-    (line,) = [line for line in lines if "vLLM serves; nothing is cached" in line]
+    said = "vLLM serves; nothing is cached"
+    (line,) = [line for line in unseeded.log.splitlines() if said in line]
     assert "stepped aside: PYTHONHASHSEED is not set" in line

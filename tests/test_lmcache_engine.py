@@ -6,6 +6,7 @@ places, and every byte of the whole KV cache is compared."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
     for cached in (CHUNK, CHUNK + 16, 2 * CHUNK + 5, 4 * CHUNK - 1):
         first = cached // CHUNK * CHUNK
         assert reader.lookup(chunks(4), f"r{cached}") == 4 * CHUNK
-        came = reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)
-        assert came == all_of(4 * CHUNK - first, first)
+        found = reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)
+        assert found == all_of(4 * CHUNK - first, first)
     assert served.settled()
 
 
@@ -74,8 +75,8 @@ def remember_at_most(inside: Inside, count: int) -> None:
 
 
 def events(inside: Inside) -> list[tuple[Any, Any, Any, int]]:
-    told = inside.engine.get_kv_events()
-    return [(it.block_hashes, it.parent_block_hash, it.token_ids, it.block_size) for it in told]
+    names = "block_hashes", "parent_block_hash", "token_ids", "block_size"
+    return list(map(operator.attrgetter(*names), inside.engine.get_kv_events()))
 
 
 def hashes(inside: Inside, prompt: list[int]) -> list[int]:
@@ -139,8 +140,8 @@ def test_a_look_up_leases_until_it_is_unpinned_made_again_or_one_of_too_many(ser
 
 
 def ranks(pool: Pool, arrangement: Arrangement = PACKED, **more: Any) -> list[Engine]:
-    processes = [{"rank": rank, "ranks": 2, "service": "ranks"} for rank in range(2)]
-    return [pool.engine(arrangement, process=one, **more) for one in processes]
+    both = [{"rank": rank, "ranks": 2, "service": "ranks"} for rank in range(2)]
+    return [pool.engine(arrangement, process=process, **more) for process in both]
 
 
 def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Pool) -> None:

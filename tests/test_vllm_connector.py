@@ -130,8 +130,8 @@ def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
     here.b.ask("add", name, Prompt(tokens + new_tokens(CHUNK), params=vcache(anounced=True)))
     answer = here.b.ask("finish", [name])[name]
     assert (answer.cached, here.asked(), here.chunks()) == (0, before, chunks)
-    refusal = "is served uncached: kv_transfer_params: vcache: "
-    lines = [line for line in here.b.log[said:].splitlines() if refusal in line]
+    uncached = "is served uncached: kv_transfer_params: vcache: "
+    lines = [line for line in here.b.log[said:].splitlines() if uncached in line]
     assert len(lines) == 1
     assert r"request mine\n\x1b[2J" in lines[0]
     assert here.b.again(tokens, params={"another": 1}).agrees(computed)

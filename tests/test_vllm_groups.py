@@ -60,8 +60,8 @@ def spec(window: int = 0, block_size: int = 16) -> Any:
 
 def state(**changes: Any) -> Any:
     """As vLLM has it where its prefix cache is on."""
-    shape = {"block_size": 16, "shapes": ((1, 2),), "dtypes": (torch.float32,)}
-    return kinds.MambaSpec(**(shape | {"mamba_cache_mode": "align"} | changes))
+    given = {"block_size": 16, "shapes": ((1, 2),), "dtypes": (torch.float32,)}
+    return kinds.MambaSpec(**given | {"mamba_cache_mode": "align"} | changes)
 
 
 def caches(*specs: Any) -> kinds.KVCacheConfig:
@@ -86,9 +86,9 @@ class Case:
         choice.shuffle(specs)
         self.config = caches(*specs)
         block = math.lcm(*(one.block_size for one in specs))
-        lengths = {"max_model_len": 2048, "max_in_flight_tokens": 2048}
-        sized = {"scheduler_block_size": block, "hash_block_size": min(sizes)}
-        self.manager = KVCacheManager(self.config, **lengths, **sized, enable_caching=True)
+        more = {"max_model_len": 2048, "max_in_flight_tokens": 2048, "enable_caching": True}
+        more |= {"scheduler_block_size": block, "hash_block_size": min(sizes)}
+        self.manager = KVCacheManager(self.config, **more)
         self.groups = groups.read(self.config, self.size)
         self.length = choice.randrange(self.size, 1200)
         hasher = kv_cache_utils.get_request_block_hasher(min(sizes), sha256_cbor)
@@ -124,8 +124,8 @@ class Case:
             before = self.request.num_computed_tokens
             step = min(self.choice.choice([1, 7, 16, 50, 200]), self.length - before)
             added = self.manager.allocate_slots(self.request, step).get_block_ids()
-            rows = self.rows or [[] for _ in added]
-            self.rows = [row + list(more) for row, more in zip(rows, added, strict=True)]
+            had = self.rows or [[] for _ in added]
+            self.rows = [a + list(b) for a, b in zip(had, added, strict=True)]
             true = [list(row) for row in self.manager.get_block_ids("one")]
             self.request.num_computed_tokens += step
             stop = self.request.num_computed_tokens // self.size
@@ -144,8 +144,8 @@ def test_what_is_stored_and_loaded_is_what_vllm_keeps_and_wants() -> None:
     choice, hits, partial, looked, gone = random.Random(5), 0, 0, 0, 0
     for _ in range(CASES):
         case = Case(choice)
-        most = (case.length - 1) // case.size
-        end = choice.randrange(0, most + 1) * case.size if choice.random() < 0.5 else 0
+        chunks = choice.randrange(0, (case.length - 1) // case.size + 1)
+        end = chunks * case.size if choice.random() < 0.5 else 0
         if end:
             hits, partial = hits + 1, partial + case.loads(end)
         seen = case.steps()
@@ -166,8 +166,8 @@ def test_blocks_that_vllm_has_are_not_wanted_and_missing_ones_do_not_count_as_lo
     with pytest.raises(ValueError, match="wants 96 tokens"):
         found.wanted(rows, 0, 96)
     # What vLLM does not show is not there, whatever its window.
-    alive = [found.alive_from([[*range(1, 7), at, 8], rows[1]], 0, 0, 2) for at in (7, 0)]
-    assert alive == [0, 2]
+    windows = [[*range(1, 7), block, 8] for block in (7, 0)]
+    assert [found.alive_from([window, rows[1]], 0, 0, 2) for window in windows] == [0, 2]
 
 
 def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hit_ends() -> None:
@@ -180,8 +180,8 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
         with pytest.raises(ValueError, match="other states than the one at token 64"):
             found.wanted([wrong, *rows[1:]], 0, 64)
     assert found.ended(rows, 64, []) == {64: [5, 6, 7]}
-    ended = found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)])
-    assert ended == {32: [3, 4, 8]}
+    offered = [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]
+    assert found.ended(rows, 65, offered) == {32: [3, 4, 8]}
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32)]) == {}
     other = groups.read(caches(spec(), state(dtypes=(torch.bfloat16,))), 32).text
     assert other != groups.read(caches(spec(), state()), 32).text
@@ -239,12 +239,12 @@ def sparse(fp8: bool) -> dict[str, Any]:
     latent = {"dtype": torch.bfloat16, "head_size": 576}
     if fp8:
         latent |= {"dtype": torch.uint8, "state_content_bytes": 656}
+    latent |= {"is_index_group_leader": True}
     layers = {}
     for number in range(3):
-        shape = {"block_size": 64, "num_kv_heads": 1, "is_index_group_leader": True}
-        attention = kinds.MLAAttentionSpec(**shape, **latent)
-        keys = {"block_size": 64, "num_kv_heads": 1, "head_size": 132, "dtype": torch.uint8}
-        indexer = kinds.MLAAttentionSpec(**keys, cache_role=kinds.SparseCacheRole.INDEXER)
+        attention = kinds.MLAAttentionSpec(block_size=64, num_kv_heads=1, **latent)
+        keys = {"head_size": 132, "dtype": torch.uint8, "cache_role": kinds.SparseCacheRole.INDEXER}
+        indexer = kinds.MLAAttentionSpec(block_size=64, num_kv_heads=1, **keys)
         layers |= {f"{number}.attn": attention, f"{number}.indexer.k_cache": indexer}
     return layers
 
@@ -273,8 +273,8 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
 
     def table(window: int = 0, states: int = 1, **sizes: Any) -> Any:
         kind: Any = functools.partial(kinds.SlidingWindowMLASpec, sliding_window=window)
-        shape = {"num_kv_heads": 1, "alignment": 576, "tokens_per_state": states}
-        return (kind if window else kinds.MLAAttentionSpec)(**shape, **sizes)
+        sizes |= {"num_kv_heads": 1, "alignment": 576, "tokens_per_state": states}
+        return (kind if window else kinds.MLAAttentionSpec)(**sizes)
 
     layers = {}
     for number in range(2):
@@ -301,8 +301,8 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
 
 
 def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
-    specs = {"layer 0": spec(), "layer 1": wide(kinds.FullAttentionSpec)}
-    there = planned(specs, KVCacheLayout.LBNHC)
+    sizes = {"layer 0": spec(), "layer 1": wide(kinds.FullAttentionSpec)}
+    there = planned(sizes, KVCacheLayout.LBNHC)
     mixed = there.kv_cache_groups[0].kv_cache_spec
     assert groups.read(there, 64).plain
     mixed.kv_cache_specs["layer 1"] = other("RSWASpec")
@@ -320,16 +320,12 @@ def wide(kind: Any, **more: int) -> Any:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) -> None:
-    guesses = SimpleNamespace(
-        method="eagle3",
-        num_speculative_tokens=3,
-        draft_model_config=SimpleNamespace(
-            model="head", revision=None, use_mla=alike, hf_config=None, quantization=None
-        ),
-    )
+    nothing = dict.fromkeys(("revision", "hf_config", "quantization"))
+    draft = SimpleNamespace(model="head", use_mla=alike, **nothing)
+    guesses = SimpleNamespace(method="eagle3", num_speculative_tokens=3, draft_model_config=draft)
     config = vllm_config(model_config__use_mla=True, speculative_config=guesses)
-    read = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
-    assert read.use_mla == alike
+    model = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
+    assert model.use_mla == alike
 
 
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
@@ -439,8 +435,8 @@ def test_a_plain_table_adds_nothing_to_the_namespace_and_others_their_text(tmp_p
     assert alone == model_spec.read_model(config)
     several = compat.read_model(config, caches(spec(33), spec()), ConnectorConfig())
     assert several.extra == alone.extra | {"groups": "full/16 window33/16"}
-    read = compat.read_model(config, caches(spec(33)), ConnectorConfig())
-    assert read.extra["groups"] == "window33/16"
+    window = compat.read_model(config, caches(spec(33)), ConnectorConfig())
+    assert window.extra["groups"] == "window33/16"
 
 
 # ---- real vLLM
@@ -548,8 +544,8 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Pairs) -
     # No longer, or vLLM's own step would end where it has seen two prompts part.
     other = tokens[: 10 * CHUNK + 5] + new_tokens(280)
     found, own = pair.b.again(other, params={"vcache": {"store": False}}), pair.a.one(other)
-    # Where the first of the two steps ended.
-    assert (found.cached, own.cached) == (8 * CHUNK, 8 * CHUNK)
+    both = found.cached, own.cached
+    assert both == (8 * CHUNK, 8 * CHUNK), "where the first of the two steps ended"
     # b computes the rest in steps of other lengths, which round differently on a CPU without AMX.
     same_bits = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     assert found.said == own.said if same_bits else found.agrees(own)

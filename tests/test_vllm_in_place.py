@@ -42,6 +42,9 @@ __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
 
 
+SHORT = {"long_prefill_token_threshold": 2 * CHUNK, "max_num_batched_tokens": 5 * BLOCK + 8}
+"""vLLM's settings for steps that compute little of a prompt."""
+
 # ---- what of vLLM decides whether its KV cache can be memory that other processes read
 
 
@@ -115,8 +118,8 @@ def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine)
     assert [block for one in first for block in one.blocks] == own[: 2 * EACH]
     assert engine.right(first)
     later = [engine.published(request, engine.step()) for _ in range(4)]
-    # With the answer's tokens, once they are final.
-    assert [[one.number for one in step] for step in later] == [[], [2], [], []]
+    numbers = [[one.number for one in step] for step in later]
+    assert numbers == [[], [2], [], []], "with the answer's tokens, once they are final"
     assert later[1][0].sequence > first[0].sequence
 
 
@@ -175,8 +178,8 @@ def test_what_another_connectors_load_did_not_fill_is_not_found(make: Make, shar
         assert meta.echoes
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
         report = WorkerReport(echoes=meta.echoes)
-        told = {"invalid_block_ids": invalid, "kv_connector_worker_meta": report}
-        ran.kv_connector_output = KVConnectorOutput(**told)
+        said = {"invalid_block_ids": invalid, "kv_connector_worker_meta": report}
+        ran.kv_connector_output = KVConnectorOutput(**said)
         return update(output, ran)
 
     scheduler.update_from_output = aborted
@@ -233,9 +236,8 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
     again = [one for meta in engine.metas[1:] for one in engine.published(gone, meta)]
     assert {one.number for one in again} >= {1}
     assert engine.right(again[-1:])
-    assert not {tuple(zip(one.blocks, one.generations, strict=True)) for one in again} & {
-        tuple(zip(one.blocks, one.generations, strict=True)) for one in before
-    }
+    old, new = ([(one.blocks, one.generations) for one in ones] for ones in (before, again))
+    assert not any(one in old for one in new)
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
@@ -279,7 +281,7 @@ def without_its_step(
 ) -> tuple[Engine, Request]:
     """A request from which another one has taken a step, after which vLLM would find `hit` blocks
     of it. fails: a method of ours that raises. wishes: the request's."""
-    steps = {"scheduling_policy": "priority"} | SHORT_STEPS
+    steps = {"scheduling_policy": "priority", **SHORT}
     engine = make(blocks=hit + 3, arguments=steps, share=share)
     if monkeypatch is not None:
         monkeypatch.setattr(engine.half, fails, lambda *_: 1 / 0)
@@ -310,7 +312,8 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     assert not engine.scheduler.reset_prefix_cache(reset_connector=connector)
     assert not engine.right(before)
     steps = [engine.step(finished_recving=set()) for _ in range(2 * CHUNK)]
-    assert not any(engine.numbers(one, meta) for one in (request, short) for meta in steps)
+    found = [engine.numbers(one, meta) for one in (request, short) for meta in steps]
+    assert found == [[]] * 2 * len(steps)
     for one in (request, short):
         engine.finish(one)
     assert engine.scheduler.reset_prefix_cache(reset_connector=connector)
@@ -336,8 +339,8 @@ def test_what_began_before_a_reset_is_not_published_by_who_hits_it(engine: Engin
     assert engine.hit(longer) == 3 * CHUNK
     assert engine.numbers(longer, meta) == []
     own = engine.scheduler.kv_cache_manager.get_block_ids(longer.request_id)[0][: 5 * EACH]
-    # Nobody ever believes these.
-    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all()
+    numbers = engine.half.publications.generations.counters[own]
+    assert (numbers & np.uint64(1)).all(), "nobody ever believes these"
     engine.finish(longer)
     fresh = engine.add(new_tokens(18 * BLOCK))
     engine.step()
@@ -358,7 +361,7 @@ class Written(Engine):
         """choice: of the requests that get no block, so that vLLM takes others' away."""
         more: dict[str, Any] = {"max_num_batched_tokens": 320, "scheduling_policy": policy}
         if policy == "priority":
-            more |= SHORT_STEPS
+            more |= SHORT
         super().__init__(here, undo, blocks=30, arguments=more, share=share)
         self.holds = np.zeros((30, BLOCK), dtype=np.int64)
         self.named = dict[Any, Any]()
@@ -427,9 +430,11 @@ class Written(Engine):
 
 def standing_for(request: Request) -> Any:
     """A number for each token with all before it."""
-    numbers = itertools.accumulate(
-        request.all_token_ids, lambda last, token: hash((last, token)) // 16 * 16, initial=0
-    )
+
+    def with_next(last: int, token: int) -> int:
+        return hash((last, token)) // 16 * 16
+
+    numbers = itertools.accumulate(request.all_token_ids, with_next, initial=0)
     return np.fromiter(numbers, dtype=np.int64)[1:]
 
 
@@ -462,9 +467,8 @@ def test_what_is_published_is_right_whatever_happens(here: Node, share: str, pol
             over = {spec.request_id: engine.load(spec, other) for spec in loads[turn % 2]}
             failed = {name for name, right in over.items() if not right}
             seen.update(over.values())
-            report = WorkerReport(failed=failed)
-            told = {"failed_recving": failed, "kv_connector_worker_meta": report}
-            meta = engine.step(finished_recving=set(over), **told)
+            said = {"finished_recving": set(over), "failed_recving": failed}
+            meta = engine.step(kv_connector_worker_meta=WorkerReport(failed=failed), **said)
             if choice.random() < 0.01:
                 engine.scheduler.reset_prefix_cache()
             loads[turn % 2] = meta.loads

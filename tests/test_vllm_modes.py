@@ -245,8 +245,8 @@ def test_weights_that_will_change_need_a_name(here: Node, a: Instance, start: St
     first request.
     """
     change = {"backend": "ipc"}
-    made = start(weight_transfer_config=change)
-    caches_nothing(here, made, "set connector.weights to the version")
+    unnamed = start(weight_transfer_config=change)
+    caches_nothing(here, unnamed, "set connector.weights to the version")
     b = start({"connector": {"model": "policy"}}, weight_transfer_config=change)
     tokens = new_tokens(LENGTH + 1)
     b.ask("pause")
@@ -331,8 +331,8 @@ def test_settings_that_do_not_exist_end_vllm_without_our_plugin(here: Node, star
     """By the connector itself. What is refused, test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     with pytest.raises(AssertionError, match="ConfigError") as raised:
-        no_plugin = {"VLLM_PLUGINS": ""}
-        start(transfer={"kv_connector_extra_config": extra}, environment=no_plugin).made()
-    expected = "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at "
-    expected += "`$.connector`"
-    assert expected in str(raised.value)
+        start(
+            transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
+        ).made()
+    expected = "Object contains unknown field `min_hit_token` - at `$.connector`"
+    assert f"kv_connector_extra_config: {expected}" in str(raised.value)

@@ -177,8 +177,8 @@ def test_a_new_owner_is_mapped_beside_steps_and_a_killed_one_left_what_it_saved(
 
     What it saved outlives its blocks, too: also for a reader that waits for what it was
     computing."""
-    beside = IN_PLACE | {"pool": {"segment_bytes": "16 MiB"}}
-    owner = here.connect("killed", beside, **vllm_cases.SMALL)
+    saves = IN_PLACE | {"pool": {"segment_bytes": "16 MiB"}}
+    owner = here.connect("killed", saves, **vllm_cases.SMALL)
     tokens = new_tokens(3 * CHUNK + 1)
     keep(owner, tokens)
     with stopped_at(here.b, MAPPING) as place:

@@ -40,8 +40,7 @@ def through_vllm(*workers: dict[str, Any]) -> KVConnectorOutput:
     the scheduler.
     """
     told = [pickle.loads(pickle.dumps(KVConnectorOutput(**fields))) for fields in workers]
-    none = {"req_ids": [], "req_id_to_index": {}}
-    outputs = [ModelRunnerOutput(**none, kv_connector_output=one) for one in told]
+    outputs = [ModelRunnerOutput([], {}, kv_connector_output=each) for each in told]
     together = KVOutputAggregator(len(outputs)).aggregate(outputs)
     assert together is not None
     assert together.kv_connector_output is not None
@@ -74,7 +73,7 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
 
 def test_an_unlisted_cause_is_counted_as_other() -> None:
     meter = Meter()
-    known = dict.fromkeys(("not_stored_chunks", "offload_dropped_chunks"), "full")
+    known = {"not_stored_chunks": "full", "offload_dropped_chunks": "full"}
     known |= {"failures": "lease_lost"}
     for name, cause in known.items():
         meter.count(name, 1, cause)
@@ -118,20 +117,15 @@ def _hashes() -> None:
 
 
 def make_request(tokens: int, **arguments: Any) -> Request:
-    return Request(
-        request_id="r",
-        prompt_token_ids=list(range(tokens)),
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
-        **arguments,
-    )
+    hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+    params, prompt = SamplingParams(max_tokens=1), list(range(tokens))
+    return Request("r", prompt, params, None, block_hasher=hasher, **arguments)
 
 
 def vllms_own_event(request: Request, first: int, last: int) -> Any:
     """What vLLM's prefix cache publishes for blocks `first` to `last` of the request."""
-    enabled = {"enable_caching": True, "enable_kv_cache_events": True}
-    pool = BlockPool(num_gpu_blocks=64, hash_block_size=BLOCK, **enabled)
+    tells = {"enable_caching": True, "enable_kv_cache_events": True}
+    pool = BlockPool(num_gpu_blocks=64, hash_block_size=BLOCK, **tells)
     blocks = pool.get_new_blocks(last)
     for start, end in ((0, first), (first, last)):
         if end > start:
@@ -157,7 +151,7 @@ def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], fir
     ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK)
     theirs = vllms_own_event(request, first, first + 4)
     assert (ours.medium, ours.locality) == ("CPU", "LOCAL")
-    names = set(theirs.__struct_fields__) - {"medium", "locality"}
+    names = {*theirs.__struct_fields__} - {"medium", "locality"}
     same = {name: getattr(theirs, name) for name in names}
     assert {name: getattr(ours, name) for name in same} == same
     assert (ours.parent_block_hash is None) == (first == 0)
@@ -186,9 +180,12 @@ class Ranks:
 
     def step(self, *did: dict[int, list[int]]) -> list[tuple[str, bytes | int]]:
         """What is published after a step in which workers stored these chunks, by rank."""
-        stored = [{rank: [*map(key_of, some)] for rank, some in worker.items()} for worker in did]
-        reports = [WorkerReport(stored=one) for one in stored]
-        output = through_vllm(*({"kv_connector_worker_meta": one} for one in reports))
+        stored = [
+            {rank: [key_of(chunk) for chunk in chunks] for rank, chunks in of_worker.items()}
+            for of_worker in did
+        ]
+        told = [{"kv_connector_worker_meta": WorkerReport(stored=one)} for one in stored]
+        output = through_vllm(*told)
         self.announcer.note(output.kv_connector_worker_meta.stored)
         for rank, keys in output.kv_connector_worker_meta.stored.items():
             self.there |= set(of_rank(keys, rank))
@@ -214,8 +211,8 @@ def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
     two = Ranks(2)
     two.order(1, 2, 3)
     assert two.step({0: [1, 1]}, {}) == []
-    told = two.step({0: [3]}, {1: [1, 2, 3]})
-    assert told == [("BlockStored", two.last(1)), ("BlockStored", two.last(3))]
+    whole = [("BlockStored", two.last(chunk)) for chunk in (1, 3)]
+    assert two.step({0: [3]}, {1: [1, 2, 3]}) == whole
     assert two.step({0: [2]}, {}) == [("BlockStored", two.last(2))]
     assert two.step({0: []}, {}) == []
 
@@ -274,5 +271,5 @@ def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.Mo
         two.order(chunk)
         two.step({0: [chunk]}, {})
     # The first one was dropped for the third.
-    told = two.step({1: [3, 2, 1]}, {})
-    assert told == [("BlockStored", two.last(3)), ("BlockStored", two.last(2))]
+    whole = [("BlockStored", two.last(chunk)) for chunk in (3, 2)]
+    assert two.step({1: [3, 2, 1]}, {}) == whole

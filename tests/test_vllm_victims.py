@@ -65,9 +65,8 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(mak
     engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
     request = engine.add(new_tokens(3 * CHUNK + 5))
     engine.finish(request)
-    assert [saved(engine, meta, request) for meta in engine.metas] == [[]] * len(engine.metas), (
-        "it runs, nobody gets its blocks"
-    )
+    early = [saved(engine, meta, request) for meta in engine.metas]
+    assert early == [[]] * len(engine.metas), "it runs, nobody gets its blocks"
     published = [one for meta in engine.metas for one in engine.published(request, meta)]
     assert saved(engine, engine.step(), request) == [(one.number, one.blocks) for one in published]
     again = engine.add(request.prompt_token_ids[: CHUNK + 1])

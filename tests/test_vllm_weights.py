@@ -116,8 +116,8 @@ def prepare(serving: Any) -> None:
 
     cpu_sleep.install()
     worker = serving.llm.llm_engine.model_executor.driver_worker.worker
-    model = worker.model_runner.get_model()
-    worker.weight_transfer_engine = Files(None, worker.vllm_config, worker.device, model)
+    given = worker.vllm_config, worker.device, worker.model_runner.get_model()
+    worker.weight_transfer_engine = Files(None, *given)
 
 
 def core(serving: Any) -> Any:
@@ -201,21 +201,40 @@ def test_new_weights_share_nothing_until_reset(here: Node, models: list[Path], s
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
-def test_with_lmcache_new_weights_share_nothing_any_more(here: Node, models: list[Path]) -> None:
-    """Nor stores what a request goes on to compute with them."""
-    tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    saving: dict[str, Any] = {"save_decode_cache": True}
-    with here.start("lmcache-a", saving, refits=True) as a, here.start("lmcache-b") as b:
-        a.ask(prepare)
+def test_with_lmcache_new_weights_share_nothing_until_the_reset(
+    here: Node, models: list[Path]
+) -> None:
+    """Nor is stored what a request goes on to compute, before the reset or after it. A pause may
+    come before, and is a reset."""
+    tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))
+    goes_on, stays = new_tokens(CHUNK // 2), new_tokens(CHUNK // 2)
+    told = {"lmcache": {"save_decode_cache": True}, "refits": True}
+    with here.start("lmcache-a", **told) as a, here.start("lmcache-b", **told) as b:
+        for one in a, b:
+            one.ask(prepare)
         here.keep(a, tokens)
-        a.add("goes on", later[: CHUNK // 2], max_tokens=2 * CHUNK)
+        a.add("goes on", goes_on, max_tokens=2 * CHUNK)
         a.step(2)
         a.ask(load, models[1])
-        goes_on = [*later[: CHUNK // 2], *a.finish("goes on")["goes on"].tokens]
+        goes_on += a.finish("goes on")["goes on"].tokens
         for one, known in ((a, tokens), (a, later), (b, later), (b, goes_on)):
             found = one.again(known)
-            assert (found.cached, found.agrees(one.one(known, fresh=True))) == (0, True)
+            assert (found.cached, found.agrees(fresh(one, known))) == (0, True)
         assert b.again(tokens).cached == 4 * CHUNK
+        b.ask(pause, "abort", True)
+        b.ask(load, models[1])
+        b.ask(resume)
+        a.add("stays", stays, max_tokens=2 * CHUNK)
+        a.step(2)
+        assert not a.ask("reset"), "vLLM keeps its own cache while a request runs"
+        stays += a.finish("stays")["stays"].tokens
+        computed = here.keep(a, last)
+        hit = b.one(last)
+        assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
+        for known in tokens, stays:
+            assert b.again(known).cached == 0
+        assert a.ask("reset"), "of the whole namespace"
+        assert b.again(last).cached == 0
 
 
 # ---- what a version is

@@ -127,8 +127,8 @@ class Serving:
             # With a connector, it does this.
             amx.permit()
         if "kv_events_config" in settings:
-            given = {"enable_kv_cache_events": True} | settings["kv_events_config"]
-            settings["kv_events_config"] = KVEventsConfig(**given)
+            told = settings["kv_events_config"]
+            settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **told)
         if "otlp_traces_endpoint" in settings:
             self._trace()
         if nbytes := settings.pop("file_bytes", 0):
@@ -245,13 +245,9 @@ class Serving:
     def turn(self, request: Prompt) -> list[int]:
         """The answer to one more turn of a session, whose prompt comes piece by piece."""
         engine = self.llm.llm_engine
-        made = engine.input_processor.process_inputs(
-            "session",
-            self._prompt(request),
-            self._sampling(request),
-            supported_tasks=engine.get_supported_tasks(),
-            resumable=True,
-        )
+        given = "session", self._prompt(request), self._sampling(request)
+        more = {"supported_tasks": engine.get_supported_tasks(), "resumable": True}
+        made = engine.input_processor.process_inputs(*given, **more)
         made.external_req_id = made.request_id
         engine.engine_core.add_request(made)
         said: list[int] = []
@@ -291,8 +287,8 @@ class Serving:
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
         for client in self._clients():
-            limits = {"connect_seconds": connect_seconds, "request_seconds": request_seconds}
-            client._config = msgspec.structs.replace(client._config, **limits)
+            bounds = {"connect_seconds": connect_seconds, "request_seconds": request_seconds}
+            client._config = msgspec.structs.replace(client._config, **bounds)
 
     def connected(self) -> int:
         """How many clients of this process have a connection to the metadata server."""
@@ -440,8 +436,8 @@ def _negate(views: Any, chunk: int, group: int) -> None:
     """In the pool, what a group of layers has of a chunk: every number gets the other sign."""
     kv = _worker()._worker.kv
     ends = np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])
-    whole = views[chunk].tensor[: kv.chunk_bytes(CHUNK)]
-    there = whole.view(kv.layers, -1, kv.parts, kv.page_bytes)
+    there = views[chunk].tensor[: kv.chunk_bytes(CHUNK)]
+    there = there.view(kv.layers, -1, kv.parts, kv.page_bytes)
     there[:, ends[group] : ends[group + 1], :, 1::2] ^= 0x80
 
 

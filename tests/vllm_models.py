@@ -53,8 +53,8 @@ def write_lora(folder: Path, seed: int) -> Path:
     random_, rank, weights = torch.Generator().manual_seed(seed), 8, {}
     for layer, name in itertools.product(range(LAYERS), ("k_proj", "v_proj")):
         prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-        noise = torch.randn(rank, _HIDDEN, generator=random_)
-        weights[f"{prefix}.lora_A.weight"] = noise / math.sqrt(_HIDDEN)
+        reads = torch.randn(rank, _HIDDEN, generator=random_)
+        weights[f"{prefix}.lora_A.weight"] = reads / math.sqrt(_HIDDEN)
         weights[f"{prefix}.lora_B.weight"] = torch.randn(_KV_HEADS * _HEAD, rank, generator=random_)
     folder.mkdir(parents=True, exist_ok=True)
     _save(folder / "adapter_model.safetensors", weights)

@@ -1,10 +1,12 @@
-"""Keeps out of the pool what vLLM may have computed from KV that a failed load has not brought.
+"""Keeps out of the pool what vLLM may have computed from wrong KV: what a failed load has not
+brought, or what is from before a reset.
 
 LMCache loads in the step that computes with what it loads, and stores in that step, too. A failure
 in one worker vLLM hears of when that step is over, and by then further steps may be planned. So
 stores of steps with a load, and of the next ones, are committed when the scheduler says that all
-workers' loads have succeeded. After a failure the scheduler follows the blocks that may be wrong.
-Imports neither vLLM nor LMCache."""
+workers' loads have succeeded. After a failure or a reset the scheduler follows the blocks that may
+be wrong. It asks the workers for a reset by a look-up, as LMCache has no other way to them. Imports
+neither vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -21,45 +23,81 @@ MOST_SECONDS, PAUSE_SECONDS = 5.0, 0.02
 looks."""
 
 
+RESET = "vcache.reset"
+"""The name of a look-up that asks the workers to reset, and of what it has in `request_configs`."""
+NOT_RESET, WAS_RESET = 1, 2
+"""What a worker answers. LMCache returns the least answer; 0 is that of a worker without us."""
+
+
 class Word(NamedTuple):
     """What the scheduler says to the workers in each step, as `vcache` in LMCache's metadata.
 
     failures: how many steps with a failed load it has heard of. doubtful: the requests of which
-    nothing may be stored; None: all."""
+    nothing may be stored; None: all. resets: how many resets it has asked for."""
 
     failures: int = 0
     doubtful: frozenset[str] | None = None
+    resets: int = 0
 
 
 class Doubts:
     """Follows the blocks that may be wrong. Wraps calls of LMCache's connector, in the scheduler's
     thread. LMCache's own results and exceptions come through.
 
-    everything: nothing is loaded or stored any more."""
+    everything: nothing is loaded or stored until the next reset."""
 
     def __init__(self, connector: Any) -> None:
-        adapter = connector._lmcache_engine
-        self._trackers = adapter._request_trackers
-        self._failures, self.everything = 0, False
+        self._adapter = adapter = connector._lmcache_engine
+        self._failures, self._resets, self.everything = 0, 0, False
+        self._last = False
+        """A reset was made, and no step has run since."""
+        self._pool: Any = None
         self._blocks = set[int]()
         """vLLM's numbers of the blocks that may be wrong."""
-        self._evict: Callable[[set[int]], None] = lambda blocks: None
+        self._doubtful = set[str]()
+        """The requests that have one."""
         self._build, self._update = adapter.build_connector_meta, connector.update_connector_output
         adapter.build_connector_meta = self._build_connector_meta
         connector.update_connector_output = self._update_connector_output
-        connector.bind_gpu_block_pool = self._watch
+        connector.bind_gpu_block_pool, connector.reset_cache = self._watch, self._reset_cache
         connector.weights_change, connector.weights_are = self._weights_change, lambda name: None
 
     def _weights_change(self) -> None:
-        """vLLM is about to change the weights, see `versions.watch`."""
-        if not self.everything:
-            said = "nothing is shared until vLLM is started again"
-            log.warning("vcache: vLLM's weights change: %s", said)
+        """vLLM is about to change the weights, see `versions.watch`. The reset may have come right
+        before, as with a pause."""
+        if not self.everything and not self._last:
+            log.warning("vcache: vLLM's weights change: nothing is shared until the next reset")
+            self.everything = True
+
+    def _reset_cache(self) -> bool:
+        """Reset the namespace, see `connector.reset_cache`. What vLLM still has is wrong. Nothing
+        is shared after a failure."""
         self.everything = True
+        client = self._adapter.lookup_client
+        if client is None:
+            return True
+        self._resets += 1
+        for request_id in list(getattr(client, "reqs_status", ())):
+            client.clear_lookup_status(request_id)
+        chunk = [0] * self._adapter._lmcache_chunk_size
+        try:
+            answer = client.lookup(chunk, RESET, {RESET: True})
+        except Exception:  # LMCache's
+            log.exception("vcache: the pool was not reset, so nothing is shared")
+            return False
+        # LMCache returns 0, and keeps no answer, if a worker has not answered in time.
+        answered = client.lookup_cache(RESET) != -1
+        client.clear_lookup_status(RESET)
+        if answer == WAS_RESET and self._pool is not None:
+            held = (block for block in self._pool.blocks if block.ref_cnt or block.block_hash)
+            self._blocks = {block.block_id for block in held}
+            self._spread(self._adapter._request_trackers)
+            self.everything, self._last = False, True
+        return bool(answered and answer != NOT_RESET)
 
     def _watch(self, pool: Any) -> None:
         """Have vLLM's `pool` say which blocks it hands out: their next owners write them."""
-        take = pool.get_new_blocks
+        self._pool, take = pool, pool.get_new_blocks
 
         def get_new_blocks(num_blocks: int) -> Any:
             blocks = take(num_blocks)
@@ -67,7 +105,7 @@ class Doubts:
                 self._blocks.difference_update(block.block_id for block in blocks)
             return blocks
 
-        pool.get_new_blocks, self._evict = get_new_blocks, pool.evict_blocks
+        pool.get_new_blocks = get_new_blocks
 
     def _update_connector_output(self, connector_output: Any) -> None:
         """Learn which loads have failed. Later requests do not find their blocks."""
@@ -75,8 +113,8 @@ class Doubts:
             if invalid := connector_output.invalid_block_ids:
                 self._failures += 1
                 self._blocks |= invalid
-                self._spread(self._trackers)
-                self._evict(self._blocks)
+                self._spread(self._adapter._request_trackers)
+                self._pool.evict_blocks(self._blocks)
         except Exception:  # vLLM goes on
             self.everything = True
             log.exception("vcache: which blocks are wrong is not known, so nothing is shared")
@@ -84,27 +122,28 @@ class Doubts:
 
     def _build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = self._build(scheduler_output)
+        self._last &= not scheduler_output.total_num_scheduled_tokens
+        if self._blocks:
+            begun = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+            begun |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+            self._doubtful -= begun | scheduler_output.finished_req_ids
+            self._spread(begun | self._doubtful)
         if not self.everything:
-            doubtful = self._spread(scheduler_output.num_scheduled_tokens)
-            meta.vcache = Word(self._failures, frozenset(doubtful))
+            meta.vcache = Word(self._failures, frozenset(self._doubtful), self._resets)
         return meta
 
-    def _spread(self, names: Iterable[str]) -> set[str]:
-        """Note also the blocks of these requests behind a wrong one. Returns the requests that have
-        one."""
-        found = set[str]()
-        while self._blocks:
-            before = len(found)
+    def _spread(self, names: Iterable[str]) -> None:
+        """Note those of these requests that have a wrong block, and their blocks behind it."""
+        before = -1
+        while before < len(self._blocks):
+            before = len(self._blocks)
             for name in names:
-                tracker = self._trackers.get(name) if name not in found else None
+                tracker = self._adapter._request_trackers.get(name)
                 row = tracker.allocated_block_ids if tracker is not None else ()
                 wrong = next((at for at, block in enumerate(row) if block in self._blocks), -1)
                 if wrong >= 0:
-                    found.add(name)
+                    self._doubtful.add(name)
                     self._blocks.update(row[wrong:])
-            if len(found) == before:
-                break
-        return found
 
 
 class Steps:
@@ -116,6 +155,8 @@ class Steps:
         self._adapter, self._closed = adapter, closed
         self._number, self._failures = 0, 0
         self._last_load = -inf
+        self.resets = 0
+        """How many resets this worker was asked for."""
 
     def loads(self) -> None:
         """Note that this step has a load."""
@@ -128,8 +169,8 @@ class Steps:
 
     def doubts(self, request: str | None) -> bool:
         """Whether the request may have computed from wrong blocks."""
-        doubtful = self._word.doubtful
-        return doubtful is None or request in doubtful
+        word = self._word
+        return word.doubtful is None or request in word.doubtful or word.resets < self.resets
 
     def confirms(self) -> Callable[[], bool | None] | None:
         """Return what says whether this step's stores may be committed, see `PendingStore.holds`.

@@ -22,7 +22,7 @@ from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import as_slots
 from vcache_backend.transfer.lease_client import Lease
 
-from .doubts import Steps
+from .doubts import NOT_RESET, RESET, WAS_RESET, Steps
 from .scope import tags_of
 from .worker import Hit, PoolWorker
 
@@ -74,6 +74,7 @@ class Verbs:
         self._engine, self._backend, self._steps = engine, backend, steps
         self._size: int = engine.token_database.chunk_size
         self._hits = Hits(self._release)
+        self._storing = threading.Lock()
 
     # ---- look-ups
 
@@ -87,6 +88,8 @@ class Verbs:
         from_server = asked.get("pin") and hashes is not None and request is not None
         if not from_server or worker is None or not engine.is_healthy():
             return theirs(*args, **asked)
+        if RESET in (asked.get("request_configs") or {}):
+            return self._reset(worker)
         stats = engine.stats_monitor.on_lookup_request(sum(asked.get("offsets") or ()))
         hit_tokens = 0
         try:
@@ -98,6 +101,17 @@ class Verbs:
         finally:
             engine.stats_monitor.on_lookup_finished(stats, hit_tokens)
         return hit_tokens
+
+    def _reset(self, worker: PoolWorker) -> int:
+        """Reset the namespace, and store nothing more of steps that were planned before."""
+        try:
+            with self._storing:
+                self._steps.resets += 1
+                worker.clear()
+            return WAS_RESET
+        except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
+            self._backend.note_failure("reset", error)
+            return NOT_RESET
 
     def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
         """End a look-up and release its chunks, retrieved or not."""
@@ -193,13 +207,14 @@ class Verbs:
         try:
             count = len(tokens) // size
             hashes = self._hashes(tokens)[:count]
-            doubtful = self._steps.doubts(kwargs.get("req_id"))
-            configs = kwargs.get("request_configs")
-            names = [] if doubtful else self._names(worker, hashes, configs)
-            if first // size < len(names):
-                mapping, holds = kwargs["slot_mapping"], self._steps.confirms()
-                worker.store(names, first // size, as_slots(mapping, len(mapping), 0), holds)
-                stored = count * size - first
+            names = self._names(worker, hashes, kwargs.get("request_configs"))
+            mapping = kwargs["slot_mapping"]
+            with self._storing:
+                if first // size < len(names) and not self._steps.doubts(kwargs.get("req_id")):
+                    slots, holds = as_slots(mapping, len(mapping), 0), self._steps.confirms()
+                    worker.store(names, first // size, slots, holds)
+                    stored = count * size - first
+            if stored:
                 self._announce(tokens, hashes, first // size)
         except Exception as error:  # noqa: BLE001 LMCache would die of it
             self._backend.note_failure("store", error)
