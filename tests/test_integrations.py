@@ -127,7 +127,7 @@ def test_a_hit_whose_rest_takes_several_steps(here: Node, a: Instance, aside: In
     here.stored(before + 9)
 
 
-def test_a_batch_shares_prefixes(
+def test_requests_of_one_batch_share_a_prefix(
     here: Node, a: Instance, reader: Instance, aside: Instance
 ) -> None:
     prefix = new_tokens(HITS)

@@ -50,9 +50,6 @@ def lmcache_metadata(**changes: Any) -> Any:
 Find = Callable[..., Instance]
 
 
-Starts = Callable[..., Instance]
-
-
 @pytest.fixture
 def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Find:
     """Discover the instance of worker `worker_id` whose vLLM has these changes."""

@@ -51,7 +51,7 @@ def pair(
     told = {"a-pool": router.settings}
     with ExitStack() as undo:
         names = f"a-{request.param}", f"b-{request.param}"
-        begun = [here.connect(name, settings, refits=True, **told.get(name, {})) for name in names]
+        begun = (here.connect(name, settings, refits=True, **told.get(name, {})) for name in names)
         made = list(map(undo.enter_context, begun))
         for one in made:
             one.ask(prepare)
