@@ -203,10 +203,8 @@ def test_thirty_connections_of_a_process_do_not_get_thirty_times_the_turns(alone
 # ---- the log
 
 
-SPEAK = (
-    "from processes import Raw; import sys; from pathlib import Path; "
-    "Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
-)
+SPEAK = "from processes import Raw; import sys; from pathlib import Path; "
+SPEAK += "Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
 
 
 def test_no_client_fills_the_log_by_connecting_and_others_are_heard(alone: Stage) -> None:

@@ -28,13 +28,9 @@ EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
 BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); "
 BASE += "from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
-COMMANDS = [
-    [],
-    *([name] for name in ("serve", "status", "clear", "segment", "config")),
-    *([name] for name in ("doctor", "demo", "mooncake")),
-    *(["segment", name] for name in ("add", "list", "drop")),
-    *(["config", name] for name in ("check", "init", "show")),
-]
+COMMANDS = [[], ["serve"], ["status"], ["clear"], ["segment"], ["config"], ["doctor"], ["demo"]]
+COMMANDS += [["mooncake"], *(["segment", name] for name in ("add", "list", "drop"))]
+COMMANDS += [["config", name] for name in ("check", "init", "show")]
 
 
 def vcache(*arguments: str, expect: int = 0) -> Any:
@@ -231,11 +227,11 @@ def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(serv
     plain = [["--version"], ["status"], ["segment", "list"], ["clear"]]
     plain += [["config", "show"], ["doctor", "--json"]]
     moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"], ["demo"]]
-    program = (
-        f"{BASE}; import json; from typer.testing import CliRunner; results = "
-        f"(CliRunner().invoke(app, one) for one in {plain + moving});"
-        "print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))"
-    )
+    program = f"""
+{BASE}; import json; from typer.testing import CliRunner
+results = (CliRunner().invoke(app, one) for one in {plain + moving})
+print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))
+"""
     environment = {**os.environ, "VCACHE_SOCKET": str(server)}
     results = json.loads(ran(sys.executable, "-c", program, env=environment).stdout)
     assert [code for code, *_ in results[:5]] == [0] * 5, results

@@ -279,12 +279,10 @@ def owners(
     caches = []
     for owner in range(count):
         blocks, stride = 7 + 3 * owner, page_bytes + gaps[owner]
-        tensors = [
-            noise((shift + blocks * stride,), torch.uint8, device, 31 * owner + layer).as_strided(
-                (blocks, 1, page_bytes), (stride, page_bytes, 1), shift
-            )
-            for layer in range(layers)
-        ]
+        shape, strides = (blocks, 1, page_bytes), (stride, page_bytes, 1)
+        seeds, whole = [31 * owner + layer for layer in range(layers)], (shift + blocks * stride,)
+        memories = [noise(whole, torch.uint8, device, seed) for seed in seeds]
+        tensors = [memory.as_strided(shape, strides, shift) for memory in memories]
         caches.append(PagedKV.describe(tensors, 1))
     return Owners(caches, np.array([kv.planes[:, 0] for kv in caches]))
 

@@ -286,11 +286,8 @@ class ResidentMachine(RuleBasedStateMachine):
                 assert all(run.stop <= at for run in found.residents)
                 return
             assert found.pooled[at] == pooled
-            here = [
-                (run.instance, run.cut(at, at + 1).blocks, run.cut(at, at + 1).generations)
-                for run in found.residents
-                if run.first <= at < run.stop
-            ]
+            runs = [run.cut(at, at + 1) for run in found.residents if run.first <= at < run.stop]
+            here = [(run.instance, run.blocks, run.generations) for run in runs]
             assert len(set(here)) == len(here) == min(m.MAX_REPLICAS, len(places))
             assert set(here) <= places
             if here:
