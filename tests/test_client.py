@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from model import chunk_key
 from processes import PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd
+from server_cases import CLIENT
 
 from vcache_backend import errors
 from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
@@ -354,13 +355,9 @@ def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted
 def test_a_forked_child_cannot_disturb_its_parent_s_connection(stage_: Stage) -> None:
     stage_.server()
     child = stage_.script(
-        """
-import os, sys
-from pathlib import Path
-from vcache_backend.config import ClientConfig
+        f"""
+{CLIENT}
 from vcache_backend.errors import ServerUnavailable
-from vcache_backend.metadata_server.client import Client
-client = Client(Path(sys.argv[1]), ClientConfig(request_seconds=10, heartbeat_seconds=30))
 pid = os.fork()
 if pid == 0:
     try:

@@ -130,9 +130,7 @@ def recomputed(reader: Instance) -> int:
 # ---- chunks that are gone
 
 
-def test_chunks_that_leave_between_look_up_and_lease_are_computed(
-    here: Node, reader: Instance, case: Case
-) -> None:
+def test_chunks_gone_before_a_lease_are_computed(here: Node, reader: Instance, case: Case) -> None:
     """The first half is left. The request does not look again, so it cannot go round in circles."""
     left = 2
     asked, acquired, lost = here.asked("Find"), here.asked("Acquire"), recomputed(reader)
@@ -156,9 +154,7 @@ def test_chunks_that_leave_between_look_up_and_lease_are_computed(
     indirect=["reader"],
     ids=["before lease", "before release", "before release, LMCache"],
 )
-def test_a_server_killed_at_any_moment_costs_a_computation(
-    here: Node, reader: Instance, case: Case, place: str
-) -> None:
+def test_a_killed_server_is_a_miss(here: Node, reader: Instance, case: Case, place: str) -> None:
     with vllm_cases.stopped_at(reader, place) as moment:
         answers = moment.while_there(here.kill, case.prompt, case.beside)
     case.right(answers)

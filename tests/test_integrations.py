@@ -306,9 +306,7 @@ def test_preempted_requests_go_on_where_they_were(
 
 
 @only_lmcache
-def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(
-    here: Node, a: Instance, reader: Instance
-) -> None:
+def test_a_tag_separates_and_a_forged_one_fails(here: Node, a: Instance, reader: Instance) -> None:
     """That of a salt is ours to make. One that LMCache could not hash is not cached at all."""
     tokens = new_tokens(2 * CHUNK + 1)
     here.keep(a, tokens, salt="red")

@@ -25,6 +25,7 @@ from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.resident.unmapper import LOOK_SECONDS, Unmapper
 
 ONE, TWO = neighbour_cases.instance(1), neighbour_cases.instance(2)
+WORKER = {"scheduler": False}
 
 
 @pytest.fixture
@@ -112,11 +113,8 @@ def test_a_stopped_reader_of_a_dead_owners_memory_is_named_and_then_lets_go(stag
 @pytest.mark.parametrize("victim", ["scheduler", "rank 1"])
 def test_an_instance_ends_with_any_of_its_parts(stage: Stage, reader: Reader, victim: str) -> None:
     """Also of one that this reader does not even read from."""
-    with (
-        owner(stage, ranks=2, rank=None) as scheduler,
-        owner(stage, ranks=2, scheduler=False),
-        owner(stage, ranks=2, rank=1, scheduler=False) as second,
-    ):
+    scheduler, first = (owner(stage, ranks=2, **of) for of in ({"rank": None}, WORKER))
+    with scheduler, first, owner(stage, ranks=2, rank=1, **WORKER) as second:
         neighbour = reader.there(ONE)
         (scheduler if victim == "scheduler" else second).kill()
         eventually(lambda: not enters(neighbour))

@@ -131,7 +131,7 @@ class Case:
             stop = self.request.num_computed_tokens // self.size
             first = self.groups.alive_from(self.rows, before, 0, stop)
             assert first <= before // self.size
-            both = ([array("I", row) for row in rows] for rows in (self.rows, true))
+            both = [[array("I", row) for row in rows] for rows in (self.rows, true)]
             taken, due = (self.groups.chunks(rows, first, stop) for rows in both)
             assert taken == due
             assert groups.NULL not in taken
@@ -342,19 +342,14 @@ def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(l
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
     found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 1, 16, 16)
     flat = room.view(10, -1)
-    for there, fits in (
-        (flat[:, :40], True),
-        (flat[:, 8:40], False),
-        (flat[:9], False),
-        (torch.zeros(10, 256), False),
-    ):
+    wrong = flat[:, 8:40], flat[:9], torch.zeros(10, 256)
+    for there, fits in ((flat[:, :40], True), *((one, False) for one in wrong)):
         held = {"layer 0": there, "layer 1": room}
         if fits:
             assert model_spec.describe(found, held, 10).layers == 1
         else:
-            with pytest.raises(
-                LayoutError, match="the state of layer 0 does not lie in pages of 1024 B"
-            ):
+            said = "the state of layer 0 does not lie in pages of 1024 B"
+            with pytest.raises(LayoutError, match=said):
                 model_spec.describe(found, held, 10)
 
 
@@ -423,8 +418,8 @@ def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_na
 
 def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:
     """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
-    in_place = {"connector": {"share": "in_place"}}
-    shares, lends = (from_dict(in_place | {"pool": {"segment_bytes": n}}) for n in (0, 1 << 30))
+    in_place, sizes = {"share": "in_place"}, [{"segment_bytes": lent} for lent in (0, 1 << 30)]
+    shares, lends = (from_dict({"connector": in_place, "pool": size}) for size in sizes)
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
     assert compat.loads_at_once(vllm_config(), shares)
     assert not compat.loads_at_once(vllm_config(), lends)
@@ -456,9 +451,7 @@ class Pair:
             _ = write_states(folder) if states else write_model(folder, layers, window)
         self.model = model = str(folder)
         # Hits end with vLLM's blocks, and states are where steps end.
-        few: dict[str, Any] = (
-            {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK} if states else {}
-        )
+        few = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK} if states else {}
         name = f"{layers}{window}"
         # What vLLM's own cache keeps of each step, to compare with.
         kept = {"prefix_cache_retention_interval": CHUNK} if states else {}

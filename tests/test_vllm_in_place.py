@@ -48,18 +48,12 @@ SHORT = {"long_prefill_token_threshold": 2 * CHUNK, "max_num_batched_tokens": 5 
 # ---- what of vLLM decides whether its KV cache can be memory that other processes read
 
 
-UNCACHED = (
-    "without prefix caching vLLM's KV cache keeps nothing to share: take out "
-    "--no-enable-prefix-caching"
-)
-SLEEP = (
-    "sleep mode frees nothing of a KV cache that others can map: start vLLM "
-    "without --enable-sleep-mode"
-)
-EXPANDABLE = (
-    "expandable_segments does not work with the allocator of a shared KV "
-    "cache (pytorch issue 147851): take it out of"
-)
+UNCACHED = "without prefix caching vLLM's KV cache keeps nothing to share: take out "
+UNCACHED += "--no-enable-prefix-caching"
+SLEEP = "sleep mode frees nothing of a KV cache that others can map: start vLLM "
+SLEEP += "without --enable-sleep-mode"
+EXPANDABLE = "expandable_segments does not work with the allocator of a shared KV "
+EXPANDABLE += "cache (pytorch issue 147851): take it out of"
 MACHINE = "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64"
 
 

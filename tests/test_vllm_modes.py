@@ -203,8 +203,8 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
     before = [instance.counter(name) for name in names]
     answer = instance.one(tokens, max_tokens=24)
-    counts = zip(names, before, strict=True)
-    return answer, [instance.counter(name) - count for name, count in counts]
+    counted = zip(names, before, strict=True)
+    return answer, [instance.counter(name) - count for name, count in counted]
 
 
 def classified(serving: Any, tokens: list[int]) -> tuple[list[float], int]:
@@ -331,7 +331,8 @@ def test_settings_that_do_not_exist_end_vllm_without_our_plugin(here: Node, star
     """By the connector itself. What is refused, test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     with pytest.raises(AssertionError, match="ConfigError") as raised:
-        transfer = {"kv_connector_extra_config": extra}
-        start(transfer=transfer, environment={"VLLM_PLUGINS": ""}).made()
+        start(
+            transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
+        ).made()
     expected = "Object contains unknown field `min_hit_token` - at `$.connector`"
     assert f"kv_connector_extra_config: {expected}" in str(raised.value)

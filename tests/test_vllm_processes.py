@@ -93,11 +93,8 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()
-        keys = eventually(
-            lambda: (
-                len(new := [key for key in here.chunk_keys() if key not in known]) == 2 * 4 and new
-            )
-        )
+        eventually(lambda: len(set(here.chunk_keys()) - set(known)) == 2 * 4)
+        keys = [key for key in here.chunk_keys() if key not in known]
         with here.connection() as client:
             assert client.remove([key for key in keys if key.endswith(b"\0\1")][2:3]) == 1
         without = ranks.again(tokens, params={"vcache": {"store": False}})
@@ -351,10 +348,8 @@ def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> 
     given |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with vllm_cases.beside_vllm() as worker:
         status, log = worker.ask(_ended, command, given, here.folder / "mistake.log")
-    said = (
-        "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
-        "at `$.pool`; did you mean `segment_bytes`?"
-    )
+    said = "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
+    said += "at `$.pool`; did you mean `segment_bytes`?"
     assert log.endswith(f"{said}\n"), log
     assert (status, "Traceback" in log, "EngineCore" in log) == (1, False, False), log
 

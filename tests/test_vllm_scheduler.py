@@ -519,9 +519,7 @@ def asked(engine: Engine, tokens: list[int] | None = None) -> tuple[list[int], l
     return tokens, engine.keys(engine.request(tokens))
 
 
-def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_late_an_answer_is_asked_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     tokens = new_tokens(PROMPT)
     with engine.here.server.stopped():
@@ -541,9 +539,7 @@ def patience(engine: Engine, seconds: float) -> None:
     client._config = msgspec.structs.replace(client._config, request_seconds=seconds)
 
 
-def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_server_costs_one_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     patience(engine, 0.2)
     tokens = pooled(engine)
@@ -558,9 +554,7 @@ def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
-def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_ends_though_nobody_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     patience(engine, 100 * SECONDS)
     with engine.here.client() as owner:
         tokens = new_tokens(PROMPT)
@@ -614,10 +608,8 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
     assert [meta.stores for meta in engine.metas[before:]] == [[]] * len(engine.metas[before:])
     # What is computed anew is, in their blocks, and so is what is computed behind that.
     tokens = new_tokens(17 * BLOCK)
-    for prompt, answer in (
-        (tokens, BLOCK + 1),
-        ([*tokens, *[7] * BLOCK, *new_tokens(CHUNK), 5], 1),
-    ):
+    second = [*tokens, *[7] * BLOCK, *new_tokens(CHUNK), 5]
+    for prompt, answer in ((tokens, BLOCK + 1), (second, 1)):
         request = engine.add(prompt, max_tokens=answer)
         engine.finish(request)
         stored = [one for meta in engine.metas[before:] for one in engine.stored(request, meta)]
@@ -784,9 +776,7 @@ def waited_for(owner: Client, engine: Engine, chunk_seconds: float) -> list[int]
     return tokens
 
 
-def test_nobody_follows_a_request_whose_wait_is_over_before_vllm_asks_for_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_follows_one_that_waits_no_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """By priority vLLM may not come to it for long: one before it lacks blocks."""
     clock = FakeClock()
     monkeypatch.setattr(waits, "monotonic", clock)

@@ -134,10 +134,8 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) 
         assert answers[0].cached == 5 * CHUNK
     survived(here, [Prompt(tokens), beside], answers)
     if what == "server killed":
-        lost, back = (
-            rf"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*{end}"
-            for end in ("until it is back", "again")
-        )
+        begins = r"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*"
+        lost, back = f"{begins}until it is back", f"{begins}again"
         eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", here.b.log))
 
 
@@ -173,9 +171,7 @@ def saved(owner: vllm_cases.Instance, tokens: list[int]) -> vllm_cases.Answer:
     return hit
 
 
-def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_for_what_it_saved(
-    here: Node,
-) -> None:
+def test_a_new_owner_is_mapped_beside_steps_and_a_killed_one_left_what_it_saved(here: Node) -> None:
     """Though the server does not answer the reader's question about it: with the mapping in the
     step, the load is over first.
 
@@ -194,9 +190,12 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
     left, kept, more, coming = (new_tokens(count * CHUNK + 1) for count in (3, 2, 3, 5))
     own = saved(owner, left)
     owner.one(new_tokens(6 * CHUNK))
-    before = [
-        here.b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")
-    ]
+
+    def loaded() -> list[float]:
+        tiers = "resident", "host"
+        return [here.b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in tiers]
+
+    before = loaded()
     hit = here.b.one(left)
     assert (hit.cached, own.cached) == (3 * CHUNK, 3 * CHUNK)
     assert hit.said == own.said
@@ -208,9 +207,7 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
     instances = len(here.stats().instances)
     owner.kill()
     assert here.b.finish("waiting")["waiting"].agrees(here.aside.one(coming))
-    after = [
-        here.b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")
-    ]
+    after = loaded()
     assert [now - then for now, then in zip(after, before, strict=True)] == [0, 6 * CHUNK]
     eventually(lambda: len(here.stats().instances) == instances - 1)
     hit, answer = here.b.one(kept), here.b.one(more)

@@ -92,9 +92,7 @@ def release(serving: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [sleep, release], ids=lambda act: act.__name__)
-def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(
-    here: Node, a: Instance, act: Any
-) -> None:
+def test_a_sleep_empties_the_pool_and_what_comes_is_hit(here: Node, a: Instance, act: Any) -> None:
     """New weights may come while vLLM sleeps, and nobody need say so."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(a, tokens)

@@ -67,10 +67,8 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
         "lookup_asked_tokens": {"": 1000},
         "lookup_hit_tokens": {"": 768},
     }
-    assert total.data["histograms"] == {
-        "load_seconds": pytest.approx([0.005, 0.005]),
-        "lookup_seconds": [0.0005],
-    }
+    seconds = {"load_seconds": pytest.approx([0.005, 0.005]), "lookup_seconds": [0.0005]}
+    assert total.data["histograms"] == seconds
 
 
 def test_an_unlisted_cause_is_counted_as_other() -> None:

@@ -201,9 +201,7 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(sharing: Sharing, h
     eventually(lambda: sharing.client.stats().reservations == 0)
 
 
-def test_one_that_changes_hands_takes_few_others_along(
-    sharing: Sharing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_changed_takes_few_along(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves first is saved first, and is last in what the scheduler says."""
     monkeypatch.setattr(publisher, "TOGETHER", 2)
     sharing.publish(*range(4))

@@ -177,9 +177,8 @@ class Serving:
     def run(self, prompts: list[Prompt], together: bool) -> list[Answer]:
         answers = []
         for batch in [prompts] if together else [[prompt] for prompt in prompts]:
-            given = [
-                [make(request) for request in batch] for make in (self._prompt, self._sampling)
-            ]
+            makers = self._prompt, self._sampling
+            given = [[make(request) for request in batch] for make in makers]
             adapters = [self._lora(request) for request in batch]
             outputs = self.llm.generate(*given, lora_request=adapters, use_tqdm=False)
             answers += [Answer.of(output) for output in outputs]
@@ -386,9 +385,8 @@ class Serving:
     def _lora(self, request: Prompt) -> Any:
         if request.lora is None:
             return None
-        return LoRARequest(
-            Path(request.lora).name, request.lora_id or 1 + sum(request.lora.encode()), request.lora
-        )
+        number = request.lora_id or 1 + sum(request.lora.encode())
+        return LoRARequest(Path(request.lora).name, number, request.lora)
 
 
 def _meddle(worker: Any, rank: int, place: str, action: str, times: int) -> None:
