@@ -117,9 +117,7 @@ def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Pa
     assert loaded.pool == config.Config().pool
 
 
-def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_socket_is_meant_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = vcache("config", "show", "--socket", "here.sock").stdout
     assert f"socket: {tmp_path / 'here.sock'}\n" in shown

@@ -57,9 +57,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 # ---- the whole
 
 
-def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_host_memory_is_used(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: False)
     findings = by_check(diagnose(config))
     assert len(findings) > 8

@@ -165,9 +165,7 @@ def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) 
         eventually(lambda: kv_mapped() == 0)
 
 
-def test_an_instance_that_nobody_knows_is_not_asked_for_in_every_step(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_unknown_is_asked_for_once(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 1000.0)
     assert [mapped(reader.neighbours, ONE) for _ in range(50)] == [None] * 50
     assert asked(reader.client, "OpenInstance") == 1
@@ -200,7 +198,7 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
 # ---- what is refused
 
 
-def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_again(
+def test_a_cache_of_another_layout_is_refused(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with owner(stage, sizes=SMALL._replace(dim=32)), closing(Reader(stage.client())) as reader:

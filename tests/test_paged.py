@@ -52,7 +52,7 @@ def of(axes: str, memory: str = "") -> Tensor:
     [row[1:] for row in LAYOUTS],
     ids=[row[0] for row in LAYOUTS],
 )
-def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(
+def test_a_known_layout_is_its_tensors_bytes(
     axes: str, memory: str, parts: int, order: str
 ) -> None:
     tensor = of(axes, memory)

@@ -304,9 +304,7 @@ def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Clien
         reader.listen(A)
 
 
-def test_a_retraction_looks_at_no_more_than_the_newest_publications_and_voids_all_others(
-    alone: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retraction_looks_at_the_newest(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of before are unknown from then on, and make way."""
     monkeypatch.setattr(residence, "RETRACT_LOOKS", 1)
     with running(alone.path):
@@ -401,9 +399,7 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
         os.close(fd)
 
 
-def test_a_cache_comes_with_one_fd_for_each_region_and_every_other_number_is_refused(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader: Client) -> None:
     memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
     refused = raw.ask("join", B, instance_cases.NAMESPACE, 64, 1, EACH)
     assert "0 fds came along; exactly 1 is needed" in refused[1]
@@ -426,9 +422,7 @@ def test_a_cache_comes_with_one_fd_for_each_region_and_every_other_number_is_ref
     eventually(lambda: memories(server) == 1)
 
 
-def test_a_server_at_its_limit_of_descriptors_refuses_a_cache_and_takes_it_later(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_without_descriptors_a_cache_waits(alone: Stage, server: Child, reader: Client) -> None:
     """The kernel hands over as many fds as there is room for, and drops the others."""
     owner = alone.client()
     server.descriptors(limit=max(server.descriptors()) + 3)
@@ -442,9 +436,7 @@ def test_a_server_at_its_limit_of_descriptors_refuses_a_cache_and_takes_it_later
     assert memories(server) == 8
 
 
-def test_readers_that_do_not_read_their_answers_use_up_no_descriptors_of_the_server(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_unread_answers_use_up_no_descriptors(alone: Stage, server: Child, reader: Client) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A)
@@ -501,7 +493,7 @@ def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) ->
     join(reader, instance_id(11), m.MAX_BLOCKS)
 
 
-def test_memory_of_instances_leaves_descriptors_for_clients(
+def test_clients_keep_descriptors(
     alone: Stage, memfd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 134 descriptors 12 are for segments and the memory of instances."""

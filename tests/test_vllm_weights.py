@@ -201,9 +201,7 @@ def test_new_weights_share_nothing_until_reset(here: Node, models: list[Path], s
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
-def test_with_lmcache_new_weights_share_nothing_until_the_reset(
-    here: Node, models: list[Path]
-) -> None:
+def test_with_lmcache_new_weights_share_nothing_until_reset(here: Node, models: list[Path]) -> None:
     """Nor is stored what a request goes on to compute, before the reset or after it. A pause may
     come before, and is a reset."""
     tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))
