@@ -63,7 +63,5 @@ def _memory(tensors: Any) -> Iterator[tuple[int, int]]:
     """The tensors' memory, as (address, bytes), without weights that vLLM has packed for this
     CPU.
     """
-    return (
-        (memory.data_ptr(), memory.nbytes())
-        for memory in (tensor.untyped_storage() for tensor in tensors)
-    )
+    memories = (tensor.untyped_storage() for tensor in tensors)
+    return ((memory.data_ptr(), memory.nbytes()) for memory in memories)

@@ -230,12 +230,8 @@ class Clients(RuleBasedStateMachine):
     def own_chunk(self, tenant: str, nbytes: int) -> bool:
         """Whether a chunk of the tenant's may go for another one of this size."""
         model, size = self.model, room_of(nbytes)
-        return any(
-            slot.tenant == tenant
-            and model.evictable(slot)
-            and room_of(slot.location.length) == size
-            for slot in model.coldest()
-        )
+        own = [slot for slot in model.coldest() if slot.tenant == tenant and model.evictable(slot)]
+        return any(room_of(slot.location.length) == size for slot in own)
 
     @rule(pick=one_of, key=st.sampled_from(ALL_KEYS), nbytes=st.sampled_from(SIZES))
     @precondition(lambda self: self.clients)

@@ -161,9 +161,8 @@ class FakeCuda:
 
     def cuMemImportFromShareableHandle(self, fd: int, kind: str) -> Any:
         with open(f"/proc/self/fdinfo/{fd}") as lines:
-            count = next(
-                (line.split()[1] for line in lines if line.startswith("eventfd-count")), None
-            )
+            counts = (line.split()[1] for line in lines if line.startswith("eventfd-count"))
+            count = next(counts, None)
         if count is None:
             return (Code.CUDA_ERROR_INVALID_VALUE, None)
         self.handles.append(int(count, 16))

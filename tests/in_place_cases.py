@@ -114,15 +114,13 @@ class Engine:
         given = {"model": str(here.path.parent / "model"), "skip_tokenizer_init": True}
         given |= {"block_size": BLOCK, "max_model_len": 640, "max_num_seqs": 4}
         given |= {"max_num_batched_tokens": 640, "kv_cache_memory_bytes": 1 << 20}
-        config = EngineArgs(
-            kv_transfer_config=transfer, **given | (arguments or {})
-        ).create_engine_config()
+        given |= {"kv_transfer_config": transfer} | (arguments or {})
+        config = EngineArgs(**given).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
         # vLLM does so on GPUs only.
         config.scheduler_config.async_scheduling = asynchronous
-        kind = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
-        )
+        heads = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+        kind = FullAttentionSpec(block_size=BLOCK, **heads)
         groups = [KVCacheGroupSpec(["layer 0"], kind)]
         if states is not None:
             shape = {"shapes": ((2, 3),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
@@ -147,21 +145,17 @@ class Engine:
         self.publisher: Publisher | None = None
         self.slow = False
         """Whether its worker publishes what a test tells it to."""
-        shard = ShardSpec(
-            pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK
-        )
-        self.half.update(
-            KVConnectorOutput(kv_connector_worker_meta=WorkerReport(shards={(0, 0): shard}))
-        )
+        lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
+        report = WorkerReport(shards={(0, 0): ShardSpec(pp_rank=0, tp_rank=0, **lie)})
+        self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
         assert self.half.instance.open(), self.half.instance.refused
 
     def show(self, here: Node, undo: ExitStack) -> None:
         """Its worker shows a KV cache, and publishes what steps compute."""
         client, cache = undo.enter_context(here.stage.client(QUICK)), SharedCache()
         instance = self.half.publications.instance
-        shown = OwnCache(
-            client, instance, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions
-        )
+        shape = cache_shape(cache.kv, cache.regions, HOST)
+        shown = OwnCache(client, instance, 0, shape, cache.regions)
         undo.callback(shown.close)
         shared = self.half.publications
         self.publisher = Publisher(client, EngineStats(), instance, shared.each)

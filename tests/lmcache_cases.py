@@ -33,9 +33,8 @@ from vcache_backend.metadata_server.client import Client
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
-needs_lmcache = pytest.mark.skipif(
-    importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed"
-)
+LACKS_LMCACHE = importlib.util.find_spec("lmcache") is None
+needs_lmcache = pytest.mark.skipif(LACKS_LMCACHE, reason="LMCache is not installed")
 SLOW = 60.0
 """Importing LMCache, with vLLM behind it, on a busy machine."""
 TAGGED = {"request_configs": {TAG: PLAIN}}
@@ -68,24 +67,17 @@ def settings(
     """LMCache's configuration as a user of vcache writes it. extra: sections of ours; the rest are
     LMCache's own.
     """
-    own = {
-        "server": {"socket": str(socket)},
-        "pool": {"device": "host", "segment_bytes": lent},
-        "client": msgspec.structs.asdict(client),
-        **(extra or {}),
-    }
-    return lmcache_settings(
-        {"vcache": own},
-        {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache,
-    )
+    own = {"server": {"socket": str(socket)}, "client": msgspec.structs.asdict(client)}
+    own |= {"pool": {"device": "host", "segment_bytes": lent}} | (extra or {})
+    theirs = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache
+    return lmcache_settings({"vcache": own}, theirs)
 
 
 def kv_transfer(adapter: Any, kind: Any, blocks: int, several: bool = False) -> Any:
     """vLLM's module that has its KV connectors, of which one is LMCache's with this adapter. kind:
     of its layers, with a block table of `blocks` blocks."""
-    kv_config = SimpleNamespace(
-        num_blocks=blocks, kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)]
-    )
+    groups = [SimpleNamespace(kv_cache_spec=kind)]
+    kv_config = SimpleNamespace(num_blocks=blocks, kv_cache_groups=groups)
     group = SimpleNamespace(_lmcache_engine=adapter, _kv_cache_config=kv_config)
     if several:
         both = [SimpleNamespace(), group]
@@ -141,14 +133,8 @@ class Engine(Worker):
 
     def __init__(self, setup: Setup) -> None:
         folders = dict.fromkeys(("VLLM_RPC_BASE_PATH", "PROMETHEUS_MULTIPROC_DIR"), _folder())
-        super().__init__(
-            home(),
-            _inside,
-            setup,
-            name="an engine",
-            environment=changed(folders),
-            start_seconds=SLOW,
-        )
+        more = {"environment": changed(folders), "start_seconds": SLOW}
+        super().__init__(home(), _inside, setup, name="an engine", **more)
         self.made()
 
     def store(self, tokens: list[int], skip: int = 0) -> None:

@@ -127,10 +127,8 @@ class Inside:
         expected = Cache(self.setup.arrangement)
         expected.fill(theirs[:kept], slots[:kept])
         expected.fill(self.shard(tokens)[new], slots[new])
-        right = all(
-            torch.equal(mine, its)
-            for mine, its in zip(self.cache.memory, expected.memory, strict=True)
-        )
+        pairs = zip(self.cache.memory, expected.memory, strict=True)
+        right = all(torch.equal(mine, its) for mine, its in pairs)
         count, first = int(found.sum()), int(found.int().argmax())
         return Retrieved(first, count, right and bool(found[first : first + count].all()))
 
@@ -190,9 +188,8 @@ class Lines(logging.Handler):
         logging.getLogger("vcache_backend").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(
-            f"{record.levelname} {record.getMessage()}{' (with a traceback)' * bool(record.exc_info)}"
-        )
+        traced = " (with a traceback)" if record.exc_info else ""
+        self.texts.append(f"{record.levelname} {record.getMessage()}{traced}")
 
 
 def metadata(setup: Setup) -> LMCacheMetadata:
@@ -210,14 +207,11 @@ def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
     """LMCache's adapter in vLLM's connector of this process, as far as the plugin reads and replaces
     it.
     """
-    config = vllm_config(
-        parallel_config__tensor_parallel_size=setup.ranks,
-        parallel_config__pipeline_parallel_size=1,
-        parallel_config__data_parallel_size=1,
-        cache_config__block_size=SMALL.block_size,
-        model_config__use_mla=setup.arrangement.name == "mla",
-        device_config__device_type="cpu",
-    )
+    sizes = {"tensor": setup.ranks, "pipeline": 1, "data": 1}
+    parallel = {f"parallel_config__{name}_parallel_size": size for name, size in sizes.items()}
+    of = {"cache_config__block_size": SMALL.block_size, "device_config__device_type": "cpu"}
+    mla = setup.arrangement.name == "mla"
+    config = vllm_config(**parallel, **of, model_config__use_mla=mla)
     made = SimpleNamespace(_vllm_config=config, _block_size=SMALL.block_size)
     step = SimpleNamespace(vcache=Word(failures=0, doubtful=frozenset()))
     made._parent = SimpleNamespace(_connector_metadata=step)

@@ -215,9 +215,9 @@ class Owner:
 def owner(stage: Stage, number: int = 1, config: ClientConfig = PATIENT, **more: object) -> Worker:
     """`Owner` in a process of its own. more: its arguments."""
     home = with_torch()
-    return stage.undo.enter_context(
-        Worker(home, _part, stage.path, config, instance(number), more, name=f"owner {number}")
-    ).made()
+    given = stage.path, config, instance(number), more
+    made = Worker(home, _part, *given, name=f"owner {number}")
+    return stage.undo.enter_context(made).made()
 
 
 def _part(path: Path, config: ClientConfig, name: InstanceId, more: dict[str, object]) -> Owner:
@@ -260,10 +260,8 @@ def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int
 
 def kv_mapped(pid: int | None = None) -> int:
     """Mappings of KV caches of others in this process, or in the process `pid`."""
-    return sum(
-        "memfd:vcache-kv-of-a-test" in line and " r--s " in line
-        for line in Path(f"/proc/{pid or 'self'}/maps").read_text().splitlines()
-    )
+    lines = Path(f"/proc/{pid or 'self'}/maps").read_text().splitlines()
+    return sum("memfd:vcache-kv-of-a-test" in line and " r--s " in line for line in lines)
 
 
 def descriptors() -> Counter[str]:

@@ -251,9 +251,7 @@ class Child(Process):
         """Its exit status and the rest of what it said."""
         deadline = time.monotonic() + seconds
         while (piece := self._read(deadline - time.monotonic())) != b"":
-            assert piece is not None, (
-                f"{self.name} did not end within {seconds:g} s; it said:\n{self.said()}"
-            )
+            assert piece is not None, f"no end of {self.name} in {seconds:g} s: {self.said()}"
         return self.status(), self._buffer.decode()
 
     def said(self) -> str:
@@ -553,10 +551,8 @@ class Worker(Process):
 
     def _receive(self, seconds: float) -> Any:
         try:
-            assert self._pipe.poll(seconds), (
-                f"{self.name} did not answer within {seconds:g} s; its log ends "
-                f"with\n{self.log[-4000:]}"
-            )
+            said = f"{self.name} did not answer within {seconds:g} s; its log ends with\n"
+            assert self._pipe.poll(seconds), said + self.log[-4000:]
             answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise AssertionError(f"{self.name} ended; its log:\n{self.log[-4000:]}") from None

@@ -120,14 +120,9 @@ class Reader:
         for one in residents:
             if known:
                 mapped(self.neighbours, one.instance)
-        return Load(
-            self.session,
-            self._places(len(tokens)),
-            self.keys(tokens),
-            mark=self.session.copier.mark(),
-            residents=residents,
-            neighbours=self.neighbours,
-        )
+        resident = {"residents": residents, "neighbours": self.neighbours}
+        mark, at = self.session.copier.mark(), self._places(len(tokens))
+        return Load(self.session, at, self.keys(tokens), mark=mark, **resident)
 
     def check(self, load: Load, tokens: Tensor) -> int:
         """How many chunks are right, none of whose bytes is wrong."""

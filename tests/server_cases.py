@@ -17,21 +17,21 @@ from vcache_backend.metadata_server.client import Client
 
 KIB = 1 << 10
 
-WRITER = """
+CLIENT = """
 import os, sys, time
 from pathlib import Path
-from vcache_backend.config import ClientConfig
+from processes import PATIENT
 from vcache_backend.metadata_server.client import Client
-from model import chunk_key
-client = Client(Path(sys.argv[1]), ClientConfig(request_seconds=10, heartbeat_seconds=60))
-keys = [chunk_key(n) for n in range(4)]
+client = Client(Path(sys.argv[1]), PATIENT)
 """
-RESERVE_AND_WAIT = (
-    WRITER + 'print("reserved", client.reserve(keys, 1024).reservation); time.sleep(60)'
-)
-RESERVE_AND_HANG_UP = (
-    WRITER + 'client.reserve(keys, 1024); client.close(); print("hung up"); time.sleep(60)'
-)
+"""The beginning of a script (`Stage.script`) with a client."""
+_RESERVED = f"""
+{CLIENT}
+from model import chunk_key
+reserved = client.reserve([chunk_key(n) for n in range(4)], 1024).reservation
+"""
+RESERVE_AND_WAIT = _RESERVED + 'print("reserved", reserved); time.sleep(60)'
+RESERVE_AND_HANG_UP = _RESERVED + 'client.close(); print("hung up"); time.sleep(60)'
 
 
 def pool(stage_: Stage, memfd: int) -> Client:

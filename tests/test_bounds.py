@@ -64,10 +64,8 @@ def publish(
     """A chunk is in blocks of its own, as far as the instance has enough of them."""
     taken, at_once = 0, 16
     for first in range(start, start + chunks, at_once):
-        blocks = b"".join(
-            numbers(*(number % of for number in range(n * each, (n + 1) * each)))
-            for n in range(first, first + at_once)
-        )
+        every = range(first * each, (first + at_once) * each)
+        blocks = numbers(*(number % of for number in every))
         generations = chunk_generations(300, at_once, each)
         some = m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
         taken += directory.residents.publish(0, some)
@@ -205,10 +203,8 @@ def test_thirty_connections_of_a_process_do_not_get_thirty_times_the_turns(alone
 # ---- the log
 
 
-SPEAK = (
-    "from processes import Raw; import sys; from pathlib import Path; "
-    "Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
-)
+SPEAK = "from processes import Raw; import sys; from pathlib import Path; "
+SPEAK += "Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
 
 
 def test_no_client_fills_the_log_by_connecting_and_others_are_heard(alone: Stage) -> None:

@@ -28,13 +28,9 @@ EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
 BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); "
 BASE += "from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
-COMMANDS = [
-    [],
-    *([name] for name in ("serve", "status", "clear", "segment", "config")),
-    *([name] for name in ("doctor", "demo", "mooncake")),
-    *(["segment", name] for name in ("add", "list", "drop")),
-    *(["config", name] for name in ("check", "init", "show")),
-]
+COMMANDS = [[], ["serve"], ["status"], ["clear"], ["segment"], ["config"], ["doctor"], ["demo"]]
+COMMANDS += [["mooncake"], *(["segment", name] for name in ("add", "list", "drop"))]
+COMMANDS += [["config", name] for name in ("check", "init", "show")]
 
 
 def vcache(*arguments: str, expect: int = 0) -> Any:
@@ -99,10 +95,8 @@ def test_config_init_writes_a_whole_file_over_none_and_check_tells_mistakes(tmp_
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
     path.write_text("pool: {segment_byts: 2 GiB}")
     said = vcache("config", "check", str(path), expect=1).stderr
-    assert said == (
-        f"vcache: {path}: line 1: Object contains unknown field `segment_byts` - at `$.pool`; "
-        "did you mean `segment_bytes`?\n"
-    )
+    wrong = "Object contains unknown field `segment_byts` - at `$.pool`"
+    assert said == f"vcache: {path}: line 1: {wrong}; did you mean `segment_bytes`?\n"
 
 
 def test_config_init_leaves_no_half_file_where_the_disk_is_full(tmp_path: Path) -> None:
@@ -123,9 +117,7 @@ def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Pa
     assert loaded.pool == config.Config().pool
 
 
-def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_socket_is_meant_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = vcache("config", "show", "--socket", "here.sock").stdout
     assert f"socket: {tmp_path / 'here.sock'}\n" in shown
@@ -208,10 +200,8 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert said == "1 MiB of host:b lent\n"
 
     listed = listing()
-    assert {(info["device"], info["nbytes"], info["state"]) for info in listed} == {
-        ("host:a", 64 << 20, "live"),
-        ("host:b", 1 << 20, "live"),
-    }
+    rows = sorted((info["device"], info["nbytes"], info["state"]) for info in listed)
+    assert rows == [("host:a", 64 << 20, "live"), ("host:b", 1 << 20, "live")]
     assert added in vcache("segment", "list", *at).stdout
     shown = json.loads(vcache("status", "--json", *at).stdout)
     assert {info["id"] for info in shown["segments"]} == {info["id"] for info in listed}
@@ -235,11 +225,11 @@ def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(serv
     plain = [["--version"], ["status"], ["segment", "list"], ["clear"]]
     plain += [["config", "show"], ["doctor", "--json"]]
     moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"], ["demo"]]
-    program = (
-        f"{BASE}; import json; from typer.testing import CliRunner; results = "
-        f"(CliRunner().invoke(app, one) for one in {plain + moving});"
-        "print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))"
-    )
+    program = f"""
+{BASE}; import json; from typer.testing import CliRunner
+results = (CliRunner().invoke(app, one) for one in {plain + moving})
+print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))
+"""
     environment = {**os.environ, "VCACHE_SOCKET": str(server)}
     results = json.loads(ran(sys.executable, "-c", program, env=environment).stdout)
     assert [code for code, *_ in results[:5]] == [0] * 5, results

@@ -31,17 +31,13 @@ BLOCK, CHUNK = 4, 8
 def tensors(device: str = "cpu") -> list[Tensor]:
     """Three layers of twelve blocks."""
     generator = torch.Generator().manual_seed(3)
-    return [
-        torch.randint(-99, 99, (2, 12, BLOCK, 2, 20), generator=generator).half().to(device)
-        for _ in range(3)
-    ]
+    noise = [torch.randint(-99, 99, (2, 12, BLOCK, 2, 20), generator=generator) for _ in range(3)]
+    return [layer.half().to(device) for layer in noise]
 
 
 def slots_of(kv: PagedKV, count: int, device: str = "cpu", chunk_size: int = CHUNK) -> list[Tensor]:
-    return [
-        torch.full((kv.chunk_bytes(chunk_size),), POISON, dtype=torch.uint8, device=device)
-        for _ in range(count)
-    ]
+    more = {"dtype": torch.uint8, "device": device}
+    return [torch.full((kv.chunk_bytes(chunk_size),), POISON, **more) for _ in range(count)]
 
 
 def views(slots: list[Tensor], local: bool = True) -> list[SlotView]:
@@ -74,10 +70,9 @@ COPIERS = pytest.mark.parametrize(
 def layers(device: str, seed: int) -> list[Tensor]:
     """Latents and indexer's keys in turn, as DeepSeek V3.2 has them, and one more key."""
     random_ = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(256, (12, 1, BLOCK, size), generator=random_).to(torch.uint8).to(device)
-        for size in (656, 132, 656, 132, 132)
-    ]
+    shapes = [(12, 1, BLOCK, size) for size in (656, 132, 656, 132, 132)]
+    noise = [torch.randint(256, shape, generator=random_) for shape in shapes]
+    return [layer.to(torch.uint8).to(device) for layer in noise]
 
 
 @COPIERS

@@ -128,11 +128,8 @@ SETUP += ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 def test_a_failed_mapping_leaves_nothing(cuda: FakeCuda, owned: OwnedSegment, call: str) -> None:
     before = open_fds()
     cuda.broken = call
-    message = (
-        f"segment {owned.id} of {UUIDS[0]}: GPU {UUIDS[1]} cannot map 4,194,304 B of GPU "
-        f"{UUIDS[0]}: {call}: CUDA_ERROR"
-    )
-    with pytest.raises(SegmentError, match=message):
+    message = f"GPU {UUIDS[1]} cannot map 4,194,304 B of GPU {UUIDS[0]}: {call}: CUDA_ERROR"
+    with pytest.raises(SegmentError, match=f"segment {owned.id} of {UUIDS[0]}: {message}"):
         map_segment(owned.info, owned.fd, GPU1)
     assert (cuda.holds(), open_fds() <= before) == (NOTHING, True)
 

@@ -63,11 +63,8 @@ def test_the_images_are_made_of_what_there_is() -> None:
 def test_every_dependency_has_an_upper_bound_and_setup_installs_what_lies_within() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = declared["project"]["optional-dependencies"].values()
-    texts = [
-        *declared["build-system"]["requires"],
-        *declared["project"]["dependencies"],
-        *(text for extra in extras for text in extra),
-    ]
+    texts = declared["build-system"]["requires"] + declared["project"]["dependencies"]
+    texts += [text for extra in extras for text in extra]
     wanted = {one.name: one for one in map(Requirement, texts)}
     del wanted[declared["project"]["name"]]
     for one in wanted.values():

@@ -96,9 +96,7 @@ def test_reservations_are_bounded(directory: Directory, monkeypatch: pytest.Monk
     assert isinstance(directory.reserve(WRITER, [D], KIB).slots[0], m.Location)
 
 
-def test_what_all_are_writing_is_bounded_also_in_quarantine(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_is_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clear goes through all of it in one turn."""
     monkeypatch.setattr(segments, "MAX_WRITTEN", 2, raising=False)
     directory.reserve(WRITER, [A, B], KIB)
@@ -308,9 +306,7 @@ def test_leases_of_gone_clients_end_in_several_looks_at_the_clock(clock: FakeClo
     assert directory.segment_infos()[0].leased == 0
 
 
-def test_who_renews_a_lease_before_a_lost_connection_is_cleared_away_has_its_full_time(
-    directory: Directory, clock: FakeClock
-) -> None:
+def test_a_renewed_lease_outlives_its_connection(directory: Directory, clock: FakeClock) -> None:
     put(directory, A, B)
     renewed, other = directory.acquire(READER, [A]).lease, directory.acquire(READER, [B]).lease
     directory.disconnect(READER)

@@ -57,9 +57,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 # ---- the whole
 
 
-def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_host_memory_is_used(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: False)
     findings = by_check(diagnose(config))
     assert len(findings) > 8
@@ -128,9 +126,8 @@ def test_what_the_kernel_lacks_is_named(config: Config, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nonexistent", os.O_RDONLY))
     assert "without pidfd_open" in only(doctor.check_kernel(config)).detail
     monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
-    assert only(doctor.check_kernel(config)) == Finding(
-        "kernel", "fail", "Linux 4.18.0-553.el8_10.x86_64", "vcache needs Linux 5.4 or later"
-    )
+    said = "Linux 4.18.0-553.el8_10.x86_64", "vcache needs Linux 5.4 or later"
+    assert only(doctor.check_kernel(config)) == Finding("kernel", "fail", *said)
 
 
 # ---- GPUs
@@ -237,8 +234,8 @@ def test_the_socket_of_a_user_who_lets_nobody_in_is_a_failure_that_names_the_set
     assert status == 0
     socket_, server = said.splitlines()
     assert socket_.startswith(f"fail {here.path} (folder of uid 0, mode 0700)")
-    said = f"fail no connection to the metadata server at {here.path}: Permission"
-    assert server.startswith(said)
+    why = f"fail no connection to the metadata server at {here.path}: Permission"
+    assert server.startswith(why)
     assert "uid 65534 may not enter" in socket_
     assert "server.allow_uids" in socket_
     assert "server.allow_uids" in server

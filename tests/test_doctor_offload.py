@@ -93,7 +93,7 @@ def test_a_provider_that_died_is_a_failure_before_the_master_knows(own_depot: De
 
 
 @needs_mooncake
-def test_a_library_that_does_not_load_is_told_apart_from_a_store_that_does_not_answer(
+def test_a_library_that_cannot_load_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "libibverbs.so.1").write_bytes(b"")

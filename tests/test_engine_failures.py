@@ -85,9 +85,7 @@ def test_slots_that_a_hung_server_promised_to_nobody_come_back(here: Node) -> No
     assert client.list_segments()[0].used == 0
 
 
-def test_a_writer_held_up_behind_its_reservation_copies_nothing_and_gives_its_slots_back(
-    here: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_is_late_copies_nothing(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a process may be stopped for as long as somebody likes: between the server's answer and
     the launch of the copy.
     """
@@ -207,9 +205,7 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
-    here: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_cannot_map_a_segment_still_stores(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the most room, so that every store would go there; as a GPU's without peer access, or
     one that is forged.
     """
@@ -244,9 +240,7 @@ def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
 # ---- the server is absent, gone, hung, restarted
 
 
-def test_an_engine_without_a_server_misses_and_connects_by_itself_later(
-    here: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_connects_by_itself_later(here: Node, caplog: pytest.LogCaptureFixture) -> None:
     mine, theirs = Cache(), Cache()
     writer = here.engine("host:a", ROOMY, layout_of(mine))
     reader = here.engine("host:b", 0, layout_of(mine))

@@ -168,11 +168,8 @@ def test_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None
 
 def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
     exporter = Exporter("cpu")
-    message = (
-        "1,048,676 B on cpu lie in none of the 0 exportable allocations (another "
-        "connector or allocator has made it); "
-        "or set connector.share: pool"
-    )
+    message = "1,048,676 B on cpu lie in none of the 0 exportable allocations (another "
+    message += "connector or allocator has made it); or set connector.share: pool"
     with pytest.raises(LayoutError, match=re.escape(message)):
         exporter.region({"layers.0": kv()})
 
@@ -252,9 +249,7 @@ def test_freeing_never_raises_through_c(cuda: FakeCuda, caplog: pytest.LogCaptur
     assert caplog.messages[0].startswith(said)
 
 
-def test_nothing_is_collected_under_torchs_lock_and_everything_afterwards(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_garbage_is_collected_in_torch(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     collects: list[bool] = []
     create = cuda.cuMemCreate
     monkeypatch.setattr(

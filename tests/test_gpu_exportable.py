@@ -46,9 +46,8 @@ def fill(tensor: torch.Tensor) -> None:
 
 def holder(tensor: torch.Tensor, found: Sequence[Region]) -> Region | None:
     first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    return next(
-        (one for one in found if one.address <= first and end <= one.address + one.nbytes), None
-    )
+    around = (it for it in found if it.address <= first and end <= it.address + it.nbytes)
+    return next(around, None)
 
 
 def read_elsewhere(one: Region, tensor: torch.Tensor, gpu: str) -> None:

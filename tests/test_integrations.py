@@ -41,10 +41,8 @@ def aside(here: Node) -> Instance:
     return here.alone("aside")
 
 
-WAYS = [
-    pytest.param("vllm", marks=vllm_cases.needs_vllm),
-    pytest.param("lmcache", marks=lmcache_here),
-]
+MARKS = {"vllm": vllm_cases.needs_vllm, "lmcache": lmcache_here}
+WAYS = [pytest.param(way, marks=mark) for way, mark in MARKS.items()]
 only_lmcache = pytest.mark.parametrize("fleet", WAYS[1:], indirect=True)
 
 
@@ -308,9 +306,7 @@ def test_preempted_requests_go_on_where_they_were(
 
 
 @only_lmcache
-def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(
-    here: Node, a: Instance, reader: Instance
-) -> None:
+def test_a_tag_separates_and_a_forged_one_fails(here: Node, a: Instance, reader: Instance) -> None:
     """That of a salt is ours to make. One that LMCache could not hash is not cached at all."""
     tokens = new_tokens(2 * CHUNK + 1)
     here.keep(a, tokens, salt="red")
@@ -339,7 +335,6 @@ def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Inst
     assert here.chunks() == before
     assert a.one(tokens).said == alone.said
     # LMCache says the reason, too.
-    (line,) = [
-        line for line in unseeded.log.splitlines() if "vLLM serves; nothing is cached" in line
-    ]
+    said = "vLLM serves; nothing is cached"
+    (line,) = [line for line in unseeded.log.splitlines() if said in line]
     assert "stepped aside: PYTHONHASHSEED is not set" in line

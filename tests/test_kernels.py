@@ -47,9 +47,8 @@ def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[I
     rows[:, 1] = addresses[plan.blocks[:, 0]]
     rows[:, 1] += plan.blocks[:, 1]
     rows[:, 2] = plan.blocks[:, 2]
-    return rows, plane_offsets(
-        len(kv.planes), kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes
-    )
+    blocks = plan.chunk_size // kv.block_size
+    return rows, plane_offsets(len(kv.planes), kv.parts, blocks, kv.page_bytes)
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +78,8 @@ def cache(
     layers: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> PagedKV:
-    return PagedKV.describe(
-        [noise(shape, dtype, device, layer) for layer in range(layers)], block_size
-    )
+    tensors = [noise(shape, dtype, device, layer) for layer in range(layers)]
+    return PagedKV.describe(tensors, block_size)
 
 
 def twin(kv: PagedKV) -> PagedKV:
@@ -135,27 +133,19 @@ def check(
     change. Returns the slots' alignment.
     """
     nbytes = kv.chunk_bytes(copy.chunk_size)
-    expected, found = kv, twin(kv)
+    whole, expected, found = shift + nbytes + 64, kv, twin(kv)
     if to_slot:
-        ours = [
-            torch.full((shift + nbytes + 64,), POISON, dtype=torch.uint8, device=kv.device)
-            for _ in range(slots)
-        ]
+        more = {"dtype": torch.uint8, "device": kv.device}
+        ours = [torch.full((whole,), POISON, **more) for _ in range(slots)]
         theirs = [slot.clone() for slot in ours]
     else:
-        ours = [
-            noise((shift + nbytes + 64,), torch.uint8, str(kv.device), 100 + i)
-            for i in range(slots)
-        ]
+        ours = [noise((whole,), torch.uint8, str(kv.device), 100 + i) for i in range(slots)]
         theirs = ours
         for page in (*pages(expected), *pages(found)):
             page.fill_(POISON)
-    (reference.gather if to_slot else reference.scatter)(
-        expected, copy, [slot[shift : shift + nbytes] for slot in theirs]
-    )
-    aligned = run_kernel(
-        found, copy, [slot[shift : shift + nbytes] for slot in ours], to_slot, tuning
-    )
+    right, mine = ([slot[shift : shift + nbytes] for slot in slots] for slots in (theirs, ours))
+    (reference.gather if to_slot else reference.scatter)(expected, copy, right)
+    aligned = run_kernel(found, copy, mine, to_slot, tuning)
     for mine, right in zip((*ours, *pages(found)), (*theirs, *pages(expected)), strict=True):
         assert torch.equal(mine, right)
     changed = any(bool((mine != POISON).any()) for mine in (ours if to_slot else pages(found)))
@@ -224,9 +214,8 @@ def test_an_empty_plan_moves_nothing(device: str) -> None:
 @DEVICE
 def test_kernel_equals_reference_for_several_block_tables(to_slot: bool, device: str) -> None:
     first, second = (noise((24, 4, 3, 20), torch.bfloat16, device, layer) for layer in range(2))
-    kv = PagedKV.describe_groups(
-        [({"a": first, "b": second}, Share(4)), ({"c": first}, Share(4, 8))]
-    )
+    groups = [({"a": first, "b": second}, Share(4)), ({"c": first}, Share(4, 8))]
+    kv = PagedKV.describe_groups(groups)
     assert kv.chunk_bytes(16) == 2 * 6 * kv.page_bytes
     ids = np.random.default_rng(3).permutation(24)[:12]
     ids[[1, 4, 10]] = -1
@@ -277,10 +266,8 @@ class Owners(NamedTuple):
     def rows(self, chosen: list[tuple[int, int, int]]) -> Int64s:
         """(owner, its block, the reader's block)."""
         strides = [int(kv.planes[0, 1]) for kv in self.caches]
-        return np.array(
-            [(owner, block * strides[owner], place) for owner, block, place in chosen],
-            dtype=np.int64,
-        ).reshape(-1, 3)
+        rows = [(owner, block * strides[owner], place) for owner, block, place in chosen]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def owners(
@@ -292,12 +279,10 @@ def owners(
     caches = []
     for owner in range(count):
         blocks, stride = 7 + 3 * owner, page_bytes + gaps[owner]
-        tensors = [
-            noise((shift + blocks * stride,), torch.uint8, device, 31 * owner + layer).as_strided(
-                (blocks, 1, page_bytes), (stride, page_bytes, 1), shift
-            )
-            for layer in range(layers)
-        ]
+        shape, strides = (blocks, 1, page_bytes), (stride, page_bytes, 1)
+        seeds, whole = [31 * owner + layer for layer in range(layers)], (shift + blocks * stride,)
+        memories = [noise(whole, torch.uint8, device, seed) for seed in seeds]
+        tensors = [memory.as_strided(shape, strides, shift) for memory in memories]
         caches.append(PagedKV.describe(tensors, 1))
     return Owners(caches, np.array([kv.planes[:, 0] for kv in caches]))
 
@@ -319,10 +304,8 @@ def choose(count: int, there: Owners, reader: PagedKV, seed: int) -> list[tuple[
     random = np.random.default_rng(seed)
     places = random.permutation(reader.num_blocks)[:count].tolist()
     owned = [int(random.integers(len(there.caches))) for _ in places]
-    return [
-        (owner, int(random.integers(there.caches[owner].num_blocks)), place)
-        for owner, place in zip(owned, places, strict=True)
-    ]
+    blocks = [int(random.integers(there.caches[owner].num_blocks)) for owner in owned]
+    return list(zip(owned, blocks, places, strict=True))
 
 
 ONE_OWNER, FIVE = [(1, 512, 512, 3), (1, 513, 0, 1)], [(5, 8, 0, 3), (5, 512, 512, 3)]
@@ -348,30 +331,23 @@ def test_each_kind_of_layers_has_its_part_of_one_table_aligned_for_the_kernel(de
     """Two origins, whose blocks lie elsewhere in each kind of layers."""
 
     def made(seed: int) -> PagedKV:
-        sizes = enumerate((656, 132, 5))
-        return PagedKV.describe(
-            [noise((9, 1, 4, size), torch.uint8, device, seed + at) for at, size in sizes], 4
-        )
+        shapes = enumerate((9, 1, 4, size) for size in (656, 132, 5))
+        layers = [noise(shape, torch.uint8, device, seed + at) for at, shape in shapes]
+        return PagedKV.describe(layers, 4)
 
     owners_, reader = [made(10), made(20)], made(30)
     expected, sizes = twin(reader), [4 * size for size in (656, 132, 5)]
     chosen = (0, 8, 2), (1, 3, 7), (1, 0, 0)
     starts = [[block * size for size in sizes] for _, block, _ in chosen]
-    rows = np.array(
-        [
-            [owner, at[0], place, *at[1:]]
-            for (owner, _, place), at in zip(chosen, starts, strict=True)
-        ]
-    )
+    pairs = zip(chosen, starts, strict=True)
+    rows = np.array([[owner, at[0], place, *at[1:]] for (owner, _, place), at in pairs])
     origins = np.stack([np.concatenate([kind.planes[:, 0] for kind in kv.kinds]) for kv in owners_])
     parts = kernels.table_parts(reader, 3, 2)
     assert all(part.first % 2 == 0 for part in parts)
     assert all(one.end <= other.first for one, other in itertools.pairwise(parts))
     filled = np.empty((parts[-1].end, 3), dtype=np.int64)
-    aligned = [
-        kernels.fill_table(*kind, filled[part.first : part.end])
-        for part, kind in zip(parts, of_kinds(reader, rows, origins), strict=True)
-    ]
+    filling = zip(parts, of_kinds(reader, rows, origins), strict=True)
+    aligned = [kernels.fill_table(*kind, filled[at.first : at.end]) for at, kind in filling]
     table = torch.from_numpy(filled).to(device)
     for part, bits in zip(parts, aligned, strict=True):
         there = table[part.first :]

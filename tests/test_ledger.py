@@ -124,9 +124,7 @@ def test_records_that_cannot_all_be_are_damage(ledger: Ledger, records: list[r.R
         read(ledger.fd)
 
 
-def test_compaction_gives_memory_back_and_loses_nothing_that_happens_meanwhile(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compaction_shrinks_without_loss(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of requests that the stateful test finds; here the memory is real."""
     monkeypatch.setattr(ledgers, "COMPACT_BYTES", 64 * KIB)
     monkeypatch.setattr(ledgers, "SLICE_BYTES", 500)

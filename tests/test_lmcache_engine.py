@@ -6,6 +6,7 @@ places, and every byte of the whole KV cache is compared."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,8 @@ def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
     for cached in (CHUNK, CHUNK + 16, 2 * CHUNK + 5, 4 * CHUNK - 1):
         first = cached // CHUNK * CHUNK
         assert reader.lookup(chunks(4), f"r{cached}") == 4 * CHUNK
-        assert reader.retrieve(chunks(4), request=f"r{cached}", cached=cached) == all_of(
-            4 * CHUNK - first, first
-        )
+        found = reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)
+        assert found == all_of(4 * CHUNK - first, first)
     assert served.settled()
 
 
@@ -75,11 +75,8 @@ def remember_at_most(inside: Inside, count: int) -> None:
 
 
 def events(inside: Inside) -> list[tuple[Any, Any, Any, int]]:
-    told = inside.engine.get_kv_events()
-    return [
-        (event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size)
-        for event in told
-    ]
+    names = "block_hashes", "parent_block_hash", "token_ids", "block_size"
+    return list(map(operator.attrgetter(*names), inside.engine.get_kv_events()))
 
 
 def hashes(inside: Inside, prompt: list[int]) -> list[int]:
@@ -90,10 +87,9 @@ def test_lmcaches_own_events_tell_of_the_stored_chunks(served: Pool) -> None:
     engine, prompt = served.engine(enable_kv_events=True), tokens(3 * CHUNK + 9)
     engine.store(prompt, skip=CHUNK)
     first, second, third = engine.ask(hashes, prompt)
-    assert engine.ask(events) == [
-        ([second], first, prompt[CHUNK : 2 * CHUNK], CHUNK),
-        ([third], second, prompt[2 * CHUNK : 3 * CHUNK], CHUNK),
-    ]
+    told = [([second], first, prompt[CHUNK : 2 * CHUNK], CHUNK)]
+    told += [([third], second, prompt[2 * CHUNK : 3 * CHUNK], CHUNK)]
+    assert engine.ask(events) == told
     engine.store(prompt[:CHUNK])
     assert engine.retrieve(prompt[: 3 * CHUNK]) == all_of(3 * CHUNK)
 
@@ -144,10 +140,8 @@ def test_a_look_up_leases_until_it_is_unpinned_made_again_or_one_of_too_many(ser
 
 
 def ranks(pool: Pool, arrangement: Arrangement = PACKED, **more: Any) -> list[Engine]:
-    return [
-        pool.engine(arrangement, process={"rank": rank, "ranks": 2, "service": "ranks"}, **more)
-        for rank in range(2)
-    ]
+    both = [{"rank": rank, "ranks": 2, "service": "ranks"} for rank in range(2)]
+    return [pool.engine(arrangement, process=process, **more) for process in both]
 
 
 def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Pool) -> None:

@@ -162,9 +162,8 @@ def token_database(algorithm: str, chunk_size: int = CHUNK) -> Any:
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.token_database import ChunkedTokenDatabase
 
-    config = LMCacheEngineConfig.from_defaults(
-        chunk_size=chunk_size, pre_caching_hash_algorithm=algorithm
-    )
+    given = {"chunk_size": chunk_size, "pre_caching_hash_algorithm": algorithm}
+    config = LMCacheEngineConfig.from_defaults(**given)
     return ChunkedTokenDatabase(config, lmcache_metadata())
 
 

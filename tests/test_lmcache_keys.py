@@ -29,17 +29,11 @@ def make(*keys: Key, rank: int = 0) -> list[bytes]:
 
 def test_the_bytes_that_are_hashed_stay_what_they_are() -> None:
     """A pool outlives its workers: another text for the same chunk would lose it."""
-    text = (
-        bytes.fromhex("0000000200000006")
-        + b"vcache"
-        + bytes.fromhex("00000002")
-        + b"s-"
-        + (-5).to_bytes(1, "big", signed=True)
-    )
-    digest = blake2b(
-        text, key=HERE.fingerprint, digest_size=16, person=b"vcache-lmcache-1"
-    ).digest()
-    assert make(Key(-5, (("vcache", "-"),)), rank=1) == [HERE.prefix + digest + b"\0\1"]
+    tags = bytes.fromhex("0000000200000006") + b"vcache" + bytes.fromhex("00000002") + b"s-"
+    text = tags + (-5).to_bytes(1, "big", signed=True)
+    hashed = blake2b(text, key=HERE.fingerprint, digest_size=16, person=b"vcache-lmcache-1")
+    expected = HERE.prefix + hashed.digest() + b"\0\1"
+    assert make(Key(-5, (("vcache", "-"),)), rank=1) == [expected]
     assert make(Key(5))[0].hex() == "0001020304050607fec3ebe9ca780f5cd6fcb2ecd1a642a10000"
 
 

@@ -15,11 +15,8 @@ from vcache_backend.integration.lmcache.settings import read
 def test_sections_are_read_as_those_of_our_connector(tmp_path: Path) -> None:
     path = tmp_path / "vcache.yaml"
     path.write_text("connector: {min_hit_tokens: 512, model: other}")
-    sections = {
-        "offload": {"mooncake": {"master": "node:1", "rpc_seconds": 0.2}},
-        "pool": {"segment_bytes": "8 GiB"},
-        "connector": {"model": "llama@mine"},
-    }
+    sections = {"pool": {"segment_bytes": "8 GiB"}, "connector": {"model": "llama@mine"}}
+    sections |= {"offload": {"mooncake": {"master": "node:1", "rpc_seconds": 0.2}}}
     found = read({"vcache": {"config": str(path), **sections}}, 256)
     expected = {**sections, "connector": {"model": "llama@mine", "min_hit_tokens": 512}}
     assert found == from_dict(expected)

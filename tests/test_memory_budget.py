@@ -39,10 +39,9 @@ def test_pool_and_utilization_share_95_percent(
 
 
 def test_a_segment_without_room_says_how_much_there_is() -> None:
-    assert shortfall(TOTAL, 3 * GIB + 1, 4 * GIB, 4 * GIB, 0.9) == (
-        "4 GiB of pool.segment_bytes are more than the 3 GiB that are free: "
-        "set pool.segment_bytes to 3 GiB or less, or gpu_memory_utilization lower"
-    )
+    said = "4 GiB of pool.segment_bytes are more than the 3 GiB that are free: "
+    said += "set pool.segment_bytes to 3 GiB or less, or gpu_memory_utilization lower"
+    assert shortfall(TOTAL, 3 * GIB + 1, 4 * GIB, 4 * GIB, 0.9) == said
 
 
 def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> None:

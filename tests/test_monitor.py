@@ -95,11 +95,8 @@ def answers(address: str) -> bool:
 def samples(address: str) -> dict[tuple[str, ...], float]:
     """By name and the labels' values, in the order of the labels' names."""
     families = text_string_to_metric_families(get(address)[1])
-    return {
-        (one.name, *(value for _, value in sorted(one.labels.items()))): one.value
-        for family in families
-        for one in family.samples
-    }
+    told = (sample for family in families for sample in family.samples)
+    return {(it.name, *(label for _, label in sorted(it.labels.items()))): it.value for it in told}
 
 
 def used(alone: Stage) -> Client:

@@ -25,6 +25,7 @@ from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.resident.unmapper import LOOK_SECONDS, Unmapper
 
 ONE, TWO = neighbour_cases.instance(1), neighbour_cases.instance(2)
+WORKER = {"scheduler": False}
 
 
 @pytest.fixture
@@ -112,11 +113,8 @@ def test_a_stopped_reader_of_a_dead_owners_memory_is_named_and_then_lets_go(stag
 @pytest.mark.parametrize("victim", ["scheduler", "rank 1"])
 def test_an_instance_ends_with_any_of_its_parts(stage: Stage, reader: Reader, victim: str) -> None:
     """Also of one that this reader does not even read from."""
-    with (
-        owner(stage, ranks=2, rank=None) as scheduler,
-        owner(stage, ranks=2, scheduler=False),
-        owner(stage, ranks=2, rank=1, scheduler=False) as second,
-    ):
+    scheduler, first = (owner(stage, ranks=2, **of) for of in ({"rank": None}, WORKER))
+    with scheduler, first, owner(stage, ranks=2, rank=1, **WORKER) as second:
         neighbour = reader.there(ONE)
         (scheduler if victim == "scheduler" else second).kill()
         eventually(lambda: not enters(neighbour))
@@ -167,9 +165,7 @@ def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) 
         eventually(lambda: kv_mapped() == 0)
 
 
-def test_an_instance_that_nobody_knows_is_not_asked_for_in_every_step(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_unknown_is_asked_for_once(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 1000.0)
     assert [mapped(reader.neighbours, ONE) for _ in range(50)] == [None] * 50
     assert asked(reader.client, "OpenInstance") == 1
@@ -202,7 +198,7 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
 # ---- what is refused
 
 
-def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_again(
+def test_a_cache_of_another_layout_is_refused(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with owner(stage, sizes=SMALL._replace(dim=32)), closing(Reader(stage.client())) as reader:

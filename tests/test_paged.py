@@ -52,7 +52,7 @@ def of(axes: str, memory: str = "") -> Tensor:
     [row[1:] for row in LAYOUTS],
     ids=[row[0] for row in LAYOUTS],
 )
-def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(
+def test_a_known_layout_is_its_tensors_bytes(
     axes: str, memory: str, parts: int, order: str
 ) -> None:
     tensor = of(axes, memory)
@@ -155,10 +155,8 @@ def test_layers_that_differ_are_described_kind_by_kind(other: Tensor) -> None:
     assert found.name == f"2 x {one.name} + 1 x {two.name}"
     # A codec of the offload tier must not take the one for the other.
     assert found.dtype == ("bfloat16+float16" if other.dtype == torch.float16 else "bfloat16")
-    assert [(kind.layers, kind.page_bytes, kind.others) for kind in found.kinds] == [
-        (2, one.page_bytes, ()),
-        (1, two.page_bytes, ()),
-    ]
+    kinds = [(kind.layers, kind.page_bytes, kind.others) for kind in found.kinds]
+    assert kinds == [(2, one.page_bytes, ()), (1, two.page_bytes, ())]
     assert found.chunk_bytes(64) == 4 * (2 * one.page_bytes + two.page_bytes)
     assert found.kinds[1].pages[0].data_ptr() == other.data_ptr()
     table = PagedKV.describe_groups([({"a": first, "b": other}, Share(BLOCK, 32))])

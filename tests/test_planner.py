@@ -22,9 +22,8 @@ PAGE = 96
 VIRTUAL_BYTES = 2 * PAGE
 
 
-KV = PagedKV.describe(
-    [torch.zeros((2, 32, BLOCK, 2, 6), dtype=torch.float16) for _ in range(3)], BLOCK
-)
+LAYERS = [torch.zeros((2, 32, BLOCK, 2, 6), dtype=torch.float16) for _ in range(3)]
+KV = PagedKV.describe(LAYERS, BLOCK)
 """4 blocks of 4 tokens a chunk."""
 
 

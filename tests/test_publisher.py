@@ -169,9 +169,7 @@ def test_a_closed_publisher_tells_no_more(owner: Owner, monkeypatch: pytest.Monk
     assert told == [[key(0)]]
 
 
-def test_what_the_server_was_late_to_answer_is_said_again_first_and_what_it_refused_is_not(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_late_is_said_again_first(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else slots would stay reserved, or one client would ask for ever."""
     answers = iter([ServerTimeout("late"), Refused("no")])
     said = list[int]()
@@ -219,7 +217,7 @@ def test_earlier_chunks_are_soon_told_again(owner: Owner, monkeypatch: pytest.Mo
     eventually(lambda: owner.found(1, 2) == [True, True])
 
 
-def test_a_server_that_refuses_now_and_then_is_not_told_of_everything_each_time(
+def test_who_refuses_is_not_told_all_each_time(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of thousands of chunks, each time that it takes one: at most once a second."""

@@ -58,9 +58,7 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
-def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_and_there(
-    here: Node, theirs: int, ours: int
-) -> None:
+def test_vllms_blocks_may_be_several_of_the_tensors(here: Node, theirs: int, ours: int) -> None:
     one, reader, tokens = owner(here, split=theirs), Reader(here, split=ours), prompt(4 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 11, 0, 1, 7, 8][: 4 * one.each])
     assert reader.loaded(tokens, [there]) == (4, "")
@@ -100,9 +98,7 @@ def test_a_kv_cache_whose_mapping_ends_between_two_looks_at_it_is_read(
     assert (load.run(SECONDS), load.cause) == (1, "")
 
 
-def test_a_chunk_whose_first_owner_is_gone_is_waited_for_while_the_second_is_mapped(
-    here: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_owner_is_waited_for(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reader, tokens, second = beside(here, 1)
     assert mapped(reader.neighbours, instance(9)) is None
     opens = held_up(monkeypatch)

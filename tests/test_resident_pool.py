@@ -47,9 +47,8 @@ class Watched:
             self.places.get,
             lambda: True,
         )
-        self.watch = ResidentPool(
-            self.pool, self.generations, lambda: None, self.duplicates.give_way
-        )
+        give_way = self.duplicates.give_way
+        self.watch = ResidentPool(self.pool, self.generations, lambda: None, give_way)
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
         self.hashes = 0
 
@@ -67,9 +66,8 @@ class Watched:
         """vLLM finds them, each under a name of its own, until they are handed out."""
         for block in blocks:
             self.hashes += 1
-            self.pool._insert_block_hash(
-                make_block_hash_with_group_id(self.hashes.to_bytes(4), 0), block, num_tokens=4
-            )
+            name = make_block_hash_with_group_id(self.hashes.to_bytes(4), 0)
+            self.pool._insert_block_hash(name, block, num_tokens=4)
 
     def read(self, chunks: list[int]) -> tuple[Tracked, list[Any]]:
         """A request has loaded these chunks of the owner's, two blocks each, into blocks of its
@@ -141,9 +139,8 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy(watched: Watched, see
             going = (going | {block for one, _ in begun for block in one}) - set(ids)
             if tracked is not None:
                 watched.duplicates.finished(tracked, 4)
-                copies += [
-                    ({*ids[EACH * at : EACH * (at + 1)]}, chunk) for at, chunk in enumerate(chunks)
-                ]
+                lying = [{*ids[EACH * at : EACH * (at + 1)]} for at in range(len(chunks))]
+                copies += zip(lying, chunks, strict=True)
             else:
                 watched.known(blocks)
             pool.free_blocks(reversed(blocks))
@@ -264,9 +261,7 @@ def test_the_copy_that_was_used_last_leaves_last(watched: Watched) -> None:
     assert all(block.block_hash is None for block in blocks)
 
 
-def test_what_would_leave_instead_is_what_vllm_s_cache_still_finds(
-    watched: Watched, clock: Clock
-) -> None:
+def test_what_would_leave_instead_is_what_vllm_still_finds(watched: Watched, clock: Clock) -> None:
     """vLLM puts each request's last block, which is not full, before all others."""
     fill_up(watched, BLOCKS - 2 - EACH)
     clock.now = 1095.0
@@ -330,12 +325,9 @@ def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_
     assert watched.duplicates.count == 0
     watched.end(tracked, blocks)
     watched.take(1)
-    assert [block.block_hash is None for block in own + blocks] == [
-        *[False] * (len(own) - 2),
-        *[True] * 2,
-        *[False] * (len(blocks) - 1),
-        True,
-    ]
+    nameless = [block.block_hash is None for block in own + blocks]
+    expected = [False] * (len(own) - 2) + [True] * 2 + [False] * (len(blocks) - 1) + [True]
+    assert nameless == expected
 
 
 def test_more_blocks_than_there_are_change_nothing(watched: Watched) -> None:
@@ -381,15 +373,12 @@ def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:
     assert odd.all()
     _, changed = watched.take(BLOCKS - 1)
     assert sorted({*range(BLOCKS)} - {*changed}) == [watched.pool.null_block.block_id]
-    assert np.flatnonzero(watched.view.counters & np.uint64(1)).tolist() == [
-        watched.pool.null_block.block_id
-    ]
+    void = np.flatnonzero(watched.view.counters & np.uint64(1)).tolist()
+    assert void == [watched.pool.null_block.block_id]
 
 
 @pytest.mark.parametrize("call", ["get", "evict", "reset"])
-def test_where_counting_fails_nobody_believes_the_table_and_vllm_goes_on(
-    watched: Watched, call: str
-) -> None:
+def test_if_counting_fails_nobody_believes_it_and_vllm_goes_on(watched: Watched, call: str) -> None:
     """Here: its memory can be read only, and is too small."""
     blocks, _ = watched.take(2)
     assert not watched.view.dead

@@ -13,19 +13,9 @@ from typing import Any
 import instance_cases
 import msgspec
 import pytest
-from instance_cases import (
-    EACH,
-    chunk_blocks,
-    chunk_generations,
-    instance_id,
-    join,
-    keys,
-    numbers,
-    publish,
-    share,
-    show,
-)
+from instance_cases import EACH, chunk_blocks, instance_id, join, keys, numbers, publish, show
 from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, make_memfd, running
+from server_cases import CLIENT
 
 from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import messages as m
@@ -37,29 +27,22 @@ from vcache_backend.metadata_server.instances import resident_chunks
 
 A, B = instance_id(1), instance_id(2)
 NOTHING = m.Found(b"")
-OWNER = """
-import os, sys, time
-from pathlib import Path
-from processes import PATIENT
+COUNTS = instance_cases.chunk_generations(2)
+"""Generations of a chunk."""
+OWN = f"""
+{CLIENT}
 from instance_cases import instance_id, share
-from vcache_backend.metadata_server.client import Client
-client = Client(Path(sys.argv[1]), PATIENT)
-A = instance_id(1)
-share(client, A)
+share(client, instance_id(1))
+print("shown", flush=True)
 """
-
-
-OWN = OWNER + 'print("shown"); time.sleep(60)'
-OWN_AND_LEAVE_A_CHILD = (
-    OWNER
-    + """
+OWN_AND_LEAVE_A_CHILD = f"""
+{OWN}
 if os.fork() == 0:
     os.setsid()
-    print("shown", os.getpid(), flush=True)
+    print("child", os.getpid(), flush=True)
     time.sleep(60)
 time.sleep(60)
 """
-)
 
 
 @pytest.fixture
@@ -81,11 +64,6 @@ def memories(server: Child) -> int:
     return sum("memfd:vcache-test" in name for name in server.fds())
 
 
-def owning(alone: Stage, text: str = OWN) -> Child:
-    """A process that shows and publishes."""
-    return alone.script(text)
-
-
 # ---- what is shown
 
 
@@ -98,7 +76,7 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
     there = reader.find(m.Find(keys(5), 1, B))
     assert there.pooled == b"\0\0\0"
     blocks = [chunk_blocks(4 * at) for at in range(3)]
-    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * chunk_generations(2))
+    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * COUNTS)
     assert there.residents == [here]
     assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
     sent = reader.send_find(m.Find(keys(2)), SECONDS)
@@ -221,7 +199,7 @@ def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: 
     owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
     for owner, instance in zip(owners, ids, strict=True):
-        share(owner, instance, 8)
+        instance_cases.share(owner, instance, 8)
     firsts = set()
     for _ in range(50):
         there = reader.find(m.Find(keys(8)))
@@ -235,7 +213,7 @@ def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: 
 
 
 def test_nobody_takes_over_an_instance_or_publishes_for_it(alone: Stage, reader: Client) -> None:
-    owner = owning(alone)
+    owner = alone.script(OWN + "time.sleep(60)")
     owner.expect("shown")
     with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
         join(reader, A)
@@ -256,7 +234,7 @@ def test_nobody_takes_over_an_instance_or_publishes_for_it(alone: Stage, reader:
 
 def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reader: Client) -> None:
     before, after = alone.client(), alone.client()
-    share(before, A)
+    instance_cases.share(before, A)
     show(after, A)
     assert found(reader) == 3
     with pytest.raises(Refused, match="has shown no cache"):
@@ -272,8 +250,8 @@ def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reade
 
 
 def test_a_dead_owners_child_holds_no_instance(alone: Stage, server: Child, reader: Client) -> None:
-    owner = owning(alone, OWN_AND_LEAVE_A_CHILD)
-    child = int(owner.expect("shown").split()[1])
+    owner = alone.script(OWN_AND_LEAVE_A_CHILD)
+    child = int(owner.expect("child").split()[1])
     try:
         assert found(reader) == 3
         owner.signal(signal.SIGKILL)
@@ -320,25 +298,18 @@ def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Clien
     assert publish(owner, A, keys(3), sequence=7) == found(reader) == 0
     epoch = owner.listen(A).epoch
     assert publish(owner, A, keys(3), sequence=7, epoch=epoch) == found(reader) == 3
-    assert (
-        reader.find(m.Find(keys(3))).epoch
-        == reader.find(m.Find(keys(1))).epoch
-        == reader.present(keys(1)).epoch
-        == epoch
-        != 0
-    )
+    told = [reader.find(m.Find(keys(3))), reader.find(m.Find(keys(1))), reader.present(keys(1))]
+    assert {one.epoch for one in told} == {epoch} != {0}
     with pytest.raises(Refused, match="this connection has shown no generations of it"):
         reader.listen(A)
 
 
-def test_a_retraction_looks_at_no_more_than_the_newest_publications_and_voids_all_others(
-    alone: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retraction_looks_at_the_newest(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of before are unknown from then on, and make way."""
     monkeypatch.setattr(residence, "RETRACT_LOOKS", 1)
     with running(alone.path):
         owner, reader = alone.client(), alone.client()
-        share(owner, A, 0)
+        instance_cases.share(owner, A, 0)
         for at in range(4):
             publish(owner, A, keys(1, start=at), first=4 * at, sequence=5 + at // 2)
         assert owner.retract(A, 6) == 3
@@ -361,7 +332,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     """With any answer to their schedulers, not to others who use their name."""
     a, b = alone.client(), alone.client()
     for client, name, count in ((a, A, 3), (b, B, 2)):
-        share(client, name, count)
+        instance_cases.share(client, name, count)
     assert reader.find(m.Find(keys(1), 1, A)).copies == []
     assert a.listen(A).copies == copies(B, 1, 0)
     assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
@@ -375,7 +346,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     with running(alone.path):
         a, b = alone.client(), alone.client()
         for client, name in ((a, A), (b, B)):
-            share(client, name)
+            instance_cases.share(client, name)
         assert a.listen(A).copies == copies(B, 1, 0)
 
 
@@ -385,7 +356,7 @@ def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyP
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
-            share(client, name, 1)
+            instance_cases.share(client, name, 1)
             client.listen(name)
         (last, name), silent = clients[2], {A, B}
         for sequence in range(2, 200):
@@ -400,8 +371,8 @@ def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyP
 UNEQUAL = "of numbers and generations for"
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"blocks": chunk_blocks(0)[:-1]}, UNEQUAL),
-    ({"generations": chunk_generations(2)[:-8]}, UNEQUAL),
-    ({"blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)}, UNEQUAL),
+    ({"generations": COUNTS[:-8]}, UNEQUAL),
+    ({"blocks": chunk_blocks(0, 2), "generations": 2 * COUNTS}, UNEQUAL),
     ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance with 64"),
     ({"keys": [b"elsewher" + bytes(18)]}, "keys not of namespace"),
     ({"sequence": -1}, ">= 0"),
@@ -414,9 +385,9 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
     assert raw.ask("join", A, instance_cases.NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
     assert raw.ask("show_cache", A, 0, packed(), fds=(memory,)) == ["count", 1]
     good = {"instance": A, "sequence": 1, "keys": keys(1), "blocks": chunk_blocks(0)}
-    good |= {"generations": chunk_generations(2)}
+    good |= {"generations": COUNTS}
     mixed: dict[str, Any] = {"keys": [*keys(1), *keys(1, rank=1)], "blocks": chunk_blocks(0, 2)}
-    mixed |= {"generations": chunk_generations(2, 2)}
+    mixed |= {"generations": 2 * COUNTS}
     for changed, why in [*MISFITS, (mixed, "keys not of namespace")]:
         refused = raw.ask("publish", *(good | changed).values())
         assert (refused[0], refused[2]) == ("error", False)
@@ -428,9 +399,7 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
         os.close(fd)
 
 
-def test_a_cache_comes_with_one_fd_for_each_region_and_every_other_number_is_refused(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader: Client) -> None:
     memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
     refused = raw.ask("join", B, instance_cases.NAMESPACE, 64, 1, EACH)
     assert "0 fds came along; exactly 1 is needed" in refused[1]
@@ -453,9 +422,7 @@ def test_a_cache_comes_with_one_fd_for_each_region_and_every_other_number_is_ref
     eventually(lambda: memories(server) == 1)
 
 
-def test_a_server_at_its_limit_of_descriptors_refuses_a_cache_and_takes_it_later(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_without_descriptors_a_cache_waits(alone: Stage, server: Child, reader: Client) -> None:
     """The kernel hands over as many fds as there is room for, and drops the others."""
     owner = alone.client()
     server.descriptors(limit=max(server.descriptors()) + 3)
@@ -469,9 +436,7 @@ def test_a_server_at_its_limit_of_descriptors_refuses_a_cache_and_takes_it_later
     assert memories(server) == 8
 
 
-def test_readers_that_do_not_read_their_answers_use_up_no_descriptors_of_the_server(
-    alone: Stage, server: Child, reader: Client
-) -> None:
+def test_unread_answers_use_up_no_descriptors(alone: Stage, server: Child, reader: Client) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A)
@@ -528,7 +493,7 @@ def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) ->
     join(reader, instance_id(11), m.MAX_BLOCKS)
 
 
-def test_memory_of_instances_leaves_descriptors_for_clients(
+def test_clients_keep_descriptors(
     alone: Stage, memfd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 134 descriptors 12 are for segments and the memory of instances."""
@@ -547,7 +512,7 @@ def test_too_long_an_answer_is_cut_and_asked_for_again(alone: Stage, reader: Cli
     owner, each, count = alone.client(), 64, 300
     join(owner, A, blocks=each * count, each=each)
     show(owner, A)
-    where = chunk_blocks(0, count, each), chunk_generations(2, count, each)
+    where = chunk_blocks(0, count, each), instance_cases.chunk_generations(2, count, each)
     assert owner.publish(m.Publish(A, 1, keys(count), *where)) == count
     sent = reader.send_find(m.Find(keys(count)), SECONDS)
     part = sent.answer()

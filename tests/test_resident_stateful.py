@@ -256,10 +256,9 @@ class ResidentMachine(RuleBasedStateMachine):
             held = {numbers(block) for block, one in enumerate(holders) if one is not None}
             assert held == set().union(*told.values())
             assert {one.blocks for one in holders if one is not None} == set(told)
-        held = sum(
-            BLOCKS * BLOCK_BYTES + len(model.told) * self.residents._of[i].chunk_bytes
-            for i, model in self.model.items()
-        )
+        of, models = self.residents._of, self.model.items()
+        chunks = sum(len(model.told) * of[i].chunk_bytes for i, model in models)
+        held = len(models) * BLOCKS * BLOCK_BYTES + chunks
         assert self.residents.nbytes == held
 
     # ---- what always holds
@@ -287,11 +286,8 @@ class ResidentMachine(RuleBasedStateMachine):
                 assert all(run.stop <= at for run in found.residents)
                 return
             assert found.pooled[at] == pooled
-            here = [
-                (run.instance, run.cut(at, at + 1).blocks, run.cut(at, at + 1).generations)
-                for run in found.residents
-                if run.first <= at < run.stop
-            ]
+            runs = [run.cut(at, at + 1) for run in found.residents if run.first <= at < run.stop]
+            here = [(run.instance, run.blocks, run.generations) for run in runs]
             assert len(set(here)) == len(here) == min(m.MAX_REPLICAS, len(places))
             assert set(here) <= places
             if here:

@@ -25,10 +25,7 @@ def layouts() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
     shape = (BLOCKS, BLOCK, 2, 8)
     outer = torch.zeros((BLOCKS, 3, *shape[1:]), dtype=torch.bfloat16)
     return {
-        "K and V packed, tokens first": (
-            [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)],
-            {},
-        ),
+        "K and V packed, tokens first": (list(torch.zeros((3, *shape)).bfloat16()), {}),
         "K and V apart": ([torch.zeros((2, *shape), dtype=torch.float16) for _ in range(2)], {}),
         "one latent row": ([torch.zeros((BLOCKS, BLOCK, 36), dtype=torch.uint8)], {}),
         "layers side by side": ([outer[:, layer] for layer in range(3)], {}),

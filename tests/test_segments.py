@@ -83,11 +83,11 @@ def forged(kind: str) -> Iterator[int]:
             os.ftruncate(file.fileno(), NBYTES)
             yield file.fileno()
         return
-    fd = (
-        os.open("/dev/null", os.O_RDWR)
-        if kind == "device"
-        else os.memfd_create("forged", os.MFD_ALLOW_SEALING | (kind == "huge" and os.MFD_HUGETLB))
-    )
+    if kind == "device":
+        fd = os.open("/dev/null", os.O_RDWR)
+    else:
+        huge = os.MFD_HUGETLB if kind == "huge" else 0
+        fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING | huge)
     try:
         if kind != "device":
             os.ftruncate(fd, {"small": 4096, "huge": 1 << 30}.get(kind, NBYTES))

@@ -140,9 +140,7 @@ def test_a_dropped_segment_is_the_one_handed_out(worker: Raw, server: Child, mem
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
 
-def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_looks(
-    stage_: Stage, server: Child, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_cannot_share_is_told_why(stage_: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """The one that joins says it in its own log; the statistics say it as long as both are
     there.
     """

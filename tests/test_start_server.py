@@ -13,18 +13,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import processes
 import pytest
-from processes import (
-    PATIENT,
-    QUICK,
-    Child,
-    Stage,
-    eventually,
-    make_memfd,
-    script,
-    stage,
-    with_words,
-)
+from processes import PATIENT, QUICK, Child, Stage, eventually, make_memfd, script, stage
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
@@ -58,7 +49,7 @@ server.serve(ServerConfig(socket=sys.argv[1]))
 
 def servers(path: Path) -> list[int]:
     """The processes that serve `path`, or try to."""
-    return with_words("-m vcache_backend serve ", f"{path} ")
+    return processes.with_words("-m vcache_backend serve ", f"{path} ")
 
 
 def end_servers(path: Path) -> None:

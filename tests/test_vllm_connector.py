@@ -90,12 +90,8 @@ def test_a_request_costs_one_look_up_and_a_hit_one_lease(here: Node) -> None:
 
 def test_what_cannot_be_worth_a_load_costs_nothing(here: Node) -> None:
     """`b` wants at least two chunks beyond what it has itself."""
-    for count, own in (
-        (2 * CHUNK - 1, 0),
-        (2 * CHUNK, 0),
-        (6 * CHUNK, 6 * CHUNK),
-        (6 * CHUNK, 4 * CHUNK + 1),
-    ):
+    cases = (2 * CHUNK - 1, 0), (2 * CHUNK, 0), (6 * CHUNK, 6 * CHUNK), (6 * CHUNK, 4 * CHUNK + 1)
+    for count, own in cases:
         tokens = new_tokens(count)
         if own:
             here.b.one(tokens[:own])
@@ -134,11 +130,8 @@ def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
     here.b.ask("add", name, Prompt(tokens + new_tokens(CHUNK), params=vcache(anounced=True)))
     answer = here.b.ask("finish", [name])[name]
     assert (answer.cached, here.asked(), here.chunks()) == (0, before, chunks)
-    lines = [
-        line
-        for line in here.b.log[said:].splitlines()
-        if "is served uncached: kv_transfer_params: vcache: " in line
-    ]
+    uncached = "is served uncached: kv_transfer_params: vcache: "
+    lines = [line for line in here.b.log[said:].splitlines() if uncached in line]
     assert len(lines) == 1
     assert r"request mine\n\x1b[2J" in lines[0]
     assert here.b.again(tokens, params={"another": 1}).agrees(computed)
@@ -169,9 +162,8 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, router: Router) ->
     eventually(lambda: not router.finds()["GPU"])
     again = here.keep(here.a, new_tokens(3 * CHUNK))
     assert again.cached == 0
-    eventually(
-        lambda: here.a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK
-    )
+    blocks = 3 * CHUNK // BLOCK
+    eventually(lambda: here.a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == blocks)
 
 
 # ---- tenants

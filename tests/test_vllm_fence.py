@@ -63,9 +63,8 @@ class Worker:
         with here.client() as client:
             client.clear()
         self.copier, cache = Copier(), Cache()
-        self.session = session = Session(
-            here.config("host", 1 << 20), layout_of(cache), copier=self.copier
-        )
+        config = here.config("host", 1 << 20)
+        self.session = session = Session(config, layout_of(cache), copier=self.copier)
         here.undo.callback(session.close)
         here.undo.callback(self.copier.close)
         self.stores = Stores(Meter(), at_once)

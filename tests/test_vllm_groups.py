@@ -60,15 +60,8 @@ def spec(window: int = 0, block_size: int = 16) -> Any:
 
 def state(**changes: Any) -> Any:
     """As vLLM has it where its prefix cache is on."""
-    return kinds.MambaSpec(
-        **{
-            "block_size": 16,
-            "shapes": ((1, 2),),
-            "dtypes": (torch.float32,),
-            "mamba_cache_mode": "align",
-        }
-        | changes
-    )
+    given = {"block_size": 16, "shapes": ((1, 2),), "dtypes": (torch.float32,)}
+    return kinds.MambaSpec(**given | {"mamba_cache_mode": "align"} | changes)
 
 
 def caches(*specs: Any) -> kinds.KVCacheConfig:
@@ -93,21 +86,15 @@ class Case:
         choice.shuffle(specs)
         self.config = caches(*specs)
         block = math.lcm(*(one.block_size for one in specs))
-        lengths = {"max_model_len": 2048, "max_in_flight_tokens": 2048}
-        self.manager = KVCacheManager(
-            self.config,
-            **lengths,
-            enable_caching=True,
-            scheduler_block_size=block,
-            hash_block_size=min(sizes),
-        )
+        more = {"max_model_len": 2048, "max_in_flight_tokens": 2048, "enable_caching": True}
+        more |= {"scheduler_block_size": block, "hash_block_size": min(sizes)}
+        self.manager = KVCacheManager(self.config, **more)
         self.groups = groups.read(self.config, self.size)
         self.length = choice.randrange(self.size, 1200)
         hasher = kv_cache_utils.get_request_block_hasher(min(sizes), sha256_cbor)
         tokens = [choice.randrange(1000) for _ in range(self.length)]
-        self.request = Request(
-            "one", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher
-        )
+        params = SamplingParams(max_tokens=1)
+        self.request = Request("one", tokens, params, None, block_hasher=hasher)
         self.rows: list[list[int]] = []
 
     def loads(self, end: int) -> bool:
@@ -115,20 +102,13 @@ class Case:
         windows leave anything out.
         """
         added = self.manager.empty_kv_cache_blocks
-        more = {
-            "delay_cache_blocks": True,
-            "new_computed_blocks": added,
-            "num_new_computed_tokens": 0,
-        }
+        more = {"delay_cache_blocks": True, "num_new_computed_tokens": 0}
+        more |= {"new_computed_blocks": added}
         self.manager.allocate_slots(self.request, 0, num_external_computed_tokens=end, **more)
         self.rows = [list(row) for row in self.manager.get_block_ids("one")]
         sizes = [group.kv_cache_spec.block_size for group in self.config.kv_cache_groups]
-        real = [
-            block
-            for row, size in zip(self.rows, sizes, strict=True)
-            for block in row[: end // size]
-            if block
-        ]
+        rows = [row[: end // size] for row, size in zip(self.rows, sizes, strict=True)]
+        real = [block for row in rows for block in row if block]
         wanted = self.groups.wanted(self.rows, 0, end)
         assert sorted(block for block in wanted if block >= 0) == sorted(real)
         assert len(wanted) == end // self.size * self.groups.blocks
@@ -144,20 +124,15 @@ class Case:
             before = self.request.num_computed_tokens
             step = min(self.choice.choice([1, 7, 16, 50, 200]), self.length - before)
             added = self.manager.allocate_slots(self.request, step).get_block_ids()
-            self.rows = (
-                [list(row) for row in added]
-                if not self.rows
-                else [a + list(b) for a, b in zip(self.rows, added, strict=True)]
-            )
+            had = self.rows or [[] for _ in added]
+            self.rows = [a + list(b) for a, b in zip(had, added, strict=True)]
             true = [list(row) for row in self.manager.get_block_ids("one")]
             self.request.num_computed_tokens += step
             stop = self.request.num_computed_tokens // self.size
             first = self.groups.alive_from(self.rows, before, 0, stop)
             assert first <= before // self.size
-            taken, due = (
-                self.groups.chunks([array("I", row) for row in rows], first, stop)
-                for rows in (self.rows, true)
-            )
+            both = [[array("I", row) for row in rows] for rows in (self.rows, true)]
+            taken, due = (self.groups.chunks(rows, first, stop) for rows in both)
             assert taken == due
             assert groups.NULL not in taken
             looked, gone = looked + stop, gone + first
@@ -169,11 +144,8 @@ def test_what_is_stored_and_loaded_is_what_vllm_keeps_and_wants() -> None:
     choice, hits, partial, looked, gone = random.Random(5), 0, 0, 0, 0
     for _ in range(CASES):
         case = Case(choice)
-        end = (
-            choice.randrange(0, (case.length - 1) // case.size + 1) * case.size
-            if choice.random() < 0.5
-            else 0
-        )
+        chunks = choice.randrange(0, (case.length - 1) // case.size + 1)
+        end = chunks * case.size if choice.random() < 0.5 else 0
         if end:
             hits, partial = hits + 1, partial + case.loads(end)
         seen = case.steps()
@@ -194,10 +166,8 @@ def test_blocks_that_vllm_has_are_not_wanted_and_missing_ones_do_not_count_as_lo
     with pytest.raises(ValueError, match="wants 96 tokens"):
         found.wanted(rows, 0, 96)
     # What vLLM does not show is not there, whatever its window.
-    assert [found.alive_from([[*range(1, 7), block, 8], rows[1]], 0, 0, 2) for block in (7, 0)] == [
-        0,
-        2,
-    ]
+    windows = [[*range(1, 7), block, 8] for block in (7, 0)]
+    assert [found.alive_from([window, rows[1]], 0, 0, 2) for window in windows] == [0, 2]
 
 
 def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hit_ends() -> None:
@@ -210,9 +180,8 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
         with pytest.raises(ValueError, match="other states than the one at token 64"):
             found.wanted([wrong, *rows[1:]], 0, 64)
     assert found.ended(rows, 64, []) == {64: [5, 6, 7]}
-    assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]) == {
-        32: [3, 4, 8]
-    }
+    offered = [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]
+    assert found.ended(rows, 65, offered) == {32: [3, 4, 8]}
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32)]) == {}
     other = groups.read(caches(spec(), state(dtypes=(torch.bfloat16,))), 32).text
     assert other != groups.read(caches(spec(), state()), 32).text
@@ -270,18 +239,12 @@ def sparse(fp8: bool) -> dict[str, Any]:
     latent = {"dtype": torch.bfloat16, "head_size": 576}
     if fp8:
         latent |= {"dtype": torch.uint8, "state_content_bytes": 656}
+    latent |= {"is_index_group_leader": True}
     layers = {}
     for number in range(3):
-        attention = kinds.MLAAttentionSpec(
-            block_size=64, num_kv_heads=1, is_index_group_leader=True, **latent
-        )
-        indexer = kinds.MLAAttentionSpec(
-            block_size=64,
-            num_kv_heads=1,
-            head_size=132,
-            dtype=torch.uint8,
-            cache_role=kinds.SparseCacheRole.INDEXER,
-        )
+        attention = kinds.MLAAttentionSpec(block_size=64, num_kv_heads=1, **latent)
+        keys = {"head_size": 132, "dtype": torch.uint8, "cache_role": kinds.SparseCacheRole.INDEXER}
+        indexer = kinds.MLAAttentionSpec(block_size=64, num_kv_heads=1, **keys)
         layers |= {f"{number}.attn": attention, f"{number}.indexer.k_cache": indexer}
     return layers
 
@@ -310,9 +273,8 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
 
     def table(window: int = 0, states: int = 1, **sizes: Any) -> Any:
         kind: Any = functools.partial(kinds.SlidingWindowMLASpec, sliding_window=window)
-        return (kind if window else kinds.MLAAttentionSpec)(
-            num_kv_heads=1, alignment=576, tokens_per_state=states, **sizes
-        )
+        sizes |= {"num_kv_heads": 1, "alignment": 576, "tokens_per_state": states}
+        return (kind if window else kinds.MLAAttentionSpec)(**sizes)
 
     layers = {}
     for number in range(2):
@@ -326,12 +288,7 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
         }
     there = planned(layers, KVCacheLayout.BLHNC)
     found = groups.read(there, 512)
-    assert sorted(set(found.text.split())) == [
-        "full/256",
-        "window128/64",
-        "window128/8",
-        "window8/4",
-    ]
+    assert {*found.text.split()} == {"full/256", "window128/64", "window128/8", "window8/4"}
     assert compat.clears(there)
     assert groups.several(there)
     tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
@@ -344,9 +301,8 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
 
 
 def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
-    there = planned(
-        {"layer 0": spec(), "layer 1": wide(kinds.FullAttentionSpec)}, KVCacheLayout.LBNHC
-    )
+    sizes = {"layer 0": spec(), "layer 1": wide(kinds.FullAttentionSpec)}
+    there = planned(sizes, KVCacheLayout.LBNHC)
     mixed = there.kv_cache_groups[0].kv_cache_spec
     assert groups.read(there, 64).plain
     mixed.kv_cache_specs["layer 1"] = other("RSWASpec")
@@ -364,17 +320,12 @@ def wide(kind: Any, **more: int) -> Any:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) -> None:
-    guesses = SimpleNamespace(
-        method="eagle3",
-        num_speculative_tokens=3,
-        draft_model_config=SimpleNamespace(
-            model="head", revision=None, use_mla=alike, hf_config=None, quantization=None
-        ),
-    )
+    nothing = dict.fromkeys(("revision", "hf_config", "quantization"))
+    draft = SimpleNamespace(model="head", use_mla=alike, **nothing)
+    guesses = SimpleNamespace(method="eagle3", num_speculative_tokens=3, draft_model_config=draft)
     config = vllm_config(model_config__use_mla=True, speculative_config=guesses)
-    assert (
-        compat.read_model(config, caches(spec()), ConnectorConfig(model="named")).use_mla == alike
-    )
+    model = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
+    assert model.use_mla == alike
 
 
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
@@ -391,19 +342,14 @@ def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(l
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
     found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 1, 16, 16)
     flat = room.view(10, -1)
-    for there, fits in (
-        (flat[:, :40], True),
-        (flat[:, 8:40], False),
-        (flat[:9], False),
-        (torch.zeros(10, 256), False),
-    ):
+    wrong = flat[:, 8:40], flat[:9], torch.zeros(10, 256)
+    for there, fits in ((flat[:, :40], True), *((one, False) for one in wrong)):
         held = {"layer 0": there, "layer 1": room}
         if fits:
             assert model_spec.describe(found, held, 10).layers == 1
         else:
-            with pytest.raises(
-                LayoutError, match="the state of layer 0 does not lie in pages of 1024 B"
-            ):
+            said = "the state of layer 0 does not lie in pages of 1024 B"
+            with pytest.raises(LayoutError, match=said):
                 model_spec.describe(found, held, 10)
 
 
@@ -472,10 +418,8 @@ def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_na
 
 def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:
     """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
-    shares, lends = (
-        from_dict({"connector": {"share": "in_place"}, "pool": {"segment_bytes": lent}})
-        for lent in (0, 1 << 30)
-    )
+    in_place, sizes = {"share": "in_place"}, [{"segment_bytes": lent} for lent in (0, 1 << 30)]
+    shares, lends = (from_dict({"connector": in_place, "pool": size}) for size in sizes)
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
     assert compat.loads_at_once(vllm_config(), shares)
     assert not compat.loads_at_once(vllm_config(), lends)
@@ -491,10 +435,8 @@ def test_a_plain_table_adds_nothing_to_the_namespace_and_others_their_text(tmp_p
     assert alone == model_spec.read_model(config)
     several = compat.read_model(config, caches(spec(33), spec()), ConnectorConfig())
     assert several.extra == alone.extra | {"groups": "full/16 window33/16"}
-    assert (
-        compat.read_model(config, caches(spec(33)), ConnectorConfig()).extra["groups"]
-        == "window33/16"
-    )
+    window = compat.read_model(config, caches(spec(33)), ConnectorConfig())
+    assert window.extra["groups"] == "window33/16"
 
 
 # ---- real vLLM
@@ -509,9 +451,7 @@ class Pair:
             _ = write_states(folder) if states else write_model(folder, layers, window)
         self.model = model = str(folder)
         # Hits end with vLLM's blocks, and states are where steps end.
-        few: dict[str, Any] = (
-            {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK} if states else {}
-        )
+        few = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK} if states else {}
         name = f"{layers}{window}"
         # What vLLM's own cache keeps of each step, to compare with.
         kept = {"prefix_cache_retention_interval": CHUNK} if states else {}
@@ -604,9 +544,8 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Pairs) -
     # No longer, or vLLM's own step would end where it has seen two prompts part.
     other = tokens[: 10 * CHUNK + 5] + new_tokens(280)
     found, own = pair.b.again(other, params={"vcache": {"store": False}}), pair.a.one(other)
-    assert (found.cached, own.cached) == (8 * CHUNK, 8 * CHUNK), (
-        "where the first of the two steps ended"
-    )
+    both = found.cached, own.cached
+    assert both == (8 * CHUNK, 8 * CHUNK), "where the first of the two steps ended"
     # b computes the rest in steps of other lengths, which round differently on a CPU without AMX.
     same_bits = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     assert found.said == own.said if same_bits else found.agrees(own)
@@ -670,10 +609,8 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(here: Node, pairs
 
     def evict() -> None:
         with Client(here.socket, PATIENT, reconnect=False) as client:
-            assert (
-                client.remove([key for key in state_keys(list(stored), 1) if key in stored])
-                == pair.states
-            )
+            states = [key for key in state_keys(list(stored), 1) if key in stored]
+            assert client.remove(states) == pair.states
 
     with vllm_cases.stopped_at(pair.a, vllm_cases.LEASE) as place:
         pair.a.forget()

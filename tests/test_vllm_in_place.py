@@ -42,21 +42,18 @@ __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
 
 
+SHORT = {"long_prefill_token_threshold": 2 * CHUNK, "max_num_batched_tokens": 5 * BLOCK + 8}
+"""vLLM's settings for steps that compute little of a prompt."""
+
 # ---- what of vLLM decides whether its KV cache can be memory that other processes read
 
 
-UNCACHED = (
-    "without prefix caching vLLM's KV cache keeps nothing to share: take out "
-    "--no-enable-prefix-caching"
-)
-SLEEP = (
-    "sleep mode frees nothing of a KV cache that others can map: start vLLM "
-    "without --enable-sleep-mode"
-)
-EXPANDABLE = (
-    "expandable_segments does not work with the allocator of a shared KV "
-    "cache (pytorch issue 147851): take it out of"
-)
+UNCACHED = "without prefix caching vLLM's KV cache keeps nothing to share: take out "
+UNCACHED += "--no-enable-prefix-caching"
+SLEEP = "sleep mode frees nothing of a KV cache that others can map: start vLLM "
+SLEEP += "without --enable-sleep-mode"
+EXPANDABLE = "expandable_segments does not work with the allocator of a shared KV "
+EXPANDABLE += "cache (pytorch issue 147851): take it out of"
 MACHINE = "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64"
 
 
@@ -119,9 +116,8 @@ def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine)
     assert [block for one in first for block in one.blocks] == own[: 2 * EACH]
     assert engine.right(first)
     later = [engine.published(request, engine.step()) for _ in range(4)]
-    assert [[one.number for one in step] for step in later] == [[], [2], [], []], (
-        "with the answer's tokens, once they are final"
-    )
+    numbers = [[one.number for one in step] for step in later]
+    assert numbers == [[], [2], [], []], "with the answer's tokens, once they are final"
     assert later[1][0].sequence > first[0].sequence
 
 
@@ -180,9 +176,8 @@ def test_what_another_connectors_load_did_not_fill_is_not_found(make: Make, shar
         assert meta.echoes
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
         report = WorkerReport(echoes=meta.echoes)
-        ran.kv_connector_output = KVConnectorOutput(
-            invalid_block_ids=invalid, kv_connector_worker_meta=report
-        )
+        said = {"invalid_block_ids": invalid, "kv_connector_worker_meta": report}
+        ran.kv_connector_output = KVConnectorOutput(**said)
         return update(output, ran)
 
     scheduler.update_from_output = aborted
@@ -223,9 +218,8 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
     with what is left of its own.
     """
     engine = make(blocks=13)
-    kept, gone = (
-        engine.add(new_tokens(2 * CHUNK + BLOCK - 3), max_tokens=2 * CHUNK) for _ in range(2)
-    )
+    length = 2 * CHUNK + BLOCK - 3
+    kept, gone = (engine.add(new_tokens(length), max_tokens=2 * CHUNK) for _ in range(2))
     engine.step()
     before = engine.published(gone)
     assert len(before) == 2
@@ -240,9 +234,8 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
     again = [one for meta in engine.metas[1:] for one in engine.published(gone, meta)]
     assert {one.number for one in again} >= {1}
     assert engine.right(again[-1:])
-    assert not {tuple(zip(one.blocks, one.generations, strict=True)) for one in again} & {
-        tuple(zip(one.blocks, one.generations, strict=True)) for one in before
-    }
+    old, new = ([(one.blocks, one.generations) for one in ones] for ones in (before, again))
+    assert not any(one in old for one in new)
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
@@ -286,11 +279,7 @@ def without_its_step(
 ) -> tuple[Engine, Request]:
     """A request from which another one has taken a step, after which vLLM would find `hit` blocks
     of it. fails: a method of ours that raises. wishes: the request's."""
-    steps = {
-        "scheduling_policy": "priority",
-        "long_prefill_token_threshold": 2 * CHUNK,
-        "max_num_batched_tokens": 5 * BLOCK + 8,
-    }
+    steps = {"scheduling_policy": "priority", **SHORT}
     engine = make(blocks=hit + 3, arguments=steps, share=share)
     if monkeypatch is not None:
         monkeypatch.setattr(engine.half, fails, lambda *_: 1 / 0)
@@ -321,9 +310,8 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     assert not engine.scheduler.reset_prefix_cache(reset_connector=connector)
     assert not engine.right(before)
     steps = [engine.step(finished_recving=set()) for _ in range(2 * CHUNK)]
-    assert [engine.numbers(one, meta) for one in (request, short) for meta in steps] == [
-        []
-    ] * 2 * len(steps)
+    found = [engine.numbers(one, meta) for one in (request, short) for meta in steps]
+    assert found == [[]] * 2 * len(steps)
     for one in (request, short):
         engine.finish(one)
     assert engine.scheduler.reset_prefix_cache(reset_connector=connector)
@@ -349,9 +337,8 @@ def test_what_began_before_a_reset_is_not_published_by_who_hits_it(engine: Engin
     assert engine.hit(longer) == 3 * CHUNK
     assert engine.numbers(longer, meta) == []
     own = engine.scheduler.kv_cache_manager.get_block_ids(longer.request_id)[0][: 5 * EACH]
-    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), (
-        "nobody ever believes these"
-    )
+    numbers = engine.half.publications.generations.counters[own]
+    assert (numbers & np.uint64(1)).all(), "nobody ever believes these"
     engine.finish(longer)
     fresh = engine.add(new_tokens(18 * BLOCK))
     engine.step()
@@ -372,10 +359,7 @@ class Written(Engine):
         """choice: of the requests that get no block, so that vLLM takes others' away."""
         more: dict[str, Any] = {"max_num_batched_tokens": 320, "scheduling_policy": policy}
         if policy == "priority":
-            more |= {
-                "long_prefill_token_threshold": 2 * CHUNK,
-                "max_num_batched_tokens": 5 * BLOCK + 8,
-            }
+            more |= SHORT
         super().__init__(here, undo, blocks=30, arguments=more, share=share)
         self.holds = np.zeros((30, BLOCK), dtype=np.int64)
         self.named = dict[Any, Any]()
@@ -410,10 +394,8 @@ class Written(Engine):
         for request in self.scheduler.requests.values():
             due = standing_for(request)
             blocks = range(0, len(request.block_hashes) * BLOCK, BLOCK)
-            self.named |= {
-                name: due[at : at + BLOCK]
-                for name, at in zip(request.block_hashes, blocks, strict=True)
-            }
+            named = zip(request.block_hashes, blocks, strict=True)
+            self.named |= {name: due[at : at + BLOCK] for name, at in named}
         for block in self.half.blocks.pool.blocks:
             if block.block_hash is not None:
                 due = self.named[get_block_hash(block.block_hash)]
@@ -446,9 +428,11 @@ class Written(Engine):
 
 def standing_for(request: Request) -> Any:
     """A number for each token with all before it."""
-    numbers = itertools.accumulate(
-        request.all_token_ids, lambda last, token: hash((last, token)) // 16 * 16, initial=0
-    )
+
+    def with_next(last: int, token: int) -> int:
+        return hash((last, token)) // 16 * 16
+
+    numbers = itertools.accumulate(request.all_token_ids, with_next, initial=0)
     return np.fromiter(numbers, dtype=np.int64)[1:]
 
 
@@ -481,11 +465,8 @@ def test_what_is_published_is_right_whatever_happens(here: Node, share: str, pol
             over = {spec.request_id: engine.load(spec, other) for spec in loads[turn % 2]}
             failed = {name for name, right in over.items() if not right}
             seen.update(over.values())
-            meta = engine.step(
-                finished_recving=set(over),
-                failed_recving=failed,
-                kv_connector_worker_meta=WorkerReport(failed=failed),
-            )
+            said = {"finished_recving": set(over), "failed_recving": failed}
+            meta = engine.step(kv_connector_worker_meta=WorkerReport(failed=failed), **said)
             if choice.random() < 0.01:
                 engine.scheduler.reset_prefix_cache()
             loads[turn % 2] = meta.loads
@@ -496,9 +477,8 @@ def test_what_is_published_is_right_whatever_happens(here: Node, share: str, pol
                     seen["held"] += 1
                 elif generation:
                     seen["gone"] += 1
-            seen["preempted"] += sum(
-                request.num_preemptions for request in engine.scheduler.requests.values()
-            )
+            requests = engine.scheduler.requests.values()
+            seen["preempted"] += sum(request.num_preemptions for request in requests)
             if share == "in_place":
                 engine.flush()
         assert seen["preempted"] > 3

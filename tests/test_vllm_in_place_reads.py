@@ -74,9 +74,8 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
     assert reader.numbers(request, reader.step()) == [0, 1, 2]
-    assert all(spec.loaded for spec in reader.metas[-1].publications), (
-        "so it is told when the token is out"
-    )
+    told = [spec.loaded for spec in reader.metas[-1].publications]
+    assert all(told), "so it is told when the token is out"
     assert not any(spec.loaded for meta in owner.metas for spec in meta.publications)
     reader.finish(request)
     reader.flush()
@@ -107,9 +106,8 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
 
             def join(number: int, blocks: int) -> None:
                 table = crowd.enter_context(closing(Generations(instance(number), blocks)))
-                crowd.enter_context(here.client()).join(
-                    instance(number), NAMESPACE, blocks, 1, EACH, table.fd
-                )
+                each = crowd.enter_context(here.client())
+                each.join(instance(number), NAMESPACE, blocks, 1, EACH, table.fd)
 
             whole, rest = divmod(MAX_BYTES // BLOCK_BYTES, MAX_BLOCKS)
             for number in range(whole):
@@ -121,9 +119,8 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
             source = owner.add(new_tokens(2 * CHUNK), load=False)
             owner.finish(source)
             keys = owner.keys(source)
-            assert owner.half.publications.instance.hex() not in [
-                one.id for one in client.stats().instances if not one.missing
-            ]
+            there = [one.id for one in client.stats().instances if not one.missing]
+            assert owner.half.publications.instance.hex() not in there
             assert client.find(Find(keys)).pooled == b""
         eventually(lambda: client.find(Find(keys)).pooled == bytes(2))
 
@@ -284,12 +281,8 @@ def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(sha
     (load,) = reader.step().loads
     other = reader.add(tokens, load=False)
     published = reader.published(other, reader.step())
-    failed = WorkerReport(failed={request.request_id})
-    reader.step(
-        finished_recving={request.request_id},
-        invalid_block_ids=set(load.blocks),
-        kv_connector_worker_meta=failed,
-    )
+    said = {"finished_recving": {request.request_id}, "invalid_block_ids": set(load.blocks)}
+    reader.step(kv_connector_worker_meta=WorkerReport(failed={request.request_id}), **said)
     reader.finish(request)
     assert reader.right(published)
     assert [one.number for one in published] == [0, 1, 2]

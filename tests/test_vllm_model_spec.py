@@ -112,10 +112,8 @@ def test_another_partition_of_layers_is_another_namespace_and_the_order_of_shard
 
     def stages(cut: int) -> list[ShardSpec]:
         parts = [names[:cut], names[cut:]]
-        return [
-            shard(i, 0, {name: torch.zeros((BLOCKS, 2, BLOCK, 16)) for name in part})
-            for i, part in enumerate(parts)
-        ]
+        lie = [{name: torch.zeros((BLOCKS, 2, BLOCK, 16)) for name in part} for part in parts]
+        return [shard(number, 0, tensors) for number, tensors in enumerate(lie)]
 
     assert namespace(MODEL, stages(1)) != namespace(MODEL, stages(2))
     assert namespace(MODEL, stages(1)[::-1]) == namespace(MODEL, stages(1))
@@ -140,10 +138,8 @@ def quantized(ignored: set[int]) -> ModelSpec:
     return model_spec.read_model(config)
 
 
-LOADER = {
-    "load_format": "tensorizer",
-    "model_loader_extra_config": {"tensorizer_uri": "s3://tuned"},
-}
+TUNED = {"tensorizer_uri": "s3://tuned"}
+LOADER = {"load_format": "tensorizer", "model_loader_extra_config": TUNED}
 IMAGES = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": {"max_pixels": 784}}
 WITHOUT_FIELDS = {
     "model_config__hf_config": HFConfig(hidden_size=512),
@@ -197,23 +193,23 @@ def test_the_longest_request_matters_where_it_changes_the_others(model: dict[str
     """
     names = "model_config__hf_config", "model_config__hf_text_config"
     sections = {name: HFConfig(**model) for name in names}
-    short, long = (
-        model_spec.read_model(vllm_config(**sections, model_config__max_model_len=most))
-        for most in (4096, 65_536)
-    )
+
+    def read(most: int, **more: Any) -> ModelSpec:
+        config = vllm_config(**sections, model_config__max_model_len=most, **more)
+        return model_spec.read_model(config)
+
+    short, long = read(4096), read(65_536)
     assert (namespace(short, [SHARD]) == namespace(long, [SHARD])) == (not model)
-    untuned = model_spec.read_model(
-        vllm_config(
-            **sections,
-            model_config__max_model_len=4096,
-            model_config__override_generation_config={"attn_temperature_tuning": False},
-        )
-    )
+    off = {"attn_temperature_tuning": False}
+    untuned = read(4096, model_config__override_generation_config=off)
     scales = model.get("model_type") == "llama4"
     assert (namespace(short, [SHARD]) == namespace(untuned, [SHARD])) == (not scales)
 
 
 # ---- reasons not to cache
+
+XXHASH = {"cache_config__prefix_caching_hash_algo": "xxhash"}
+BUCKET = {"model_config__model": "s3://bucket/model", "model_config__revision": ""}
 
 
 @pytest.mark.parametrize(
@@ -221,14 +217,8 @@ def test_the_longest_request_matters_where_it_changes_the_others(model: dict[str
     [
         ({"weight_transfer_config": object()}, "set connector.weights to the version"),
         ({"cache_config__cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
-        (
-            {"cache_config__prefix_caching_hash_algo": "xxhash"},
-            "set --prefix-caching-hash-algo sha256",
-        ),
-        (
-            {"model_config__model": "s3://bucket/model", "model_config__revision": ""},
-            "set connector.model to a name",
-        ),
+        (XXHASH, "set --prefix-caching-hash-algo sha256"),
+        (BUCKET, "set connector.model to a name"),
     ],
 )
 def test_who_cannot_share_is_told_what_to_change(changes: dict[str, Any], said: str) -> None:

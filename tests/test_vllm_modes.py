@@ -203,9 +203,8 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
     before = [instance.counter(name) for name in names]
     answer = instance.one(tokens, max_tokens=24)
-    return answer, [
-        instance.counter(name) - count for name, count in zip(names, before, strict=True)
-    ]
+    counted = zip(names, before, strict=True)
+    return answer, [instance.counter(name) - count for name, count in counted]
 
 
 def classified(serving: Any, tokens: list[int]) -> tuple[list[float], int]:
@@ -246,9 +245,8 @@ def test_weights_that_will_change_need_a_name(here: Node, a: Instance, start: St
     first request.
     """
     change = {"backend": "ipc"}
-    caches_nothing(
-        here, start(weight_transfer_config=change), "set connector.weights to the version"
-    )
+    unnamed = start(weight_transfer_config=change)
+    caches_nothing(here, unnamed, "set connector.weights to the version")
     b = start({"connector": {"model": "policy"}}, weight_transfer_config=change)
     tokens = new_tokens(LENGTH + 1)
     b.ask("pause")
@@ -336,8 +334,5 @@ def test_settings_that_do_not_exist_end_vllm_without_our_plugin(here: Node, star
         start(
             transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
         ).made()
-    expected = (
-        "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at "
-        "`$.connector`"
-    )
-    assert expected in str(raised.value)
+    expected = "Object contains unknown field `min_hit_token` - at `$.connector`"
+    assert f"kv_connector_extra_config: {expected}" in str(raised.value)

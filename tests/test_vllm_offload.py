@@ -31,9 +31,7 @@ pytestmark = [vllm_cases.needs_vllm, needs_mooncake]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
 FETCH, UPLOAD = f"{vllm_cases.SESSION}.fetch", "vcache_backend.offload.uploads:HostUploader.scatter"
-GATHER, FENCE = (
-    f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("gather", "fence")
-)
+GATHER, FENCE = f"{vllm_cases.COPIER}.gather", f"{vllm_cases.COPIER}.fence"
 PROMOTE = f"{OURS}.worker.stores:Stores.promote"
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 CALL = "vcache_backend.offload.store:Store.get"
@@ -61,9 +59,8 @@ def two(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[Two]
 @pytest.fixture(scope="module")
 def hasty(two: Two) -> Instance:
     """As `b`, but it does not wait long for a store that hangs."""
-    made = two.second.connect(
-        "hasty", two.settings(ROOM, rpc_seconds=1, lookup_seconds=1, get_seconds=2)
-    )
+    hasty = two.settings(ROOM, rpc_seconds=1, lookup_seconds=1, get_seconds=2)
+    made = two.second.connect("hasty", hasty)
     two.hits_from_below(made)
     return made
 
@@ -112,10 +109,8 @@ def test_what_the_pool_has_in_between_comes_from_there(two: Two) -> None:
         before = loaded(two.b, "store"), loaded(two.b, "host")
         answer = two.b.again(tokens)
         assert (answer.cached, answer.said) == (HITS, own.said)
-        assert (loaded(two.b, "store") - before[0], loaded(two.b, "host") - before[1]) == (
-            (4 - len(kept)) * CHUNK,
-            len(kept) * CHUNK,
-        )
+        came = loaded(two.b, "store") - before[0], loaded(two.b, "host") - before[1]
+        assert came == ((4 - len(kept)) * CHUNK, len(kept) * CHUNK)
         eventually(lambda: two.chunks() == 4)
 
 
@@ -149,15 +144,9 @@ def test_a_router_knows_from_events_what_the_pool_has(two: Two) -> None:
         blocks = two.router.finds()["CPU"]
         ends = {block[:HASH_BYTES] for block, tokens in blocks.items() if len(tokens) % CHUNK == 0}
         there = {key[NAMESPACE_BYTES:-RANK_BYTES] for key in two.second.chunk_keys()}
-        right = all(
-            any(tokens == one[: len(tokens)] for one in prompts) for tokens in blocks.values()
-        )
-        return (
-            right
-            and ends == there
-            and len(there) in chunks
-            and len(blocks) == len(there) * CHUNK // BLOCK
-        )
+        right = all(any(block == one[: len(block)] for one in prompts) for block in blocks.values())
+        whole = len(there) in chunks and len(blocks) == len(there) * CHUNK // BLOCK
+        return right and ends == there and whole
 
     eventually(lambda: agrees(0))
     two.keep(prompts[0])
@@ -184,12 +173,11 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(t
     own = c.one(tokens)
     assert c.counter("vllm:vcache_stored_tokens") == 0
     # What is in place, vLLM has announced, and nobody else.
-    eventually(
-        lambda: (
-            {medium: len(blocks) for medium, blocks in router.finds().items()}
-            == {"GPU": HITS // BLOCK, "CPU": 0}
-        )
-    )
+
+    def found() -> dict[str, int]:
+        return {medium: len(blocks) for medium, blocks in router.finds().items()}
+
+    eventually(lambda: found() == {"GPU": HITS // BLOCK, "CPU": 0})
     # Nothing runs any more, so this is what the next request may overwrite.
     c.step(1)
     from_below = loaded(two.a, "store")
@@ -243,11 +231,8 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two) -> None
     with stopped_at(two.b, READ) as place:
         (answer,) = place.while_there(move, Prompt(tokens))
     assert answer.agrees(own)
-    assert [now - then for now, then in zip(counts(), before, strict=True)] == [
-        2 * CHUNK,
-        CHUNK,
-        CHUNK,
-    ]
+    counted = [now - then for now, then in zip(counts(), before, strict=True)]
+    assert counted == [2 * CHUNK, CHUNK, CHUNK]
 
 
 def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two) -> None:
@@ -370,25 +355,21 @@ def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: 
     has half of each chunk.
     """
     with vllm_cases.beside_vllm() as worker:
-        assert worker.ask(reported, own_depot.offload(retry_seconds=0.1)) == [
-            (False, 2e9),
-            (True, 6e9),
-        ]
+        said = worker.ask(reported, own_depot.offload(retry_seconds=0.1))
+        assert said == [(False, 2e9), (True, 6e9)]
 
 
 def reported(served: object, config: OffloadConfig) -> list[tuple[bool, float | None]]:
     """In a process with vLLM: what the scheduler makes of the two workers' reports, and of one
     worker's second.
     """
-    halves, metadata = (
-        import_module(f"{OURS}.{name}") for name in ("scheduler.offload", "metadata")
-    )
+    names = "scheduler.offload", "metadata"
+    halves, metadata = (import_module(f"{OURS}.{name}") for name in names)
     link, told, tier = metadata.Link, metadata.WorkerReport, make_tier(config, EngineStats(), False)
     with closing(halves.OffloadLookup(tier, 2)) as below:
         eventually(lambda: below.usable)
-        below.note(
-            told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)})).links
-        )
+        both = told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)}))
+        below.note(both.links)
         first = below.usable, below._tier.bandwidth
         below.note({1: link(True, 3e9)})
         return [first, (below.usable, below._tier.bandwidth)]

@@ -30,9 +30,8 @@ from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
 from vcache_backend.transfer.keys import state_keys
 
-NO_SERVER = vllm_cases.missing(
-    ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
-)
+NEEDED = "watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"
+NO_SERVER = vllm_cases.missing(NEEDED)
 NO_ROUTER = NO_SERVER or vllm_cases.missing(("vllm-router", "setproctitle", "orjson"))
 __all__ = ["here"]
 pytestmark = vllm_cases.needs_vllm
@@ -41,11 +40,8 @@ OPEN: dict[str, str | None] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 APART = OPEN | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """The engine in a process of its own, too."""
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-STAGES = {
-    "pipeline_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-    "worker_cls": "vllm_variants.Stage",
-}
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+STAGES |= {"worker_cls": "vllm_variants.Stage"}
 LENGTH = 4 * CHUNK
 PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 
@@ -59,9 +55,8 @@ def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     reader.forget()
     reader.ask("meddle_at", 1, f"{vllm_cases.SCATTER},pull", "raise", 1)
     lost = reader.one(tokens)
-    assert reader.ask("leave_ranks_alone") == [1, 1], (
-        "each rank launched one copy, and one of them failed"
-    )
+    copies = reader.ask("leave_ranks_alone")
+    assert copies == [1, 1], "each rank launched one copy, and one of them failed"
     eventually(lambda: reader.counter("vllm:vcache_failures", cause="copy") == 1)
     return lost, right
 
@@ -98,11 +93,8 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()
-        keys = eventually(
-            lambda: (
-                len(new := [key for key in here.chunk_keys() if key not in known]) == 2 * 4 and new
-            )
-        )
+        eventually(lambda: len(set(here.chunk_keys()) - set(known)) == 2 * 4)
+        keys = [key for key in here.chunk_keys() if key not in known]
         with here.connection() as client:
             assert client.remove([key for key in keys if key.endswith(b"\0\1")][2:3]) == 1
         without = ranks.again(tokens, params={"vcache": {"store": False}})
@@ -118,15 +110,12 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             here.stored(before + 2 * 3 + 1)
             after = ranks.again(longer)
             assert after.cached == LENGTH + 3 * CHUNK
-            assert after.agrees(right), (
-                "what a rank computed from what the other one lacked is in the pool"
-            )
+            said = "what a rank computed from what the other one lacked is in the pool"
+            assert after.agrees(right), said
             # As a prefill server is asked: there is no later step to store it.
             before = here.chunks()
-            assert (
-                ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1).cached
-                == LENGTH + 3 * CHUNK
-            )
+            asked = ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1)
+            assert asked.cached == LENGTH + 3 * CHUNK
             here.stored(before + 2 * 2)
 
 
@@ -174,9 +163,8 @@ def test_each_rank_reads_from_the_same_rank_of_another(tmp_path: Path, isolated:
     with vllm_cases.node(tmp_path, isolated=isolated) as here:
         given: dict[str, Any] = {"environment": APART, "max_num_batched_tokens": 2 * CHUNK, **RANKS}
         owner = here.connect("owner", IN_PLACE, **given)
-        reader = here.connect(
-            "reader", IN_PLACE, otlp_traces_endpoint="http://127.0.0.1:4317", **given
-        )
+        traced = given | {"otlp_traces_endpoint": "http://127.0.0.1:4317"}
+        reader = here.connect("reader", IN_PLACE, **traced)
         tokens = new_tokens(LENGTH + 17)
         computed = owner.one(tokens)
         eventually(lambda: [one.resident for one in here.stats().instances] == [4])
@@ -223,13 +211,9 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
     other = {"kv_connector": "FailingConnector", "kv_connector_module_path": "vllm_variants"}
     other |= {"kv_role": "kv_both"}
     other |= {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / "failing")}}
-    failing = here.alone(
-        "failing",
-        runner,
-        kv_transfer_config=beside(here, other, False, kv_load_failure_policy="recompute"),
-        async_scheduling=False,
-        disable_hybrid_kv_cache_manager=True,
-    )
+    given = beside(here, other, False, kv_load_failure_policy="recompute")
+    more = {"async_scheduling": False, "disable_hybrid_kv_cache_manager": True}
+    failing = here.alone("failing", runner, kv_transfer_config=given, **more)
     reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
     computed = here.keep(failing, tokens)
     failing.forget()
@@ -261,25 +245,18 @@ def test_what_another_connector_still_stores_is_not_overwritten_by_ours(here: No
     writer.close()
 
 
+HOST_OFFLOADING = {"spec_name": "HostOffloadingSpec", "spec_module_path": "vllm_variants"}
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": 16 << 20,
-        "spec_name": "HostOffloadingSpec",
-        "spec_module_path": "vllm_variants",
-    },
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 16 << 20, **HOST_OFFLOADING},
 }
 
 
 def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> dict[str, Any]:
     connectors = [here.transfer(), other] if ours_first else [other, here.transfer()]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": connectors},
-        **more,
-    }
+    extra = {"kv_connector_extra_config": {"connectors": connectors}}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", **extra, **more}
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
@@ -354,9 +331,8 @@ def serving(
             if events:
                 told |= {"endpoint": f"tcp://*:{events[number]}"}
                 arguments += ["--kv-events-config", json.dumps(told)]
-            servers[port] = undo.enter_context(
-                Instance(here.folder, f"server-{port}", given, arguments, vllm_cases.serve)
-            )
+            made = Instance(here.folder, f"server-{port}", given, arguments, vllm_cases.serve)
+            servers[port] = undo.enter_context(made)
         for port, server in servers.items():
             eventually(
                 lambda port=port, server=server: listens(port) or server.ended(),
@@ -378,15 +354,12 @@ def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> 
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(here.model), "--skip-tokenizer-init"]
     command += ["--kv-transfer-config", json.dumps(wrong)]
-    given = {name: value for name, value in vllm_cases.QUIET.items() if value is not None} | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1"
-    }
+    given = {name: value for name, value in vllm_cases.QUIET.items() if value is not None}
+    given |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with vllm_cases.beside_vllm() as worker:
         status, log = worker.ask(_ended, command, given, here.folder / "mistake.log")
-    said = (
-        "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
-        "at `$.pool`; did you mean `segment_bytes`?"
-    )
+    said = "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
+    said += "at `$.pool`; did you mean `segment_bytes`?"
     assert log.endswith(f"{said}\n"), log
     assert (status, "Traceback" in log, "EngineCore" in log) == (1, False, False), log
 
@@ -406,22 +379,17 @@ def _models(_: object, commands: list[list[str]]) -> list[str]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    return [
-        (found := parser.parse_args(arguments)).model_tag or found.model for arguments in commands
-    ]
+    found = [parser.parse_args(arguments) for arguments in commands]
+    return [each.model_tag or each.model for each in found]
 
 
 def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
     programs = r"vllm serve |-m vllm\.entrypoints\.openai\.api_server "
-    found = {
-        "".join(re.split(programs, command)[1:]) for page in COMMANDS for command in commands(page)
-    }
+    shown = [command for page in COMMANDS for command in commands(page)]
+    found = {"".join(re.split(programs, command)[1:]) for command in shown}
     written = re.findall(r"export VCACHE='(.*)'", PAGES[1].read_text())[0]
-    asked = [
-        [written if word == "$VCACHE" else word for word in shlex.split(one) if word != "…"]
-        for one in found
-        if one
-    ]
+    words = [[word for word in shlex.split(one) if word != "…"] for one in found if one]
+    asked = [[written if word == "$VCACHE" else word for word in each] for each in words]
     with vllm_cases.beside_vllm() as worker:
         assert set(worker.ask(_models, asked)) == {"MODEL", "/tmp/tiny"}
     assert len(asked) > 4
@@ -435,9 +403,8 @@ def test_the_router_of_the_page_sends_requests_to_servers_that_share(here: Node)
     events = free_ports(2)
     with serving(here, *[here.transfer(IN_PLACE)] * 2, events=events) as servers:
         urls = list(servers)
-        assert re.findall(r"http://\S+", command) == [
-            f"http://127.0.0.1:{port}" for port in (8000, 8001)
-        ]
+        written = [f"http://127.0.0.1:{port}" for port in (8000, 8001)]
+        assert re.findall(r"http://\S+", command) == written
         arguments = shlex.split(command.replace("http://127.0.0.1:8000", urls[0]))[1:]
         arguments[arguments.index("http://127.0.0.1:8001")] = urls[1]
         knows = ["--policy", "kv_aware", "--kv-event-block-size", str(BLOCK)]
@@ -475,9 +442,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]
     """A server of two ranks, each with half of the experts, by the documents' one command. Nobody
     has started a metadata server, nobody has named a way to share, and nothing is lent.
     """
-    (written,) = {
-        shown for page in PAGES for shown in re.findall(r"export VCACHE='(.*)'", page.read_text())
-    }
+    export = re.compile(r"export VCACHE='(.*)'")
+    (written,) = {shown for page in PAGES for shown in export.findall(page.read_text())}
     here = Node(tmp_path_factory.mktemp("ranks"))
     write_experts(here.model)
     config = here.folder / "vcache.yaml"

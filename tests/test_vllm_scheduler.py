@@ -387,13 +387,7 @@ def test_behind_a_step_under_way_a_wait_may_be_longer(make: Make, ahead: bool, c
     engine = make(asynchronous=ahead)
     engine.pace.chunk_seconds, engine.pace.look = 60, lambda: None
     with engine.here.client() as owner:
-        cases = (
-            (0, 1.5 * 60, True),
-            (0, 1.6 * 60, False),
-            (80, 1.5 * 60, True),
-            (80, 1.6 * 60, False),
-            (600, 1.6 * 60, True),
-        )
+        cases = (0, 90, True), (0, 96, False), (80, 90, True), (80, 96, False), (600, 96, True)
         for number, (slowest, theirs, waits) in enumerate(cases):
             engine.pace.recent = [slowest]
             seconds = 1.1 * max(60, min(slowest, 90)) * CHUNKS
@@ -525,9 +519,7 @@ def asked(engine: Engine, tokens: list[int] | None = None) -> tuple[list[int], l
     return tokens, engine.keys(engine.request(tokens))
 
 
-def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_late_an_answer_is_asked_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     tokens = new_tokens(PROMPT)
     with engine.here.server.stopped():
@@ -547,9 +539,7 @@ def patience(engine: Engine, seconds: float) -> None:
     client._config = msgspec.structs.replace(client._config, request_seconds=seconds)
 
 
-def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_server_costs_one_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
     patience(engine, 0.2)
     tokens = pooled(engine)
@@ -564,9 +554,7 @@ def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
-def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_ends_though_nobody_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     patience(engine, 100 * SECONDS)
     with engine.here.client() as owner:
         tokens = new_tokens(PROMPT)
@@ -620,10 +608,8 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
     assert [meta.stores for meta in engine.metas[before:]] == [[]] * len(engine.metas[before:])
     # What is computed anew is, in their blocks, and so is what is computed behind that.
     tokens = new_tokens(17 * BLOCK)
-    for prompt, answer in (
-        (tokens, BLOCK + 1),
-        ([*tokens, *[7] * BLOCK, *new_tokens(CHUNK), 5], 1),
-    ):
+    second = [*tokens, *[7] * BLOCK, *new_tokens(CHUNK), 5]
+    for prompt, answer in ((tokens, BLOCK + 1), (second, 1)):
         request = engine.add(prompt, max_tokens=answer)
         engine.finish(request)
         stored = [one for meta in engine.metas[before:] for one in engine.stored(request, meta)]
@@ -690,11 +676,11 @@ def test_states_are_stored_once_the_loads_before_them_have_held(make: Make, tabl
     for one in (request, same):
         engine.finish(one)
     stored = [(spec, meta) for meta in engine.metas for spec in meta.stores]
-    whose = {
-        tuple(engine.has(one, spec.blocks, meta) for one in (request, same))
-        for spec, meta in stored
-    }
-    assert whose >= {(True, False), (False, True)}
+    whose = [
+        [engine.has(one, spec.blocks, meta) for one in (request, same)] for spec, meta in stored
+    ]
+    assert [True, False] in whose
+    assert [False, True] in whose
     assert any(len(spec.prefix) > 3 for spec, _ in stored), "states, too"
 
 
@@ -703,11 +689,8 @@ def test_states_are_stored_once_the_loads_before_them_have_held(make: Make, tabl
 
 def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(make: Make) -> None:
     """By its look-up, and confirmed by its first step."""
-    steps = {
-        "scheduling_policy": "priority",
-        "long_prefill_token_threshold": BLOCK,
-        "max_num_batched_tokens": 2 * BLOCK,
-    }
+    steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
+    steps |= {"scheduling_policy": "priority"}
     engine = make(share="pool", blocks=10, arguments=steps)
     asking = engine.here.client()
 
@@ -793,9 +776,7 @@ def waited_for(owner: Client, engine: Engine, chunk_seconds: float) -> list[int]
     return tokens
 
 
-def test_nobody_follows_a_request_whose_wait_is_over_before_vllm_asks_for_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_follows_one_that_waits_no_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """By priority vLLM may not come to it for long: one before it lacks blocks."""
     clock = FakeClock()
     monkeypatch.setattr(waits, "monotonic", clock)

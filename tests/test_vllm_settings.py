@@ -31,14 +31,10 @@ def yaml(folder: Path, text: str) -> str:
 
 
 def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
-    text = (
-        "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, model: theirs}\n"
-        "pool: {segment_bytes: 4 GiB}"
-    )
-    file = yaml(tmp_path, text)
-    found = settings.read(
-        {"config": file, "connector": {"model": "ours"}, "engine": {"chunk_size": 128}}
-    )
+    text = "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, model: theirs}\n"
+    file = yaml(tmp_path, text + "pool: {segment_bytes: 4 GiB}")
+    given = {"connector": {"model": "ours"}, "engine": {"chunk_size": 128}}
+    found = settings.read({"config": file, **given})
     assert found.server.path == Path("/of/the/file")
     assert (found.connector.min_hit_tokens, found.connector.model) == (512, "ours")
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
@@ -115,10 +111,9 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
 def test_wishes_are_read() -> None:
     for nothing in (None, {}, {"vcache": None}, {"do_remote_decode": True}):
         assert request_params.read(nothing) == request_params.RequestParams()
-    given = {"announced": True, "wait_seconds": 5, "store": False}
-    assert request_params.read({"vcache": given, "other": 1}) == request_params.RequestParams(
-        announced=True, wait_seconds=5.0, store=False, load=True
-    )
+    given: dict[str, Any] = {"announced": True, "wait_seconds": 5, "store": False}
+    found = request_params.read({"vcache": given, "other": 1})
+    assert found == request_params.RequestParams(**given, load=True)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +173,8 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
     hashes = [bytes([i]) * 32 for i in range(8)]
 
     def keys(path: str, content: str) -> list[ChunkKey]:
-        return maker.keys(
-            hashes, 0, 4, adapter_digest(SimpleNamespace(lora_name="poet", lora_path=path), content)
-        )
+        adapter = SimpleNamespace(lora_name="poet", lora_path=path)
+        return maker.keys(hashes, 0, 4, adapter_digest(adapter, content))
 
     kept = [maker.keys(hashes, 0, 4), keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
     assert [len(made) for made in kept] == [4, 4, 4, 4]
@@ -190,28 +184,23 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
 
 def poet(folder: Path, id_: int = 1, name: str = "poet", inplace: bool = False) -> Any:
     """What a request brings along of an adapter."""
-    return SimpleNamespace(
-        lora_name=name, lora_path=str(folder), lora_int_id=id_, load_inplace=inplace
-    )
+    given = {"lora_name": name, "lora_path": str(folder), "lora_int_id": id_}
+    return SimpleNamespace(**given, load_inplace=inplace)
 
 
 def test_a_retrained_adapter_is_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"
     weights.write_text("ode")
-    old = serving.content(poet(tmp_path))
-    assert (
-        old == adapters.Adapters().content(poet(tmp_path)) == serving.content(poet(tmp_path)) != ""
-    )
+    old, others = serving.content(poet(tmp_path)), adapters.Adapters().content(poet(tmp_path))
+    assert old == others == serving.content(poet(tmp_path)) != ""
     weights.write_text("elegy")
     new = adapters.Adapters().content(poet(tmp_path))
     assert new not in ("", old)
-    assert [serving.content(poet(tmp_path)) for _ in range(2)] == ["", ""], (
-        "it may compute with either"
-    )
+    again = [serving.content(poet(tmp_path)) for _ in range(2)]
+    assert again == ["", ""], "it may compute with either"
     assert len(caplog.records) == 1
-    assert serving.content(poet(tmp_path, 2)) == "", (
-        "vLLM's own prefix cache does not tell them apart"
-    )
+    second = serving.content(poet(tmp_path, 2))
+    assert second == "", "vLLM's own prefix cache does not tell them apart"
 
 
 def test_an_adapter_loaded_in_place_of_another_takes_its_name(tmp_path: Path) -> None:

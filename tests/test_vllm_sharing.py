@@ -57,12 +57,8 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node) -> No
     assert here.b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
     assert here.b.counter("vllm:prompt_tokens_cached_by_source", source="p2p") == 11 * CHUNK
     ids = {one.id for one in here.stats().instances}
-    eventually(
-        lambda: (
-            [(row.nbytes, row.refused) for row in here.stats().reads]
-            == [(11 * CHUNK * TOKEN_BYTES, 0)]
-        )
-    )
+    expected = [(11 * CHUNK * TOKEN_BYTES, 0)]
+    eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == expected)
     (row,) = here.stats().reads
     assert {row.instance, row.reader} == ids, "one instance has read the other"
     assert here.b.counter("vllm:vcache_stored_bytes") == 0
@@ -138,10 +134,8 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) 
         assert answers[0].cached == 5 * CHUNK
     survived(here, [Prompt(tokens), beside], answers)
     if what == "server killed":
-        lost, back = (
-            rf"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*{end}"
-            for end in ("until it is back", "again")
-        )
+        begins = r"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*"
+        lost, back = f"{begins}until it is back", f"{begins}again"
         eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", here.b.log))
 
 
@@ -177,17 +171,14 @@ def saved(owner: vllm_cases.Instance, tokens: list[int]) -> vllm_cases.Answer:
     return hit
 
 
-def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_for_what_it_saved(
-    here: Node,
-) -> None:
+def test_a_new_owner_is_mapped_beside_steps_and_a_killed_one_left_what_it_saved(here: Node) -> None:
     """Though the server does not answer the reader's question about it: with the mapping in the
     step, the load is over first.
 
     What it saved outlives its blocks, too: also for a reader that waits for what it was
     computing."""
-    owner = here.connect(
-        "killed", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, **vllm_cases.SMALL
-    )
+    saves = IN_PLACE | {"pool": {"segment_bytes": "16 MiB"}}
+    owner = here.connect("killed", saves, **vllm_cases.SMALL)
     tokens = new_tokens(3 * CHUNK + 1)
     keep(owner, tokens)
     with stopped_at(here.b, MAPPING) as place:
@@ -199,9 +190,12 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
     left, kept, more, coming = (new_tokens(count * CHUNK + 1) for count in (3, 2, 3, 5))
     own = saved(owner, left)
     owner.one(new_tokens(6 * CHUNK))
-    before = [
-        here.b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")
-    ]
+
+    def loaded() -> list[float]:
+        tiers = "resident", "host"
+        return [here.b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in tiers]
+
+    before = loaded()
     hit = here.b.one(left)
     assert (hit.cached, own.cached) == (3 * CHUNK, 3 * CHUNK)
     assert hit.said == own.said
@@ -213,9 +207,7 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
     instances = len(here.stats().instances)
     owner.kill()
     assert here.b.finish("waiting")["waiting"].agrees(here.aside.one(coming))
-    after = [
-        here.b.counter("vllm:vcache_loaded_tokens", tier=tier) for tier in ("resident", "host")
-    ]
+    after = loaded()
     assert [now - then for now, then in zip(after, before, strict=True)] == [0, 6 * CHUNK]
     eventually(lambda: len(here.stats().instances) == instances - 1)
     hit, answer = here.b.one(kept), here.b.one(more)
@@ -232,9 +224,8 @@ def test_a_reset_of_the_owner_or_the_reader_during_a_load(here: Node, reset: str
     tokens, lost = new_tokens(3 * CHUNK + 1), here.b.counter("vllm:vcache_recomputed_tokens")
     keep(here.a, tokens)
     with stopped_at(here.b, PULL) as place:
-        answers = place.while_there(
-            lambda: here.a.ask(reset), Prompt(tokens, params={"vcache": {"store": False}})
-        )
+        prompt = Prompt(tokens, params={"vcache": {"store": False}})
+        answers = place.while_there(lambda: here.a.ask(reset), prompt)
     assert here.b.counter("vllm:vcache_recomputed_tokens") - lost == 3 * CHUNK
     assert answers[0].agrees(here.aside.one(tokens))
     here.b.forget()
@@ -259,11 +250,8 @@ def test_an_aborted_request_gives_its_blocks_back(here: Node) -> None:
     keep(here.a, tokens)
     with meddled(tiny, PULL, "slow", 0.3, times=1):
         tiny.add("copied", tokens)
-        tiny.add(
-            "waiting",
-            new_tokens(2 * CHUNK + 1),
-            params={"vcache": {"announced": True, "wait_seconds": 80}},
-        )
+        announced = {"vcache": {"announced": True, "wait_seconds": 80}}
+        tiny.add("waiting", new_tokens(2 * CHUNK + 1), params=announced)
         eventually(lambda: tiny.step(1) == {} and tiny.ask("calls")[PULL] == 1)
         for name in ("copied", "waiting"):
             tiny.ask("abort", name)

@@ -92,9 +92,7 @@ def release(serving: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [sleep, release], ids=lambda act: act.__name__)
-def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(
-    here: Node, a: Instance, act: Any
-) -> None:
+def test_a_sleep_empties_the_pool_and_what_comes_is_hit(here: Node, a: Instance, act: Any) -> None:
     """New weights may come while vLLM sleeps, and nobody need say so."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(a, tokens)
@@ -144,6 +142,5 @@ def test_who_moves_a_wrong_byte_after_its_sleep_caches_nothing(here: Node, once:
     assert (again.cached, again.agrees(computed)) == (0, True)
     assert once.again(tokens).cached == 0, "nor has it stored it"
     reports = here.stats().reports
-    assert any(
-        "caches nothing: after vLLM's sleep the byte round trip" in one.text for one in reports
-    )
+    said = "caches nothing: after vLLM's sleep the byte round trip"
+    assert any(said in one.text for one in reports)

@@ -39,14 +39,8 @@ def through_vllm(*workers: dict[str, Any]) -> KVConnectorOutput:
     """One step's output of several workers, each pickled, as vLLM's executor puts it together for
     the scheduler.
     """
-    outputs = [
-        ModelRunnerOutput(
-            req_ids=[],
-            req_id_to_index={},
-            kv_connector_output=pickle.loads(pickle.dumps(KVConnectorOutput(**fields))),
-        )
-        for fields in workers
-    ]
+    told = [pickle.loads(pickle.dumps(KVConnectorOutput(**fields))) for fields in workers]
+    outputs = [ModelRunnerOutput([], {}, kv_connector_output=each) for each in told]
     together = KVOutputAggregator(len(outputs)).aggregate(outputs)
     assert together is not None
     assert together.kv_connector_output is not None
@@ -57,9 +51,8 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
     """And a worker that did nothing."""
     first, second, scheduler = Meter(), Meter(counts_tokens=False), Meter()
     tokens = {"own": 256, "peer": 512}
-    load: Any = SimpleNamespace(
-        tokens=tokens, token_bytes=4000, metadata_seconds=0.001, data_seconds=0.004
-    )
+    seconds = {"metadata_seconds": 0.001, "data_seconds": 0.004}
+    load: Any = SimpleNamespace(tokens=tokens, token_bytes=4000, **seconds)
     first.loaded(load)
     second.loaded(load)
     scheduler.looked_up(1000, 768, 0.0005)
@@ -74,19 +67,14 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
         "lookup_asked_tokens": {"": 1000},
         "lookup_hit_tokens": {"": 768},
     }
-    assert total.data["histograms"] == {
-        "load_seconds": pytest.approx([0.005, 0.005]),
-        "lookup_seconds": [0.0005],
-    }
+    seconds = {"load_seconds": pytest.approx([0.005, 0.005]), "lookup_seconds": [0.0005]}
+    assert total.data["histograms"] == seconds
 
 
 def test_an_unlisted_cause_is_counted_as_other() -> None:
     meter = Meter()
-    known = {
-        "failures": "lease_lost",
-        "not_stored_chunks": "full",
-        "offload_dropped_chunks": "full",
-    }
+    known = {"not_stored_chunks": "full", "offload_dropped_chunks": "full"}
+    known |= {"failures": "lease_lost"}
     for name, cause in known.items():
         meter.count(name, 1, cause)
         meter.count(name, 2, "a reason of its own")
@@ -129,21 +117,15 @@ def _hashes() -> None:
 
 
 def make_request(tokens: int, **arguments: Any) -> Request:
-    return Request(
-        request_id="r",
-        prompt_token_ids=list(range(tokens)),
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
-        **arguments,
-    )
+    hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+    params, prompt = SamplingParams(max_tokens=1), list(range(tokens))
+    return Request("r", prompt, params, None, block_hasher=hasher, **arguments)
 
 
 def vllms_own_event(request: Request, first: int, last: int) -> Any:
     """What vLLM's prefix cache publishes for blocks `first` to `last` of the request."""
-    pool = BlockPool(
-        num_gpu_blocks=64, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True
-    )
+    tells = {"enable_caching": True, "enable_kv_cache_events": True}
+    pool = BlockPool(num_gpu_blocks=64, hash_block_size=BLOCK, **tells)
     blocks = pool.get_new_blocks(last)
     for start, end in ((0, first), (first, last)):
         if end > start:
@@ -169,11 +151,8 @@ def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], fir
     ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK)
     theirs = vllms_own_event(request, first, first + 4)
     assert (ours.medium, ours.locality) == ("CPU", "LOCAL")
-    same = {
-        name: getattr(theirs, name)
-        for name in theirs.__struct_fields__
-        if name not in ("medium", "locality")
-    }
+    names = {*theirs.__struct_fields__} - {"medium", "locality"}
+    same = {name: getattr(theirs, name) for name in names}
     assert {name: getattr(ours, name) for name in same} == same
     assert (ours.parent_block_hash is None) == (first == 0)
 
@@ -205,9 +184,8 @@ class Ranks:
             {rank: [key_of(chunk) for chunk in chunks] for rank, chunks in of_worker.items()}
             for of_worker in did
         ]
-        output = through_vllm(
-            *({"kv_connector_worker_meta": WorkerReport(stored=one)} for one in stored)
-        )
+        told = [{"kv_connector_worker_meta": WorkerReport(stored=one)} for one in stored]
+        output = through_vllm(*told)
         self.announcer.note(output.kv_connector_worker_meta.stored)
         for rank, keys in output.kv_connector_worker_meta.stored.items():
             self.there |= set(of_rank(keys, rank))
@@ -233,10 +211,8 @@ def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
     two = Ranks(2)
     two.order(1, 2, 3)
     assert two.step({0: [1, 1]}, {}) == []
-    assert two.step({0: [3]}, {1: [1, 2, 3]}) == [
-        ("BlockStored", two.last(1)),
-        ("BlockStored", two.last(3)),
-    ]
+    whole = [("BlockStored", two.last(chunk)) for chunk in (1, 3)]
+    assert two.step({0: [3]}, {1: [1, 2, 3]}) == whole
     assert two.step({0: [2]}, {}) == [("BlockStored", two.last(2))]
     assert two.step({0: []}, {}) == []
 
@@ -295,7 +271,5 @@ def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.Mo
         two.order(chunk)
         two.step({0: [chunk]}, {})
     # The first one was dropped for the third.
-    assert two.step({1: [3, 2, 1]}, {}) == [
-        ("BlockStored", two.last(3)),
-        ("BlockStored", two.last(2)),
-    ]
+    whole = [("BlockStored", two.last(chunk)) for chunk in (3, 2)]
+    assert two.step({1: [3, 2, 1]}, {}) == whole

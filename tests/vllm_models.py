@@ -53,9 +53,8 @@ def write_lora(folder: Path, seed: int) -> Path:
     random_, rank, weights = torch.Generator().manual_seed(seed), 8, {}
     for layer, name in itertools.product(range(LAYERS), ("k_proj", "v_proj")):
         prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-        weights[f"{prefix}.lora_A.weight"] = torch.randn(
-            rank, _HIDDEN, generator=random_
-        ) / math.sqrt(_HIDDEN)
+        reads = torch.randn(rank, _HIDDEN, generator=random_)
+        weights[f"{prefix}.lora_A.weight"] = reads / math.sqrt(_HIDDEN)
         weights[f"{prefix}.lora_B.weight"] = torch.randn(_KV_HEADS * _HEAD, rank, generator=random_)
     folder.mkdir(parents=True, exist_ok=True)
     _save(folder / "adapter_model.safetensors", weights)
@@ -110,11 +109,8 @@ def write_eagle(folder: Path, repeat: int = 1) -> Path:
         }
         return layer | {"fc.weight": torch.eye(_HIDDEN, 2 * _HIDDEN)}
 
-    kind = {
-        "architectures": ["EagleLlamaForCausalLM"],
-        "num_hidden_layers": 1,
-        "num_key_value_heads": repeat * _KV_HEADS,
-    }
+    kind = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    kind |= {"num_key_value_heads": repeat * _KV_HEADS}
     return _changed(write_model(folder), head, **kind)
 
 

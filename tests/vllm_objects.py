@@ -24,10 +24,8 @@ class HFConfig:
     """
 
     def __init__(self, **values: Any) -> None:
-        self.__dict__.update(
-            {"hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
-            | values
-        )
+        rotary = {"rope_theta": 10000.0, "rope_type": "default"}
+        self.__dict__.update({"hidden_size": 256, "rope_parameters": rotary} | values)
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.__dict__)

@@ -44,11 +44,8 @@ class Two:
         more |= {"retry_seconds": 0.1, "lookup_seconds": 10, "get_seconds": 10, **offload}
         mooncake = {"master": self.depot.master.address, "hostname": "127.0.0.1"}
         mooncake |= {"rpc_seconds": rpc_seconds}
-        return {
-            "pool": {"segment_bytes": chunks * CHUNK_BYTES},
-            "connector": {"min_hit_tokens": CHUNK},
-            "offload": {"mooncake": mooncake, **more},
-        }
+        pool, connector = {"segment_bytes": chunks * CHUNK_BYTES}, {"min_hit_tokens": CHUNK}
+        return {"pool": pool, "connector": connector, "offload": {"mooncake": mooncake, **more}}
 
     def names(self) -> set[str]:
         return names_in(self.depot)
@@ -59,12 +56,8 @@ class Two:
         """
         before = self.names()
         answer = (instance or self.a).one(tokens)
-        new = eventually(
-            lambda: (
-                len(found := self.names() - before) >= len(tokens) // CHUNK - answer.cached // CHUNK
-                and found
-            )
-        )
+        chunks = len(tokens) // CHUNK - answer.cached // CHUNK
+        new = eventually(lambda: len(found := self.names() - before) >= chunks and found)
         return answer, new
 
     def kept(self) -> tuple[list[int], Answer]:

@@ -13,10 +13,8 @@ _WORKER, _CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 _RUNNER = "v1/worker/gpu_model_runner.py"
 _CONNECTOR = "v1/worker/gpu/kv_connector.py"
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
-_ALLOCATES = {
-    _RUNNER: "initialize_kv_cache_tensors",
-    "v1/worker/gpu/attn_utils.py": "init_kv_cache",
-}
+_ALLOCATES = {_RUNNER: "initialize_kv_cache_tensors"}
+_ALLOCATES |= {"v1/worker/gpu/attn_utils.py": "init_kv_cache"}
 _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
 """The function that makes the KV cache, and who calls it in each of the two model runners."""
 _BACKEND = "device_allocator/sleep_mode_backend.py"
@@ -73,11 +71,8 @@ def _differences(found: dict[str, dict[str, ast.FunctionDef]], sleeps: bool) -> 
     if "initialize_from_config" in found[_CPU_WORKER]:
         yield f"{_CPU_WORKER} makes its KV cache in another way than GPUs"
     path, name = _ALLOCATE
-    zeros = [
-        ast.unparse(node)
-        for node in ast.walk(found[path][name])
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.zeros"
-    ]
+    calls = [node for node in ast.walk(found[path][name]) if isinstance(node, ast.Call)]
+    zeros = [ast.unparse(one) for one in calls if ast.unparse(one.func) == "torch.zeros"]
     if not zeros or not all("dtype=torch.int8" in call and "device=" in call for call in zeros):
         yield f"{path}: the KV cache is made by {zeros}"
     for where, caller in _ALLOCATES.items():
@@ -97,11 +92,8 @@ def _differences(found: dict[str, dict[str, ast.FunctionDef]], sleeps: bool) -> 
 @functools.cache
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     """By name; of several of one name the last."""
-    return {
-        node.name: node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
 def _calls(function: ast.FunctionDef) -> list[str]:

@@ -18,12 +18,9 @@ class FailingConnector(ExampleConnector):  # type: ignore[misc]
     needs them, all fail; it says so behind that."""
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        loads = [
-            request for request in self._get_connector_metadata().requests if not request.is_store
-        ]
-        self.lost = {
-            slot // self._block_size for request in loads for slot in request.slot_mapping.tolist()
-        }
+        requests = self._get_connector_metadata().requests
+        loads = [request.slot_mapping.tolist() for request in requests if not request.is_store]
+        self.lost = {slot // self._block_size for slots in loads for slot in slots}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.__dict__.pop("lost", set())

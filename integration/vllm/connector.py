@@ -345,16 +345,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return stats.build_stats(data)
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
-        return stats.VCachePromMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues
-        )
+    def build_prom_metrics(cls, *given: Any, **more: Any) -> Any:
+        return stats.VCachePromMetrics(*given, **more)
 
     @answers(())
     def take_events(self) -> Iterable[Any]:

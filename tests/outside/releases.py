@@ -28,11 +28,8 @@ def fetch(version: str) -> Path:
         archive, partial = download("vllm", version), PLACE / f".{name}-sources"
         wanted = {f"{name}/vllm/{path}" for path in FILES}
         with tarfile.open(archive) as tar:
-            tar.extractall(
-                partial,
-                [member for member in tar.getmembers() if member.name in wanted],
-                filter="data",
-            )
+            members = [member for member in tar.getmembers() if member.name in wanted]
+            tar.extractall(partial, members, filter="data")
         archive.unlink()
         partial.rename(folder)
     return folder / name / "vllm"

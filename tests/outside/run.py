@@ -117,9 +117,8 @@ def run(folder: Path, more: list[str]) -> dict[str, Outcome]:
         )
     # 0: all passed, 1: some failed.
     if ended.returncode not in (0, 1) or not results.exists():
-        raise SystemExit(
-            f"outside: pytest ended with {ended.returncode}:\n{log.read_text()[-3000:]}"
-        )
+        said = log.read_text()[-3000:]
+        raise SystemExit(f"outside: pytest ended with {ended.returncode}:\n{said}")
     said = json.loads(results.read_text())
     return {name.removeprefix("tests/v1/"): Outcome(*outcome) for name, outcome in said.items()}
 
@@ -142,14 +141,12 @@ def judge(outcomes: dict[str, Outcome], reasons: dict[str, str]) -> tuple[Counte
         elif kind == "failed":
             surprises.append(f"failed: {name}\n    {said}")
         elif name in reasons:
-            surprises.append(
-                f"expected to fail, but it was {outcome}{'' if ours else ' without us'}: {name}"
-            )
+            how = outcome if ours else f"{outcome} without us"
+            surprises.append(f"expected to fail, but it was {how}: {name}")
             kind = "passed, against expectation"
         kinds[kind] += 1
-    surprises += [
-        f"expected to fail, but not there: {name}" for name in reasons.keys() - outcomes.keys()
-    ]
+    absent = reasons.keys() - outcomes.keys()
+    surprises += [f"expected to fail, but not there: {name}" for name in absent]
     return kinds, surprises
 
 
@@ -162,17 +159,10 @@ def main() -> int:
     folder = fetch()
     kinds, surprises = judge(run(folder, arguments.pytest), expected())
     print("\n".join(surprises))
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=TOP,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(
-        f"\nvcache {commit.stdout.strip() or 'of no commit'} in others' tests: those in which "
-        "it took part\n"
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
+    ours = commit.stdout.strip() or "of no commit"
+    print(f"\nvcache {ours} in others' tests: those in which it took part\n")
     wrong = kinds["failed"] + kinds["passed, against expectation"]
     print(
         f"{folder.name}: {kinds['passed']} passed, {kinds['expected']} failed as expected, "

@@ -59,11 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     log = FOLDER / "server.log"
     with log.open("wb") as out:
         command = [sys.executable, "-m", "vcache_backend", "serve", "--socket", str(SOCKET)]
-        _server.append(
-            subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
-            )
-        )
+        streams = {"stdout": out, "stderr": subprocess.STDOUT}
+        _server.append(subprocess.Popen(command, **streams, preexec_fn=_die_with_parent))
     deadline = time.monotonic() + SECONDS
     while not SOCKET.exists():
         if _server[0].poll() is not None or time.monotonic() > deadline:
@@ -96,9 +93,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.outcome != "passed":
         said = report.longreprtext.strip().splitlines() if report.outcome == "failed" else []
         _said[report.nodeid][0] = report.outcome
-        _said[report.nodeid][2] = next(
-            (line for line in reversed(said) if line.startswith("E  ")), ""
-        )[:300]
+        errors = (line for line in reversed(said) if line.startswith("E  "))
+        _said[report.nodeid][2] = next(errors, "")[:300]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -92,9 +92,8 @@ class Victims:
         order = np.argsort(at)
         first, at = first[order], held[at[order]]
         rows = self._rows[first]
-        whole = ((self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])).all(
-            axis=1
-        )
+        held_by = (self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])
+        whole = held_by.all(axis=1)
         first, at = first[whole], at[whole]
         new = np.flatnonzero(self._saved[first] != now[first])
         if len(new) > MOST_SAVED:

@@ -93,8 +93,7 @@ def _refusals(
     if given.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         yield (
             "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
-            "start vLLM without --enable-sleep-mode, "
-            "or use vLLM 0.33"
+            "start vLLM without --enable-sleep-mode, or use vLLM 0.33"
         )
     backend = given.sleep_mode_backend
     if given.enable_sleep_mode and backend != "cumem":

@@ -93,9 +93,8 @@ def _specs(vllm_config: Any) -> Mapping[str, Any]:
             initialize_model(vllm_config)
         specs: Mapping[str, Any] = get_kv_cache_spec(vllm_config)
         if specs:
-            layouts = WorkerBase.get_supported_kv_cache_layouts(
-                SimpleNamespace(vllm_config=vllm_config)
-            )
+            worker = SimpleNamespace(vllm_config=vllm_config)
+            layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
             resolve_kv_cache_layout(vllm_config, [layouts], list(specs.values()))
     return specs
 

@@ -232,9 +232,8 @@ def misfits(vllm_config: Any, model: ModelSpec) -> Iterator[str]:
         )
     if model.kv_cache_dtype.endswith("per_token_head"):
         yield (
-            f"vLLM clears the scales of {model.kv_cache_dtype} when it first runs a layer, "
-            "those of loaded chunks with them: "
-            "set --kv-cache-dtype fp8 or auto"
+            f"vLLM clears the scales of {model.kv_cache_dtype} when it first runs a layer, those "
+            "of loaded chunks with them: set --kv-cache-dtype fp8 or auto"
         )
     # vLLM's caches identify images by content. Without one each process numbers them anew.
     images, cache = config.multimodal_config, vllm_config.cache_config
@@ -256,10 +255,10 @@ def seed(hash_seed: str | None) -> str | None:
     None if they can."""
     if hash_seed and hash_seed != "random":
         return None
+    given = f"PYTHONHASHSEED is {hash_seed or 'not set'}"
     return (
-        f"PYTHONHASHSEED is {hash_seed or 'not set'}, so that each process may hash the same "
-        "tokens differently: "
-        "set PYTHONHASHSEED=0 in the environment of every instance before it starts"
+        f"{given}, so that each process may hash the same tokens differently: set "
+        "PYTHONHASHSEED=0 in the environment of every instance before it starts"
     )
 
 

@@ -132,10 +132,9 @@ class Introduction:
             )
             return False
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
-        layout = with_codec(
-            model_spec.layout(self._model, shards, config.engine.chunk_size, compat.hash_root()),
-            config.offload,
-        )
+        size = config.engine.chunk_size
+        layout = model_spec.layout(self._model, shards, size, compat.hash_root())
+        layout = with_codec(layout, config.offload)
         namespace = layout.namespace()
         fields = layout.fields() | {"namespace": str(namespace)}
         self.client = Client(config.server.path, config.client, layout=fields, name=self._name)
@@ -143,19 +142,15 @@ class Introduction:
             self.client.on_killed = partial(start.try_ensure, config)
         self.outbox = Outbox(self.client)
         self._prefix = namespace.prefix
-        self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
+        self.keys = BlockHashKeys(namespace, size // self._hash_block)
         if self.announcer is not None:
             self.client.on_beat.append(self._check)
         if self.publications is not None:
             self._share(self.client, self.outbox, self.publications)
         if trouble := self.client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
-        log.info(
-            "vcache: namespace %s, chunks of %d tokens, ranks: %d",
-            namespace,
-            config.engine.chunk_size,
-            self.ranks,
-        )
+        said = "vcache: namespace %s, chunks of %d tokens, ranks: %d"
+        log.info(said, namespace, size, self.ranks)
         return True
 
     def _share(self, client: Client, outbox: Outbox, publications: Publications) -> None:
@@ -175,14 +170,8 @@ class Introduction:
     def _join(self, client: Client, publications: Publications) -> None:
         """Show the server our generations, and listen. Runs in the scheduler's thread or the
         client's background thread."""
-        client.join(
-            publications.instance,
-            self._prefix,
-            publications.blocks,
-            self.ranks,
-            publications.each,
-            publications.generations.fd,
-        )
+        shape = publications.blocks, self.ranks, publications.each
+        client.join(publications.instance, self._prefix, *shape, publications.generations.fd)
         self._listen()
 
     def _listen(self) -> None:

@@ -40,15 +40,13 @@ class LoadSpecs:
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
         offload = not self._groups.states and below is not None and below.usable
+        promote = offload and self._stores and tracked.params.store
         return LoadSpec(
             request_id=tracked.request.request_id,
             keys=keys,
             blocks=self._groups.wanted(rows, tracked.local, end),
             offload=offload,
-            promote=offload
-            and self._stores
-            and tracked.params.store
-            and self._instance.publications is None,
+            promote=promote and self._instance.publications is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
             tenant=tracked.tenant if offload else b"",
             residents=answer.residents_of(first, stop) if answer is not None else [],

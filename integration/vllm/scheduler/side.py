@@ -125,15 +125,9 @@ class SchedulerSide:
         self.resets = Resets(
             instance, self._numbers, self._drop_answers, self._outdate, self._rename
         )
+        kind, parts = compat.spec_kind(kv_cache_config), (instance, self.lookups, self._leftovers)
         self._completions = Completions(
-            config,
-            stores,
-            self._groups,
-            self._hash_block,
-            compat.spec_kind(kv_cache_config),
-            instance,
-            self.lookups,
-            self._leftovers,
+            config, stores, self._groups, self._hash_block, kind, *parts
         )
         self._spans = traces.begin(vllm_config)
         self._foreign = ForeignLoads(self._numbers)
