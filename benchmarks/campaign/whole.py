@@ -153,19 +153,19 @@ class Whole(Living):
 
     def watch(self, worker: Any) -> None:
         """See each load, and slow some down. worker: our connector's half in the worker."""
-        session, note = worker._worker.session, worker.loads._note
+        session, count = worker._worker.session, worker.loads._count
         scheduler = self.engine.engine_core.engine_core.scheduler
         session.copier = Slowly(session.copier, self, SLOW, SLOW_SECONDS)
 
-        def noted(loading: Any) -> None:
-            note(loading)
+        def counted(loading: Any, *ended: int) -> None:
+            count(loading, *ended)
             # vLLM appends a suffix to the request's name.
             name, outcomes = loading.spec.request_id, self.told.outcomes
             self._loaded[name.rpartition("-")[0] or name] += loading.stats.tokens.total()
             outcomes.causes[loading.cause] += 1
             outcomes.reuse_hits += loading.cause in ("changed", "lease_lost")
 
-        worker.loads._note = noted
+        worker.loads._count = counted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")
         self.stops_behind(scheduler.kv_cache_manager.block_pool, "get_new_blocks", "handed out")
         self.stops_behind(worker, "begin", "step begun")
