@@ -14,7 +14,10 @@ import logging
 from collections.abc import Callable, Iterable
 from math import inf
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ..vllm.in_place.block_pool import KVBlocks
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class Doubts:
         self._failures, self._resets, self.everything = 0, 0, False
         self._last = False
         """A reset was made, and no step has run since."""
-        self._pool: Any = None
+        self._pool: KVBlocks | None = None
         self._blocks = set[int]()
         """vLLM's numbers of the blocks that may be wrong."""
         self._doubtful = set[str]()
@@ -93,23 +96,18 @@ class Doubts:
         answered = client.lookup_cache(RESET) != -1
         client.clear_lookup_status(RESET)
         if answer == WAS_RESET and self._pool is not None:
-            held = (block for block in self._pool.blocks if block.ref_cnt or block.block_hash)
-            self._blocks = {block.block_id for block in held}
+            self._blocks.clear()
+            self._blocks |= self._pool.held
             self._spread(self._adapter._request_trackers)
             self.everything, self._last = False, True
         return bool(answered and answer != NOT_RESET)
 
     def _watch(self, pool: Any) -> None:
-        """Have vLLM's `pool` say which blocks it hands out: their next owners write them."""
-        self._pool, take = pool, pool.get_new_blocks
+        """Forget blocks that vLLM's `pool` hands out: their next owners write them."""
+        from ..vllm.in_place.block_pool import KVBlocks  # numpy, which few processes need
 
-        def get_new_blocks(num_blocks: int) -> Any:
-            blocks = take(num_blocks)
-            if self._blocks:
-                self._blocks.difference_update(block.block_id for block in blocks)
-            return blocks
-
-        pool.get_new_blocks = get_new_blocks
+        self._pool = KVBlocks(pool)
+        self._pool.on_taken(self._blocks.difference_update)
 
     def _update_connector_output(self, connector_output: Any) -> None:
         """Learn which loads have failed. Later requests do not find their blocks."""
@@ -119,7 +117,8 @@ class Doubts:
                 self._failures += 1
                 self._blocks |= invalid
                 self._spread(self._adapter._request_trackers)
-                self._pool.evict_blocks(self._blocks)
+                assert self._pool is not None, "vLLM has not shown its block pool"
+                self._pool.evict(self._blocks)
         except Exception:  # vLLM goes on
             self.everything = True
             log.exception("vcache: which blocks are wrong is not known, so nothing is shared")

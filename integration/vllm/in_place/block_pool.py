@@ -62,6 +62,23 @@ class KVBlocks:
                 self.evict({block.block_id for block in found})
                 evicted = found
 
+    @property
+    def held(self) -> set[int]:
+        """The blocks that a request has, or that vLLM's own prefix cache finds."""
+        return {block.block_id for block in self.pool.blocks if block.ref_cnt or block.block_hash}
+
+    def on_taken(self, taken: Callable[[Iterable[int]], None]) -> None:
+        """Have `taken`, which must not raise, called with the blocks that vLLM hands out, before it
+        can launch work that writes them."""
+        get = self.pool.get_new_blocks
+
+        def get_new_blocks(num_blocks: int) -> Any:
+            blocks = get(num_blocks)
+            taken(block.block_id for block in blocks)
+            return blocks
+
+        self.pool.get_new_blocks = get_new_blocks
+
     def head(self, most: int) -> list[int]:
         """The next blocks, `most` of them, that vLLM will hand out, in order."""
         numbers, block = list[int](), self._first
