@@ -106,6 +106,34 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
     assert left.count(1) < len(left) // 20
 
 
+def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_time(
+    make: Make,
+) -> None:
+    """The first load may be a surprise."""
+    engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
+    counters = engine.half.publications.generations.counters
+    known = [engine.add(new_tokens(3 * CHUNK)) for _ in range(10)]
+    for request in known:
+        engine.finish(request)
+    said = [spec.publish for meta in engine.metas for spec in meta.publications]
+    there = {blocks[0]: (blocks, made) for one in said for blocks, made in lying(one)}
+    assert len(there) == 30
+    saved, left = dict[int, int](), list[int]()
+    with engine.others_bring(6 * CHUNK):
+        for number in range(5):
+            engine.add(new_tokens(6 * CHUNK + 5), max_tokens=1)
+            for _ in range(3):
+                meta = engine.step()
+                for first, (blocks, made) in list(there.items()):
+                    if (counters[blocks] != made).any():
+                        del there[first]
+                        left.append(number - saved.get(first, number))
+                if meta.victims is not None:
+                    saved |= {blocks[0]: number for blocks, _ in lying(meta.victims)}
+    assert len(left) > 20
+    assert left.count(0) < 8
+
+
 def test_what_a_reset_made_void_is_not_saved(make: Make) -> None:
     engine = make(lends=1 << 20)
     engine.finish(engine.add(new_tokens(3 * CHUNK)))

@@ -18,6 +18,10 @@ AHEAD_STEPS = 3
 
 A step's saves are copied after the step. By then the next step is planned, and with asynchronous
 scheduling also the one after it. So the saves are in time only for blocks that later steps take."""
+TAKEN_DECAY = 0.97
+"""A step's worth of blocks is the most that one step has taken lately: a step that takes fewer
+lowers it by this factor. A load takes all of its request's blocks in one step, many more than a
+step computes."""
 MOST_AHEAD = 8192
 """The most blocks that are examined, however large steps are."""
 MOST_SAVED = 256
@@ -34,7 +38,7 @@ class Victims:
     def __init__(self, publications: Publications, step_blocks: int) -> None:
         """step_blocks: the most blocks that one step fills."""
         self._publications, self._each = publications, publications.each
-        self._need = min(AHEAD_STEPS * step_blocks, MOST_AHEAD)
+        self._step_blocks = self._taken = step_blocks
         self._blocks: KVBlocks | None = None
         count = publications.blocks
         self._keys: dict[int, ChunkKey] = {}
@@ -65,8 +69,9 @@ class Victims:
         if self._blocks is None:
             return
         self._note(meta)
-        if self._left < min(self._need, self._blocks.free):
-            self._look(meta, self._blocks.head(self._need + self._need // 4))
+        need = min(AHEAD_STEPS * self._taken, MOST_AHEAD)
+        if self._left < min(need, self._blocks.free):
+            self._look(meta, self._blocks.head(need + need // 4))
 
     # ---- inside
 
@@ -74,6 +79,7 @@ class Victims:
         fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
         fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
+        self._taken = max(self._step_blocks, len(fresh), int(self._taken * TAKEN_DECAY))
         self._saved[self._first[fresh]] = 0
         for publish in (spec.publish for spec in meta.publications):
             rows = np.frombuffer(publish.blocks, dtype="<u4").reshape(-1, self._each)
