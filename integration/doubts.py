@@ -96,13 +96,15 @@ class Doubts:
     def _reaches(self, rows: Rows) -> bool:
         """Doubt what the request has behind a doubtful block. Returns whether that is news."""
         found = {block: at for row in rows for at, block in enumerate(row) if block in self._until}
-        worst = max(map(self._until.__getitem__, found), default=0)
-        if worst <= self.until(rows):
+        if not found:
             return False
+        worst = max(map(self._until.__getitem__, found))
         # Places in several tables do not compare.
         first = min(found.values()) if len(rows) == 1 else 0
-        self.add(chain(*(row[first:] for row in rows)), worst)
-        return True
+        behind = {*chain(*(row[first:] for row in rows))} - {NULL}
+        news = [block for block in behind if self._until.get(block, 0) < worst]
+        self.add(news, worst)
+        return bool(news)
 
     def _forget(self, taken: Iterable[int]) -> None:
         for block in taken if self._until else ():  # Most often there are none.
