@@ -591,12 +591,13 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) ->
 
 def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine: Engine) -> None:
     """Requests run, so vLLM resets nothing; whoever resets changes the weights all the same. What is
-    computed behind it, found in vLLM's own cache, is no better; nor behind that."""
+    computed behind it, found in vLLM's own cache, is no better; nor behind that. Nobody waits for
+    it."""
     tokens = new_tokens(3 * CHUNK)
     request = engine.add(tokens, max_tokens=CHUNK)
     engine.step()
     assert engine.stored(request) == [0, 1, 2]
-    before = len(engine.metas)
+    before, asking = len(engine.metas), engine.here.client()
     reset(engine)
     engine.finish(request)
     for count in (4, 5):
@@ -604,6 +605,8 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
         longer = engine.add([*tokens, 5])
         engine.step()
         assert engine.hit(longer) == (count - 1) * CHUNK
+        last = Find(engine.keys(longer)[-1:], 1, pool_only=True)
+        eventually(lambda last=last: asking.find(last).coming is None)
         engine.finish(longer)
     assert [meta.stores for meta in engine.metas[before:]] == [[]] * len(engine.metas[before:])
     # What is computed anew is, in their blocks, and so is what is computed behind that.
