@@ -53,17 +53,6 @@ def u64(*values: int) -> bytes:
 # ---- what it says
 
 
-def test_what_changed_is_not_what_was_published(table: Generations, view: GenerationView) -> None:
-    blocks, published = u32(3, 4, 5, 6, 7, 8), table.counters[3:9].tobytes()
-    assert view.leading(blocks, published, 2) == 3
-    table.void([5])
-    assert view.leading(blocks, published, 2) == 1
-    assert view.leading(blocks, published, 1) == 2
-    table.void([3, 3])
-    assert view.leading(blocks, published, 2) == 0
-    assert table.counters[3:9].tolist() == [1, 2, 1, 2, 2, 2]
-
-
 def test_a_block_equals_nothing_until_filled(table: Generations, view: GenerationView) -> None:
     before = view.counters[3:5].tobytes()
     for _ in range(2):  # it may go to somebody else before anybody has filled it

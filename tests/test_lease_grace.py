@@ -99,11 +99,6 @@ def test_the_server_s_word_counts_if_it_says_yes(reading: Reading) -> None:
     assert (reading.leases(), *reading.answered()) == (0, 0, 1)
 
 
-def test_the_server_s_word_counts_if_it_says_no(reading: Reading) -> None:
-    assert reading.bystander.release(reading.lease.id)
-    assert not reading.concluded(GRACE_SECONDS)
-
-
 # ---- a release that waits
 
 

@@ -134,6 +134,22 @@ def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_t
     assert left.count(0) < 8
 
 
+def test_requests_that_hit_much_do_not_have_more_saved(make: Make) -> None:
+    """What they hit, they take from nobody."""
+    engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
+    known = [new_tokens(5 * CHUNK + 1) for _ in range(5)]
+    for tokens in known:
+        engine.finish(engine.add(tokens, max_tokens=1))
+    before = len(engine.metas)
+    for tokens in known[:0:-1]:
+        request = engine.add(tokens, max_tokens=2)
+        engine.step()
+        assert engine.hit(request) == 5 * CHUNK
+        engine.finish(request)
+    saved = [len(meta.victims.keys) for meta in engine.metas[before:] if meta.victims]
+    assert sum(saved) < 10
+
+
 def test_what_a_reset_made_void_is_not_saved(make: Make) -> None:
     engine = make(lends=1 << 20)
     engine.finish(engine.add(new_tokens(3 * CHUNK)))

@@ -79,7 +79,10 @@ class Victims:
         fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
         fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
-        self._taken = max(self._step_blocks, len(fresh), int(self._taken * TAKEN_DECAY))
+        # Those that still hold their chunk were hit, not handed out.
+        now = self._publications.generations.counters
+        taken = int(np.count_nonzero(self._published[fresh] != now[fresh]))
+        self._taken = max(self._step_blocks, taken, int(self._taken * TAKEN_DECAY))
         self._saved[self._first[fresh]] = 0
         for publish in (spec.publish for spec in meta.publications):
             rows = np.frombuffer(publish.blocks, dtype="<u4").reshape(-1, self._each)
