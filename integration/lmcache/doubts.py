@@ -11,13 +11,12 @@ neither vLLM nor LMCache."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from ..vllm.in_place.block_pool import KVBlocks
+from ..doubts import Doubts, Rows, beginning
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +45,17 @@ class Word(NamedTuple):
     results: int = 0
 
 
-class Doubts:
-    """Follows the blocks that may be wrong. Wraps calls of LMCache's connector, in the scheduler's
-    thread. LMCache's own results and exceptions come through.
-
-    everything: nothing is loaded or stored until the next reset."""
+class LMCacheDoubts(Doubts):
+    """Follows the doubtful blocks behind LMCache's connector, whose calls it wraps. LMCache's own
+    results and exceptions come through. While it doubts `everything`, nothing is loaded, either."""
 
     def __init__(self, connector: Any) -> None:
+        super().__init__()
         self._adapter = adapter = connector._lmcache_engine
         self._steps, self._results = 0, 0
-        self._failures, self._resets, self.everything = 0, 0, False
+        self._failures, self._resets = 0, 0
         self._last = False
         """A reset was made, and no step has run since."""
-        self._pool: KVBlocks | None = None
-        self._blocks = set[int]()
-        """vLLM's numbers of the blocks that may be wrong."""
-        self._doubtful = set[str]()
-        """The requests that have one."""
         self._build, self._update = adapter.build_connector_meta, connector.update_connector_output
         adapter.build_connector_meta = self._build_connector_meta
         connector.update_connector_output = self._update_connector_output
@@ -95,19 +88,15 @@ class Doubts:
         # LMCache returns 0, and keeps no answer, if a worker has not answered in time.
         answered = client.lookup_cache(RESET) != -1
         client.clear_lookup_status(RESET)
-        if answer == WAS_RESET and self._pool is not None:
-            self._blocks.clear()
-            self._blocks |= self._pool.held
-            self._spread(self._adapter._request_trackers)
-            self.everything, self._last = False, True
+        if answer == WAS_RESET:
+            self.reset()
+            self._last = True
         return bool(answered and answer != NOT_RESET)
 
     def _watch(self, pool: Any) -> None:
-        """Forget blocks that vLLM's `pool` hands out: their next owners write them."""
         from ..vllm.in_place.block_pool import KVBlocks  # numpy, which few processes need
 
-        self._pool = KVBlocks(pool)
-        self._pool.on_taken(self._blocks.difference_update)
+        self.watch(KVBlocks(pool))
 
     def _update_connector_output(self, connector_output: Any) -> None:
         """Learn which loads have failed. Later requests do not find their blocks."""
@@ -115,41 +104,30 @@ class Doubts:
         try:
             if invalid := connector_output.invalid_block_ids:
                 self._failures += 1
-                self._blocks |= invalid
-                self._spread(self._adapter._request_trackers)
-                assert self._pool is not None, "vLLM has not shown its block pool"
-                self._pool.evict(self._blocks)
+                self.add(invalid)
+                self.spread([*filter(None, map(self._rows, self._adapter._request_trackers))])
+                assert self.pool is not None, "vLLM has not shown its block pool"
+                self.pool.evict(set(self._until))
         except Exception:  # vLLM goes on
             self.everything = True
             log.exception("vcache: which blocks are wrong is not known, so nothing is shared")
         self._update(connector_output)
 
     def _build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.follow(scheduler_output, beginning(scheduler_output), self._rows)
         meta = self._build(scheduler_output)
         self._last &= not scheduler_output.total_num_scheduled_tokens
-        if self._blocks:
-            begun = {new.req_id for new in scheduler_output.scheduled_new_reqs}
-            begun |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
-            self._doubtful -= begun | scheduler_output.finished_req_ids
-            self._spread(begun | self._doubtful)
         if not self.everything:
+            names = self._adapter._request_trackers if self._until else ()
+            doubtful = frozenset(name for name in names if self.until(self._rows(name)))
             counts = self._resets, self._steps, self._results
-            meta.vcache = Word(self._failures, frozenset(self._doubtful), *counts)
+            meta.vcache = Word(self._failures, doubtful, *counts)
         self._steps += 1
         return meta
 
-    def _spread(self, names: Iterable[str]) -> None:
-        """Note those of these requests that have a wrong block, and their blocks behind it."""
-        before = -1
-        while before < len(self._blocks):
-            before = len(self._blocks)
-            for name in names:
-                tracker = self._adapter._request_trackers.get(name)
-                row = tracker.allocated_block_ids if tracker is not None else ()
-                wrong = next((at for at, block in enumerate(row) if block in self._blocks), -1)
-                if wrong >= 0:
-                    self._doubtful.add(name)
-                    self._blocks.update(row[wrong:])
+    def _rows(self, request: str) -> Rows | None:
+        tracker = self._adapter._request_trackers.get(request)
+        return None if tracker is None else [tracker.allocated_block_ids]
 
 
 class Steps:

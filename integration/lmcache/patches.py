@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vcache_backend.supported import LMCACHE
 
-from .doubts import Doubts, Steps
+from .doubts import LMCacheDoubts, Steps
 from .scope import Scheduler
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _patch_scheduler(connector: Any) -> None:
     if connector.role.name == "SCHEDULER" and our_names(adapter.config):
         from ..vllm.model import versions
 
-        scheduler = Scheduler(adapter, Doubts(connector))
+        scheduler = Scheduler(adapter, LMCacheDoubts(connector))
         versions.watch()
         adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
         adapter.request_finished = scheduler.request_finished

@@ -21,7 +21,7 @@ from ..vllm.scheduler.adapters import Adapters
 if TYPE_CHECKING:
     from vcache_backend.transfer.keys import Tags
 
-    from .doubts import Doubts
+    from ..doubts import Doubts
 
 TAG_PREFIX = "lmcache.tag."
 TAG_NAME = "vcache"

@@ -43,12 +43,6 @@ class KVBlocks:
         """Whether vLLM's own prefix cache has this block, of a model with one block table."""
         return bool(self.pool.get_cached_block(block_hash, [0]))
 
-    @property
-    def empty(self) -> bool:
-        """Whether no request has a block, and vLLM's own prefix cache has none."""
-        cached = len(self.pool.cached_block_hash_to_block)
-        return not cached and self.free == self.count - 1
-
     def evict(self, numbers: set[int]) -> None:
         """Take blocks out of vLLM's own prefix cache."""
         self.pool.evict_blocks(numbers)
@@ -65,7 +59,8 @@ class KVBlocks:
     @property
     def held(self) -> set[int]:
         """The blocks that a request has, or that vLLM's own prefix cache finds."""
-        return {block.block_id for block in self.pool.blocks if block.ref_cnt or block.block_hash}
+        blocks = (block for block in self.pool.blocks if not block.is_null)
+        return {block.block_id for block in blocks if block.ref_cnt or block.block_hash}
 
     def on_taken(self, taken: Callable[[Iterable[int]], None]) -> None:
         """Have `taken`, which must not raise, called with the blocks that vLLM hands out, before it

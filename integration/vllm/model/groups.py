@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.paged import Share
 
+from ...doubts import NULL
 from .weights import digest, text
 
 POOL = "connector.share: pool"
 """The setting for models, and for memory, that cannot be shared in place."""
-NULL = 0
-"""vLLM's null block. It replaces blocks in a block table once a window has passed."""
 STATES = "MambaSpec"
 """vLLM's specification of layers with a state in place of tokens: Mamba, gated delta nets, short
 convolutions."""

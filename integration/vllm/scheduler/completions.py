@@ -6,20 +6,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from math import inf
 from typing import Any
 
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
+from ...doubts import Doubts
 from ..in_place.block_pool import NUMBERS
 from ..metadata import StepMetadata, StoreSpec
 from ..model.groups import Groups
 from ..telemetry.events import block_stored
 from .introduction import Introduction
 from .lookups import Lookups
-from .resets import Leftovers
 from .tracked import Tracked
 
 
@@ -35,7 +34,7 @@ class Completions:
         spec_kind: str | None,
         instance: Introduction,
         lookups: Lookups,
-        leftovers: Leftovers,
+        doubts: Doubts,
     ) -> None:
         """stores: the instance's role allows stores. hash_block: tokens of one vLLM hash.
         spec_kind: the kind of KV cache, for events.
@@ -49,8 +48,7 @@ class Completions:
         self._instance = instance
         self._lookups = lookups
         self._publications = instance.publications
-        self._leftovers = leftovers
-        self._unsure: AbstractSet[int] = frozenset()
+        self._doubts = doubts
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """For the step being planned: the states in vLLM's prefix cache, by request, as (group,
         block, tokens).
@@ -76,18 +74,11 @@ class Completions:
         )
         return self._still
 
-    def plan(
-        self,
-        output: Any,
-        requests: Mapping[str, Tracked],
-        meta: StepMetadata,
-        unsure: AbstractSet[int] = frozenset(),
-    ) -> None:
+    def plan(self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata) -> None:
         """Plan one step: add its stores, publications and newly assigned blocks to `meta`.
 
-        output: vLLM's description of the step. unsure: blocks that may not be filled yet; chunks
-        computed from them are stored by a later step."""
-        self._unsure = unsure
+        output: vLLM's description of the step. Chunks of a request that is doubtful are stored by a
+        later step, if it is so no more."""
         if self._groups.states:
             state = getattr(output, "kv_connector_block_state", None)
             self._offered = getattr(state, "boundary_state_offloads", {})
@@ -174,7 +165,6 @@ class Completions:
                 self._begin(tracked, computed)
             elif added is not None:
                 self.own(tracked, added, anew=False)
-                self._leftovers.more(tracked, added)
             self._computes(tracked, computed, reached, meta)
             spare = min(spare, tracked.due - reached)
         self._watched = set(names)
@@ -185,8 +175,6 @@ class Completions:
             blocks, rest = divmod(computed, self._block)
             self._publications.begin(tracked, blocks, rest > 0)
             self.stored(tracked, 0)
-        else:
-            self._leftovers.begin(tracked, computed)
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """Handle one request's part of the step: it computes the tokens [computed, reached)."""
@@ -200,10 +188,7 @@ class Completions:
             filled = min(store.written // block, len(store.rows[0]))
             if filled > tracked.resident.filled:
                 self._publications.fill(tracked, filled)
-        # Some block tables may be filled while others are not: check all of them.
-        sure = not tracked.leftover.outdated and (
-            not self._unsure or all(map(self._unsure.isdisjoint, store.rows))
-        )
+        sure = not self._doubts.until(store.rows)
         if reached >= store.complete_at and sure:
             self._complete(tracked, computed, meta)
         if self._groups.states:

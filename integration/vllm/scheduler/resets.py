@@ -1,17 +1,13 @@
-"""Handles resets by vLLM and by other instances, and changes of the weights' version. Finds
-requests that still use KV from before, because vLLM kept it: what they compute is not stored."""
+"""Handles resets by vLLM and by other instances, and changes of the weights' version."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from ..in_place.block_pool import KVBlocks
 from ..metadata import WorkerReport
 from ..model import versions
-from ..model.groups import NULL
 from .introduction import Introduction
-from .tracked import Tracked
 
 log = logging.getLogger("vllm.vcache")
 
@@ -26,14 +22,14 @@ class Resets:
         instance: Introduction,
         numbers: Iterator[int],
         drop: Callable[[], None],
-        outdate: Callable[[], None],
+        doubt: Callable[[], None],
         rename: Callable[[], None],
     ) -> None:
-        """numbers: for echoes. drop: called on a reset to forget answers of look-ups. outdate:
-        called on a reset to mark the KV of running requests. rename: called when keys change, to
+        """numbers: for echoes. drop: called on a reset to forget answers of look-ups. doubt:
+        called on a reset to doubt the KV that vLLM has. rename: called when keys change, to
         forget those of requests.
         """
-        self._instance, self._drop, self._outdate = instance, drop, outdate
+        self._instance, self._drop, self._doubt = instance, drop, doubt
         self._rename = rename
         self._numbers = numbers
         self.clearing = self.last = False
@@ -60,7 +56,7 @@ class Resets:
         self.clearing = True
         self.number = next(self._numbers)
         self._drop()
-        self._outdate()
+        self._doubt()
         if self._instance.publications is not None:
             self._instance.publications.reset()
         cleared = self._instance.clear()
@@ -84,7 +80,7 @@ class Resets:
         # If anything here raises, nobody finds what the next steps store.
         self._instance.version = versions.unknown()
         self._rename()
-        self._outdate()
+        self._doubt()
         if self._instance.publications is not None:
             self._instance.publications.reset()
         self._instance.version = version
@@ -100,61 +96,3 @@ class Resets:
         if self.clearing and self.number in report.echoes:
             # Clear again: steps from before the reset may have stored chunks since.
             self.clearing = not self._instance.clear()
-
-
-class Leftovers:
-    """Marks outdated requests. Runs in the scheduler's thread; used only for sharing through a
-    pool.
-
-    A reset means that the weights change. If vLLM has not cleared its own cache, running requests
-    keep old KV, and later requests hit it. `LeftoverState.outdated` marks both, until the request
-    is preempted and recomputed. This costs nothing unless vLLM kept blocks."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: tokens of a block, by block table."""
-        self._sizes = sizes
-        self._kept = False
-        self._resets = 0
-        self._right: set[int] = set()
-        """Blocks assigned since the last reset that hold no KV from before it."""
-
-    def reset(self, blocks: KVBlocks | None, requests: Iterable[Tracked]) -> None:
-        """Note a reset, or a change of the weights' version. blocks: vLLM's pool, which vLLM may
-        just have cleared; None if vLLM has not shown it.
-        """
-        self._kept = blocks is None or not blocks.empty
-        self._resets += 1
-        self._right.clear()
-        for tracked in requests:
-            tracked.leftover.outdated = self._kept
-
-    def loads(self, tracked: Tracked) -> None:
-        """Note that a load begins: if a reset follows before the load ends, its chunks are old."""
-        tracked.leftover.resets = self._resets
-
-    def begin(self, tracked: Tracked, computed: int) -> None:
-        """Decide whether the request is outdated as it begins or resumes with `computed` tokens."""
-        if not self._kept:
-            return
-        # Another connector's load, or vLLM's copy of a part of a block, may bring old KV into
-        # a new block.
-        local = tracked.local
-        strange = computed > tracked.supplied or any(local % size for size in self._sizes)
-        late = tracked.supplied > local and tracked.leftover.resets != self._resets
-        hit = {
-            block
-            for row, size in zip(tracked.store.rows, self._sizes, strict=False)
-            for block in row[: local // size]
-        }
-        tracked.leftover.outdated = strange or late or not hit - {NULL} <= self._right
-        self.more(tracked, tracked.store.rows)
-
-    def more(self, tracked: Tracked, rows: Iterable[Sequence[int]]) -> None:
-        """Note more blocks of the request, by block table."""
-        if not self._kept:
-            return
-        for row in rows:
-            if tracked.leftover.outdated:
-                self._right.difference_update(row)
-            else:
-                self._right.update(row)

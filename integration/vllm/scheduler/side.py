@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import count
+from itertools import chain, count
 from math import inf
 from typing import Any
 
@@ -17,6 +17,7 @@ from vcache_backend.config import Config
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 from vcache_backend.metadata_server.pool import quotas
 
+from ...doubts import Beginning, Doubts, Rows, beginning
 from ...served_at import served_at
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
@@ -29,13 +30,12 @@ from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
 from . import request_params
 from .completions import Completions
-from .foreign_loads import Beginning, ForeignLoads, beginning
 from .introduction import Introduction
 from .load_specs import LoadSpecs
 from .lookups import Lookups
 from .own_promises import OwnPromises
 from .pace import Pace
-from .resets import Leftovers, Resets
+from .resets import Resets
 from .tracked import StoreState, Tracked
 from .waits import Waits
 
@@ -69,6 +69,7 @@ class SchedulerSide:
         self._hashes = self._size // self._hash_block
         self.blocks: KVBlocks | None = None
         """vLLM's block pool; None until vLLM has shown it."""
+        self._doubts = Doubts()
         self.publications: Publications | None = None
         """This instance's publications; None with `connector.share: pool`."""
         self.victims: Victims | None = None
@@ -111,32 +112,30 @@ class SchedulerSide:
         loads_wait = not compat.loads_at_once(vllm_config, config)
         ahead = bool(scheduling.async_scheduling)
         self._pace = Pace(self._requests, self._size, ahead, loads_wait)
-        self._plans_ahead = ahead or vllm_config.parallel_config.pipeline_parallel_size > 1
         self._steps_are_taken = scheduling.policy == "priority"
         """vLLM may take the step being planned from a request."""
         self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", True))
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
-            config, instance, self.lookups, self._pace, self._hashes, step_tokens
+            config, instance, self.lookups, self._pace, self._doubts, self._hashes, step_tokens
         )
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
-        self._leftovers = Leftovers(self._groups.sizes)
         self.resets = Resets(
-            instance, self._numbers, self._drop_answers, self._outdate, self._rename
+            instance, self._numbers, self._drop_answers, self._doubt_all, self._rename
         )
-        kind, parts = compat.spec_kind(kv_cache_config), (instance, self.lookups, self._leftovers)
+        kind, parts = compat.spec_kind(kv_cache_config), (instance, self.lookups, self._doubts)
         self._completions = Completions(
             config, stores, self._groups, self._hash_block, kind, *parts
         )
         self._spans = traces.begin(vllm_config)
-        self._foreign = ForeignLoads(self._numbers)
 
     # ---- vLLM's questions
 
     def watch(self, pool: Any) -> None:
         """Note vLLM's `BlockPool`, which vLLM shows before the first request."""
         self.blocks = blocks = KVBlocks(pool)
+        self._doubts.watch(blocks)
         if self.publications is not None:
             self.publications.watch(blocks)
         if self.victims is not None:
@@ -253,14 +252,11 @@ class SchedulerSide:
             begun = beginning(output)
             if self._guesses:
                 self._distrust_turns([name for name, _, _ in begun])
-            meta.echoes |= self._foreign.begin(begun, requests)
+            self._doubt_loads(begun, meta)
+        self._doubts.follow(output, begun, self._rows)
         self.resets.last &= meta.idle and not meta.loads
         if not meta.idle:
-            unsure = self._foreign.blocks
-            self._completions.plan(output, requests, meta, unsure)
-            if unsure:
-                names = output.num_scheduled_tokens
-                self._foreign.follow([requests[name] for name in names if name in requests])
+            self._completions.plan(output, requests, meta)
         for request_id, computed, _ in begun:
             if request_id in requests:
                 self._waits.over(requests[request_id])
@@ -280,7 +276,7 @@ class SchedulerSide:
             tracked.params = msgspec.structs.replace(tracked.params, store=False)
         self._completions.stop(self._requests.values())
         # vLLM may find blocks that no step has written.
-        self._outdate()
+        self._doubt_all()
 
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
@@ -334,10 +330,10 @@ class SchedulerSide:
         if self.instance.announcer is not None:
             self.instance.announcer = self.instance.announcer.renewed()
 
-    def _outdate(self) -> None:
+    def _doubt_all(self) -> None:
         """Store nothing that builds on what vLLM has. In place that is void or was not filled."""
         if self.publications is None:
-            self._leftovers.reset(self.blocks, self._requests.values())
+            self._doubts.reset()
             for tracked in self._requests.values():
                 self._completions.stored(tracked, 0)
 
@@ -437,7 +433,6 @@ class SchedulerSide:
         )
         if self.publications is None:
             self._completions.stored(tracked, max(tracked.store.stored, end if partial else stop))
-            self._leftovers.loads(tracked)
         else:
             # Once loaded, these chunks are published as if computed here.
             size = self._groups.block
@@ -456,7 +451,7 @@ class SchedulerSide:
         return min(tokens, chunks * size), chunks
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
-        lost = self._foreign.over(report.echoes, invalid)
+        lost = self._doubts.over(report.echoes, invalid)
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.loads = False
@@ -468,14 +463,37 @@ class SchedulerSide:
             self.blocks.evict(lost)
             free = (lost & invalid).isdisjoint
             rows = [one.store.rows for one in self._requests.values()]
-            if self._plans_ahead and sum(not all(map(free, row)) for row in rows) > 1:
-                # Of all but one request with such a block, vLLM does not compute again what a
+            if sum(not all(map(free, row)) for row in rows) > 1:
+                # Of all but one request with such a block, vLLM may not compute again what a
                 # further step has computed behind it.
-                self._outdate()
+                self._doubts.add(lost)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
         self.resets.note(report)
+
+    def _doubt_loads(self, begun: Iterable[Beginning], meta: StepMetadata) -> None:
+        """Doubt what another connector loads in a step (under MultiConnector) until all workers
+        report the step, and for good what may be from before a reset.
+
+        Another connector loads if a request begins with more tokens than vLLM's own cache and we
+        supply. If that load fails, vLLM computes tokens again that the step would store."""
+        echo = next(self._numbers)
+        for request_id, computed, rows in begun:
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            foreign = computed > tracked.supplied
+            # vLLM may have copied a part of a block into another.
+            copied = self._doubts.kept and any(tracked.local % size for size in self._groups.sizes)
+            if foreign:
+                meta.echoes.add(echo)
+            if foreign or copied:
+                self._doubts.add(chain(*rows), inf if self._doubts.kept else echo)
+
+    def _rows(self, request_id: str) -> Rows | None:
+        tracked = self._requests.get(request_id)
+        return tracked.store.rows if tracked is not None else None
 
     def _distrust_turns(self, names: Iterable[str]) -> None:
         """Store nothing more of sessions that go on with another turn.
@@ -496,7 +514,7 @@ class SchedulerSide:
         the request, the next requests would compute from blocks that nobody has written. In this
         step none does: vLLM lets no request begin in it. tracked: None after a failure of ours."""
         if tracked is None:
-            self._outdate()
+            self._doubt_all()
         elif self.blocks is not None:
             hashes = tracked.request.block_hashes[tracked.store.written // self._hash_block :]
             self.blocks.evict_hashed(hashes, len(self._groups.sizes))

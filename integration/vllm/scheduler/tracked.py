@@ -132,16 +132,6 @@ class ResidentState(msgspec.Struct):
     evicted: int = 0
 
 
-class LeftoverState(msgspec.Struct):
-    """Whether a request uses KV from before a reset. Only `Leftovers` writes it.
-
-    outdated: the request uses such KV. resets: the number of resets when the request's load began.
-    """
-
-    outdated: bool = False
-    resets: int = 0
-
-
 class PromiseState(msgspec.Struct):
     """What a request has promised to compute. `SchedulerSide` gives it `number` and `early` when
     the request arrives; after that only `Lookups` and `OwnPromises` write it.
@@ -208,6 +198,5 @@ class Tracked(msgspec.Struct):
     lookup: LookupState = msgspec.field(default_factory=LookupState)
     store: StoreState = msgspec.field(default_factory=StoreState)
     resident: ResidentState = msgspec.field(default_factory=ResidentState)
-    leftover: LeftoverState = msgspec.field(default_factory=LeftoverState)
     promise: PromiseState = msgspec.field(default_factory=PromiseState)
     wait: WaitState = msgspec.field(default_factory=WaitState)

@@ -1,0 +1,122 @@
+"""Follows the blocks whose bytes may be wrong, for our connector and behind LMCache's. Imports
+neither vLLM nor LMCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .vllm.in_place.block_pool import KVBlocks
+
+NULL = 0
+"""vLLM's null block. It replaces blocks in a block table once a window has passed."""
+Rows = Sequence[Sequence[int]]
+"""A request's blocks, by block table."""
+Beginning = tuple[str, int, Rows]
+"""A request that begins or resumes: name, computed tokens, blocks."""
+
+
+class Doubts:
+    """vLLM's blocks that are doubtful: a load has not filled them or may not, they hold KV from
+    before a reset, or they were computed behind such blocks. A request is doubtful from its first
+    doubtful block on, so its last block tells. Runs in the scheduler's thread.
+
+    A doubt ends when the step with a certain echo is over, or when vLLM hands the block out (`inf`
+    in place of an echo), as its next owner writes it.
+
+    everything: all blocks are doubtful, until the next reset. kept: some were at the last reset."""
+
+    def __init__(self) -> None:
+        self.pool: KVBlocks | None = None
+        """vLLM's block pool; None until vLLM has shown it."""
+        self.everything = self.kept = False
+        self._until: dict[int, float] = {}
+        """By block, the end of the doubt."""
+
+    def watch(self, pool: KVBlocks) -> None:
+        """Note vLLM's pool, which vLLM shows before the first request."""
+        self.pool = pool
+        pool.on_taken(self._forget)
+
+    def reset(self) -> None:
+        """Doubt all that vLLM has. It may just have cleared its own prefix cache."""
+        self.everything = self.pool is None
+        held = self.pool.held if self.pool is not None else ()
+        self.add(held)
+        self.kept = bool(held)
+
+    def add(self, blocks: Iterable[int], until: float = inf) -> None:
+        """Doubt these blocks. until: at least; an echo, or `inf`."""
+        for block in blocks:
+            if block != NULL:
+                self._until[block] = max(until, self._until.get(block, 0))
+
+    def over(self, echoes: Collection[int], invalid: AbstractSet[int]) -> set[int]:
+        """End the steps with these echoes. invalid: the blocks that vLLM reports as not filled.
+        Returns all doubtful blocks if one of these is among them."""
+        failed = not self._until.keys().isdisjoint(invalid)
+        lost = set(self._until) if failed else set[int]()
+        if echoes:
+            doubts = self._until.items()
+            self._until = {block: until for block, until in doubts if until not in echoes}
+        return lost
+
+    def until(self, rows: Rows | None) -> float:
+        """The end of the doubt about a request with these blocks; 0: it is not doubtful. None: its
+        blocks are not known."""
+        if self.everything or rows is None or not self._until:
+            return inf if self.everything or self._until else 0
+        return max((self._until.get(row[-1], 0) for row in rows if row), default=0)
+
+    def follow(
+        self, output: Any, begun: Iterable[Beginning], rows_of: Callable[[str], Rows | None]
+    ) -> None:
+        """Doubt what the step that `output` describes computes behind doubtful blocks. begun: see
+        `beginning`. rows_of: a request's blocks before the step; None if they are not known."""
+        if not self._until:
+            return
+        cached = output.scheduled_cached_reqs
+        for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            running = added and name not in cached.resumed_req_ids
+            if running and (until := self.until(rows_of(name))):
+                self.add(chain(*added), until)
+        self.spread([rows for _, _, rows in begun])
+
+    def spread(self, requests: Sequence[Rows]) -> None:
+        """Doubt what these requests have behind a doubtful block."""
+        # One may begin with what another one computes.
+        for _ in requests:
+            if not sum(map(self._reaches, requests)):
+                break
+
+    def _reaches(self, rows: Rows) -> bool:
+        """Doubt what the request has behind a doubtful block. Returns whether that is news."""
+        found = {block: at for row in rows for at, block in enumerate(row) if block in self._until}
+        if not found:
+            return False
+        worst = max(map(self._until.__getitem__, found))
+        # Places in several tables do not compare.
+        first = min(found.values()) if len(rows) == 1 else 0
+        behind = {*chain(*(row[first:] for row in rows))} - {NULL}
+        news = [block for block in behind if self._until.get(block, 0) < worst]
+        self.add(news, worst)
+        return bool(news)
+
+    def _forget(self, taken: Iterable[int]) -> None:
+        for block in taken if self._until else ():  # Most often there are none.
+            if self._until.get(block) == inf:
+                del self._until[block]
+
+
+def beginning(output: Any) -> list[Beginning]:
+    """List the requests that begin or resume in the step."""
+    new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    return [
+        *((one.req_id, one.num_computed_tokens, one.block_ids) for one in new),
+        *(row for row in rows if row[0] in cached.resumed_req_ids and row[2] is not None),
+    ]

@@ -1,0 +1,61 @@
+"""Which blocks are doubtful beside vLLM's own block pool, and for how long."""
+
+from __future__ import annotations
+
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
+
+from vllm.v1.core.block_pool import BlockPool
+
+from vcache_backend.integration.doubts import Doubts, Rows, beginning
+from vcache_backend.integration.vllm.in_place.block_pool import KVBlocks
+
+NOBODY = SimpleNamespace(
+    req_ids=[], resumed_req_ids=set(), num_computed_tokens=[], new_block_ids=[]
+)
+
+
+def begin(doubts: Doubts, *rows: Rows, cached: Any = NOBODY, before: Rows = ()) -> None:
+    """A step in which requests begin with these blocks. before: of those that do not."""
+    new = [SimpleNamespace(req_id="", num_computed_tokens=0, block_ids=each) for each in rows]
+    output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+    doubts.follow(output, beginning(output), lambda _: before)
+
+
+def test_a_doubt_ends_with_its_own_step_whoever_has_the_block_by_then() -> None:
+    doubts, pool = Doubts(), BlockPool(8, enable_caching=True, hash_block_size=4)
+    doubts.watch(KVBlocks(pool))
+    doubts.add([1, 2], 6)
+    doubts.add([2], 5)
+    doubts.add([3])
+    assert [block.block_id for block in pool.get_new_blocks(3)] == [1, 2, 3]
+    assert doubts.over({5}, set()) == set()
+    assert [doubts.until([[block]]) for block in (1, 2, 3)] == [6, 6, 0]
+    assert doubts.over({6}, {1}) == {1, 2}
+    assert doubts.until([[2]]) == 0
+
+
+def test_what_lies_before_a_doubtful_block_is_right_where_there_is_one_table() -> None:
+    """And whatever order requests are listed in. With several tables nothing of it is; vLLM's null
+    block is never doubtful."""
+    doubts = Doubts()
+    doubts.add([0, 2])
+    begin(doubts, [[4, 5]], [[1, 2, 3, 4]])
+    assert [doubts.until([[block]]) for block in (1, 2, 3, 4, 5)] == [0, *[inf] * 4]
+    begin(doubts, [[0, 0, 5], [7, 8]])
+    assert [doubts.until([[block]]) for block in (0, 7, 8)] == [0, inf, inf]
+
+
+def test_a_request_that_comes_back_with_other_blocks_is_not_doubtful() -> None:
+    doubts = Doubts()
+    doubts.add([1])
+    back = SimpleNamespace(req_ids=["r"], num_computed_tokens=[0], new_block_ids=[([2],)])
+    for resumed, end in (({"r"}, 0), (set[str](), inf)):
+        back.resumed_req_ids = resumed
+        begin(doubts, cached=back, before=[[1]])
+        assert doubts.until([[2]]) == end
