@@ -91,12 +91,6 @@ def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
 # ---- what a reader refuses
 
 
-def test_what_was_shown_can_be_read_into_a_cache_of_another_size(shape: CacheShape) -> None:
-    with closing(SharedCache(SMALL._replace(blocks=7))) as mine:
-        check_shape(shape, BLOCKS, mine.kv, HOST)
-        check_shape(shape, BLOCKS // 2, mine.kv, HOST)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
