@@ -143,15 +143,20 @@ def test_a_tenant_at_its_share_evicts_its_own_chunk_one_below_the_coldest(clock:
     assert "the share of tenant 'acme'" in refused.reason
 
 
-def test_a_small_chunk_of_another_tenant_is_not_a_part_of_the_room(clock: FakeClock) -> None:
+@pytest.mark.parametrize(
+    ("others", "coldest", "left"), [(B, A, [A, B, E]), (C, D, [C, D, E])], ids=["behind", "ahead"]
+)
+def test_a_small_chunk_of_another_tenant_is_not_a_part_of_the_room(
+    clock: FakeClock, others: m.ChunkKey, coldest: m.ChunkKey, left: list[m.ChunkKey]
+) -> None:
     """Chunks of several sizes: a run of adjacent ones goes, of the tenant alone."""
     directory = make(clock, quotas={"acme": 0.75})
     lend(directory)
-    put(directory, A, tenant="acme")
-    put(directory, B)
-    put(directory, C, D, tenant="acme")
+    for key in (A, B, C, D):
+        put(directory, key, tenant="" if key == others else "acme")
+    directory.touch([key for key in (A, B, C, D) if key != coldest])
     put(directory, E, tenant="acme", nbytes=2 * KIB)
-    assert there(directory, A, B, C, D, E) == [A, B, E]
+    assert there(directory, A, B, C, D, E) == left
 
 
 def test_all_whom_nobody_named_have_one_share_and_no_table(clock: FakeClock) -> None:
