@@ -102,6 +102,15 @@ class Awaited(Copied):
         return True
 
 
+class WrongCopier(HostCopier):
+    """A planted bug: one byte of what it loads is wrong."""
+
+    def scatter(self, kv: Any, plan: Any, *given: Any) -> Finished:
+        finished = super().scatter(kv, plan, *given)
+        kv.pages[-1][int(plan.blocks[-1, 2]), -1] ^= 1
+        return finished
+
+
 class TrustingEngine(VCacheEngine):
     """A planted bug: it does not care whether its lease held."""
 

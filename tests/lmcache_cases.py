@@ -90,7 +90,8 @@ class Setup(NamedTuple):
     nothing made yet.
 
     service: the name under which LMCache's look-up servers of all ranks and its look-up
-    client find each other; empty: there are none."""
+    client find each other; empty: there are none. plant: a bug, or something else to do to the
+    child once it is complete."""
 
     yaml: Path
     arrangement: Arrangement
@@ -98,6 +99,7 @@ class Setup(NamedTuple):
     ranks: int = 1
     service: str = ""
     before: Callable[[], None] | None = None
+    plant: Callable[[Inside], None] | None = None
 
 
 class Retrieved(NamedTuple):

@@ -56,6 +56,8 @@ class Inside:
         if setup.service:
             self.server = LookupClientFactory.create_lookup_server(self.engine, self.metadata)
         self.engine.post_init()
+        if setup.plant is not None:
+            setup.plant(self)
 
     @property
     def manager(self) -> Any:

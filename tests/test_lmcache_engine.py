@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from engine_cases import WrongCopier
 from kv_cases import CHUNK, PACKED, Arrangement
 from lmcache_cases import TAGGED, Engine, Pool, all_of, chunks, needs_lmcache, pool, served, tokens
 from processes import QUICK, eventually
@@ -29,6 +30,17 @@ MLA = Arrangement("mla", "block head token dim")
 
 
 # ---- store, look up, retrieve
+
+
+def flip_a_byte(inside: Inside) -> None:
+    inside.worker.session.copier = WrongCopier()
+
+
+def test_the_comparison_sees_one_wrong_byte(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine(process={"plant": flip_a_byte})
+    writer.store(chunks(3))
+    found = reader.retrieve(chunks(3), cached=CHUNK + 16)
+    assert (found.tokens, found.right) == (2 * CHUNK, False)
 
 
 def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
