@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from math import inf
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vcache_backend.integration.doubts import Doubts, Rows, beginning
 from vcache_backend.integration.vllm.in_place.block_pool import KVBlocks
 
-NOBODY = SimpleNamespace(
-    req_ids=[], resumed_req_ids=set(), num_computed_tokens=[], new_block_ids=[]
-)
 
-
-def begin(doubts: Doubts, *rows: Rows, cached: Any = NOBODY, before: Rows = ()) -> None:
+def begin(
+    doubts: Doubts, *rows: Rows, cached: CachedRequestData | None = None, before: Rows = ()
+) -> None:
     """A step in which requests begin with these blocks. before: of those that do not."""
-    new = [SimpleNamespace(req_id="", num_computed_tokens=0, block_ids=each) for each in rows]
-    output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+    nothing = {"mm_features": [], "sampling_params": None, "pooling_params": None}
+    nothing |= {"prompt_token_ids": None, "num_computed_tokens": 0, "lora_request": None}
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData("", block_ids=row, **nothing) for row in rows]
+    output.scheduled_cached_reqs = cached or output.scheduled_cached_reqs
     doubts.follow(output, beginning(output), lambda _: before)
 
 
@@ -54,7 +54,8 @@ def test_what_lies_before_a_doubtful_block_is_right_where_there_is_one_table() -
 def test_a_request_that_comes_back_with_other_blocks_is_not_doubtful() -> None:
     doubts = Doubts()
     doubts.add([1])
-    back = SimpleNamespace(req_ids=["r"], num_computed_tokens=[0], new_block_ids=[([2],)])
+    back = CachedRequestData.make_empty()
+    back.req_ids, back.num_computed_tokens, back.new_block_ids = ["r"], [0], [([2],)]
     for resumed, end in (({"r"}, 0), (set[str](), inf)):
         back.resumed_req_ids = resumed
         begin(doubts, cached=back, before=[[1]])

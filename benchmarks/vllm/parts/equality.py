@@ -120,8 +120,8 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
             print(f"  {hit.kind}: {how}", flush=True)
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
-        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by an "
-        f"instance on another GPU, bit for bit against vLLM's own prefix-cache hit of the same "
+        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by "
+        f"another instance, bit for bit against vLLM's own prefix-cache hit of the same "
         f"length; prompts by length: {dict(sorted(kinds.items()))}"
     )
     what += f"; wrong: {dict(wrong)}" if wrong else ""
