@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, sealed
@@ -39,13 +38,9 @@ class HostExportable:
     @contextmanager
     def context(self) -> Iterator[None]:
         """A context in which this thread's `torch.zeros` of int8 on the CPU are exportable;
-        ordinary memory if that fails. May be left from another thread, and before later ones."""
-        mode = _Zeros(self._zeros)
-        overrides._push_mode(mode)
-        try:
+        ordinary memory if that fails."""
+        with _Zeros(self._zeros):
             yield
-        finally:
-            _leave(mode)
 
     def allocations(self) -> list[Region]:
         return list(self._live.values())
@@ -70,7 +65,7 @@ class _Zeros(TorchFunctionMode):
 
     def __init__(self, make: Callable[[int], torch.Tensor | None]) -> None:
         super().__init__()
-        self.make: Callable[[int], torch.Tensor | None] | None = make
+        self._make = make
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -79,24 +74,11 @@ class _Zeros(TorchFunctionMode):
             shape = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             device = given.get("device")
             place = torch.get_default_device() if device is None else torch.device(device)
-            if place.type == "cpu" and shape.numel() > 0 and self.make is not None:
-                made = self.make(shape.numel())
+            if place.type == "cpu" and shape.numel() > 0:
+                made = self._make(shape.numel())
                 if made is not None:
-                    return made if made.shape == shape else made.view(shape)
+                    return made.view(shape)
         return func(*args, **given)
-
-
-def _leave(mode: _Zeros) -> None:
-    """Disable `mode`, and take it from this thread's stack, wherever it is there."""
-    mode.make = None
-    above = []
-    while torch._C._len_torch_function_stack():
-        last = overrides._pop_mode()
-        if last is mode:
-            break
-        above.append(last)
-    for other in reversed(above):
-        overrides._push_mode(other)
 
 
 def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
