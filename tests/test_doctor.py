@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from fake_cuda import UUIDS, FakeCuda
-from processes import IN_A_CONTAINER, Child, Stage, containers, stage
+from processes import Child, stage
 from test_cuda_segments import cuda as cuda
 
 from vcache_backend import doctor
@@ -203,15 +203,6 @@ def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(config: Con
     assert mismatch.detail.endswith("lends memory; and 2 more")
 
 
-LOOK = """
-import sys
-from vcache_backend.config import from_dict
-from vcache_backend.doctor import check_server
-*_, last = check_server(from_dict({"server": {"socket": sys.argv[1]}}))
-print((last.status, last.detail[-8:]))
-"""
-
-
 AS_NOBODY = """
 import os, sys
 from vcache_backend.config import from_dict
@@ -239,15 +230,6 @@ def test_the_socket_of_a_user_who_lets_nobody_in_is_a_failure_that_names_the_set
     assert "uid 65534 may not enter" in socket_
     assert "server.allow_uids" in socket_
     assert "server.allow_uids" in server
-
-
-@pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
-@pytest.mark.parametrize("within", [[], IN_A_CONTAINER], ids=["beside it", "in a container"])
-def test_who_has_no_pid_here_is_not_taken_for_gone(stage_: Stage, within: list[str]) -> None:
-    stage_.server()
-    assert stage_.client().report("error", "it hurts")
-    with Child([*within, sys.executable, "-c", LOOK, str(stage_.path)]) as child:
-        assert child.wait() == (0, "('fail', 'it hurts')\n")
 
 
 @pytest.mark.parametrize(

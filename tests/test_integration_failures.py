@@ -255,3 +255,13 @@ def test_an_exception_of_ours_is_a_miss(
     assert reader.run(stored)[0].agrees(expected)
     case.unpolluted(reader)
     case.hits_again(reader)
+
+
+@with_lmcache
+@pytest.mark.parametrize("reader", [LMCACHE], indirect=True)
+def test_an_exception_of_ours_behind_lmcache_shares_nothing(reader: Instance, case: Case) -> None:
+    """Until the next reset, since blocks may be wrong that nobody follows."""
+    with meddled(reader, "vcache_backend.integration.doubts:Doubts.follow", "raise", times=1):
+        case.right(reader.run(case.prompt, case.beside, together=True))
+    case.unpolluted(reader)
+    assert reader.again(case.tokens).cached == 0

@@ -30,7 +30,7 @@ __all__ = ["own_depot"]
 pytestmark = [vllm_cases.needs_vllm, needs_mooncake]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
-FETCH, UPLOAD = f"{vllm_cases.SESSION}.fetch", "vcache_backend.offload.uploads:HostUploader.scatter"
+FETCH, UPLOAD = f"{vllm_cases.SESSION}.fetch", "vcache_backend.offload.uploads:Uploader.scatter"
 GATHER, FENCE = f"{vllm_cases.COPIER}.gather", f"{vllm_cases.COPIER}.fence"
 PROMOTE = f"{OURS}.worker.stores:Stores.promote"
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"

@@ -11,7 +11,8 @@ neither vLLM nor LMCache."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
@@ -101,29 +102,37 @@ class LMCacheDoubts(Doubts):
     def _update_connector_output(self, connector_output: Any) -> None:
         """Learn which loads have failed. Later requests do not find their blocks."""
         self._results += 1
-        try:
+        with self._keeping_track():
             if invalid := connector_output.invalid_block_ids:
                 self._failures += 1
                 self.add(invalid)
                 self.spread([*filter(None, map(self._rows, self._adapter._request_trackers))])
                 assert self.pool is not None, "vLLM has not shown its block pool"
                 self.pool.evict(set(self._until))
-        except Exception:  # vLLM goes on
-            self.everything = True
-            log.exception("vcache: which blocks are wrong is not known, so nothing is shared")
         self._update(connector_output)
 
     def _build_connector_meta(self, scheduler_output: Any) -> Any:
-        self.follow(scheduler_output, beginning(scheduler_output), self._rows)
+        with self._keeping_track():
+            self.follow(scheduler_output, beginning(scheduler_output), self._rows)
         meta = self._build(scheduler_output)
         self._last &= not scheduler_output.total_num_scheduled_tokens
-        if not self.everything:
-            names = self._adapter._request_trackers if self._until else ()
-            doubtful = frozenset(name for name in names if self.until(self._rows(name)))
-            counts = self._resets, self._steps, self._results
-            meta.vcache = Word(self._failures, doubtful, *counts)
+        with self._keeping_track():
+            if not self.everything:
+                names = self._adapter._request_trackers if self._until else ()
+                doubtful = frozenset(name for name in names if self.until(self._rows(name)))
+                counts = self._resets, self._steps, self._results
+                meta.vcache = Word(self._failures, doubtful, *counts)
         self._steps += 1
         return meta
+
+    @contextmanager
+    def _keeping_track(self) -> Iterator[None]:
+        """Share nothing more if what is inside raises. vLLM goes on."""
+        try:
+            yield
+        except Exception:
+            self.everything = True
+            log.exception("vcache: which blocks are wrong is not known, so nothing is shared")
 
     def _rows(self, request: str) -> Rows | None:
         tracker = self._adapter._request_trackers.get(request)

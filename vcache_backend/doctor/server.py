@@ -11,9 +11,8 @@ from vcache_backend.config import ClientConfig, Config, whole
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import folder_fault, same_pids
+from vcache_backend.metadata_server.endpoint import folder_fault
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION, Reported
-from vcache_backend.metadata_server.processes import started
 from vcache_backend.status import verdict
 
 SERVER_SECONDS = 1.0
@@ -76,28 +75,13 @@ def check_server(config: Config) -> Iterator[Finding]:
     good, said = verdict(stats)
     if not good:
         yield warn("sharing", said, "see `vcache status`")
-    here = same_pids(config.server.path)
     since = time.time() - REPORT_SECONDS
-    yield from (
-        _reported(report, here)
-        for report in reversed(stats.reports)
-        if report.level != "info" and report.time >= since
-    )
+    recent = [report for report in stats.reports if report.time >= since]
+    yield from (_reported(report) for report in reversed(recent) if report.level != "info")
 
 
-def _reported(report: Reported, here: bool) -> Finding:
-    """A report's finding: a failure if it is an error and its process still runs. here: whether the
-    server's pids are valid in this process."""
+def _reported(report: Reported) -> Finding:
     check = f"report of pid {report.pid}" if report.pid else "report"
     detail = f"{time.strftime('%H:%M:%S', time.localtime(report.time))}, {report.text}"
-    if here and report.pid and not _there_since(report.pid, report.time):
-        return warn(check, detail, "that process has ended: nothing to do if its successor works")
-    advice = "correct that and restart the instance; its log says more"
+    advice = "correct that and restart the instance, unless that was done since; its log says more"
     return (fail if report.level == "error" else warn)(check, detail, advice)
-
-
-def _there_since(pid: int, when: float) -> bool:
-    """Whether process `pid` runs and began before `when`, in seconds since the epoch; else the pid
-    was given to another process."""
-    began = started(pid) / os.sysconf("SC_CLK_TCK")
-    return 0 < began <= time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - when) + 1

@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from vcache_backend.errors import ConfigError
-from vcache_backend.metadata_server import processes
 
 FRESH_SECONDS = 3600.0
 """How often to touch the files, since cleaners of /tmp remove files that nobody touches."""
@@ -124,8 +123,6 @@ class Endpoint:
         if lock is None:
             raise ConfigError(f"server.socket: another server already serves {self._path}")
         undo.callback(os.close, lock)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, processes.namespaces(), 0)
 
     def _make_way(self) -> None:
         """Remove the socket of a server that is gone, and no other file. A server that still
@@ -157,14 +154,6 @@ class Endpoint:
     def _remove(self) -> None:
         if not self.lost():
             self._path.unlink(missing_ok=True)
-
-
-def same_pids(path: Path) -> bool:
-    """Whether this process and the server at `path` use the same pids. False if unknown."""
-    try:
-        return beside(path, ".lock").read_bytes() == processes.namespaces()
-    except OSError:
-        return False
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from vcache_backend.offload.read import Staged
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, Mark
@@ -27,85 +27,66 @@ MAX_BOUNCE = 64
 """The most chunks of one call."""
 
 
-class HostUploader:
-    """Copies chunks into a KV cache that lies in host memory, too. In the worker's thread that
-    launches kernels.
+class Uploader:
+    """Copies chunks into a KV cache, in the worker's thread that launches kernels: they are written
+    into a bounce buffer on its device, and the copier scatters that.
 
-    most: the most chunks of one call."""
+    On a GPU the copy engine fills the buffer, on a stream of its own. most: the most chunks of one
+    call."""
 
-    def __init__(self, copier: Copier, chunk_bytes: int) -> None:
-        self._copier, self._chunk_bytes = copier, chunk_bytes
-        self.most = MAX_BOUNCE
+    def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
+        """Raises torch.OutOfMemoryError if there is no memory for the bounce buffer."""
+        self._copier, self._device = copier, kv.device
+        self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, MAX_BOUNCE))
+        self._stream = torch.cuda.Stream(kv.device) if kv.device.type == "cuda" else None
+        # From this stream's own pool: memory from the caller's stream may still be used by work
+        # queued there.
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._bounce = torch.empty(
+                self.most, chunk_bytes, dtype=torch.uint8, device=self._device
+            )
+        self._last: CudaCompletion | None = None
 
     def scatter(
         self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None
     ) -> Completion:
         """Like `Copier.scatter`, with `chunks` instead of slots. The caller leaves them as they are
         until the copy is over."""
-        return self._copier.scatter(
-            kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after
-        )
+        if self._stream is not None:
+            return self._scatter_beside(self._stream, kv, plan, chunks, after)
+        return self._copier.scatter(kv, plan, self._bounced(chunks), after)
 
-    def _decoded(self, chunk: Staged) -> Tensor:
-        if chunk.codec is None:
-            return chunk.payload
-        decoded = torch.empty(self._chunk_bytes, dtype=torch.uint8)
-        chunk.write_to(decoded)
-        return decoded
+    def _bounced(self, chunks: Sequence[Staged]) -> list[SlotView]:
+        """Write the chunks into the bounce buffer, on the current stream."""
+        for place, chunk in zip(self._bounce, chunks, strict=False):
+            chunk.write_to(place)
+        return [SlotView.over(place, local=True) for place in self._bounce[: len(chunks)]]
 
-
-class CudaUploader:
-    """Like `HostUploader`, for a KV cache on a GPU: the copy engine fills a bounce buffer there,
-    then the copier scatters it.
-
-    The copy engine's part runs on a stream of its own."""
-
-    def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
-        """Raises torch.OutOfMemoryError if there is no memory for the bounce buffer."""
-        self._copier, self._device = copier, kv.device
-        self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, MAX_BOUNCE))
-        with torch.cuda.device(self._device):
-            self._stream = torch.cuda.Stream()
-            # From this stream's own pool: memory from the caller's stream may still be used by work
-            # queued there.
-            with torch.cuda.stream(self._stream):
-                self._bounce = torch.empty(
-                    self.most, chunk_bytes, dtype=torch.uint8, device=self._device
-                )
-        self._last: CudaCompletion | None = None
-
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None
+    def _scatter_beside(
+        self,
+        stream: torch.cuda.Stream,
+        kv: PagedKV,
+        plan: CopyPlan,
+        chunks: Sequence[Staged],
+        after: Mark | None,
     ) -> Completion:
         from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaMark
 
         with torch.cuda.device(self._device):
             if self._last is not None:
                 # The last scatter may still read the buffer.
-                self._stream.wait_event(self._last.end)
+                stream.wait_event(self._last.end)
             if isinstance(after, CudaMark):
-                self._stream.wait_event(after.event)
-            with torch.cuda.stream(self._stream):
-                for place, chunk in zip(self._bounce, chunks, strict=False):
-                    chunk.write_to(place)
-                arrived = self._stream.record_event()
+                stream.wait_event(after.event)
+            with torch.cuda.stream(stream):
+                views = self._bounced(chunks)
+                arrived = stream.record_event()
             if after is None:
                 # The scatter then follows the current stream's earlier work and this upload, and
                 # later work follows the scatter.
                 torch.cuda.current_stream().wait_event(arrived)
-            views = [SlotView.over(at, local=True) for at in self._bounce[: len(chunks)]]
             copy = self._copier.scatter(
                 kv, plan, views, None if after is None else CudaMark(arrived)
             )
         self._last = copy if isinstance(copy, CudaCompletion) else None
         return copy
-
-
-Uploader = HostUploader | CudaUploader
-
-
-def make_uploader(copier: Copier, kv: PagedKV, chunk_bytes: int) -> Uploader:
-    """The uploader for a KV cache: see `CudaUploader`, `HostUploader`."""
-    if kv.device.type == "cuda":
-        return CudaUploader(copier, kv, chunk_bytes)
-    return HostUploader(copier, chunk_bytes)

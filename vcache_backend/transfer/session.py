@@ -161,11 +161,11 @@ class Session:
         """Prepare the offload tier for these KV caches. Without memory for it go on without it."""
         if self.tier is None:
             return
-        from vcache_backend.offload.uploads import make_uploader
+        from vcache_backend.offload.uploads import Uploader
 
         nbytes = kv.chunk_bytes(self.chunk_size)
         try:
-            self.uploader = make_uploader(self.copier, kv, nbytes)
+            self.uploader = Uploader(self.copier, kv, nbytes)
             self.tier.bind(self._config, self.layout, self.device, nbytes, self.views)
         except (VCacheError, RuntimeError) as error:
             log.error("no offload tier: %s", error)
