@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import neighbour_cases
@@ -15,14 +16,14 @@ import pytest
 from engine_cases import said
 from kv_cases import SMALL
 from neighbour_cases import EACH, Reader, enters, kv_mapped, mapped, owner, read, still, threads
-from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
+from processes import QUICK, Stage, asked, eventually, make_memfd
 from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server import wire
 from vcache_backend.resident.generations import Generations, GenerationView
-from vcache_backend.resident.neighbours import Neighbour
+from vcache_backend.resident.neighbours import LOOK_SECONDS, Neighbour
 from vcache_backend.resident.own_cache import cache_shape
-from vcache_backend.resident.unmapper import LOOK_SECONDS, Unmapper
 
 ONE, TWO = neighbour_cases.instance(1), neighbour_cases.instance(2)
 WORKER = {"scheduler": False}
@@ -249,57 +250,57 @@ def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
         neighbour = reader.there(ONE)
         assert neighbour.enter()
         reader.close()
-        assert len(said(caplog, "stay mapped until copies out of them are over")) == 1
+        assert len(said(caplog, "stays mapped until its last copy is over")) == 1
         assert read(neighbour, reader.cache, 1) == 3
         assert reader.neighbours.get(ONE) is None
         neighbour.leave()
         eventually(lambda: kv_mapped() == 0)
 
 
-# ---- the thread that unmaps what was a dead owner's
+# ---- the thread of an owner
 
 
-def test_the_end_of_one_owner_ends_no_other_that_was_admitted_meanwhile(owners: Owners) -> None:
-    """While the first end is dealt with, somebody admits a living owner: its pidfds may get the
-    same numbers.
+def test_the_end_of_one_owner_ends_no_other_that_was_mapped_meanwhile(
+    stage: Stage, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first end is dealt with, a living owner is mapped: its pidfds may get the same
+    numbers.
     """
-    living: list[Neighbour] = []
+    close_fds = wire.close_fds
 
-    def admit_another(ended: Neighbour) -> None:
-        if not living:
-            living.append(owners.neighbour())
-            assert unmapper.admit(living[0], [os.pidfd_open(os.getpid()) for _ in ends])
+    def and_another_comes(fds: Sequence[int]) -> None:
+        close_fds(fds)
+        if threading.current_thread() in ending:
+            ending.clear()
+            reader.there(TWO)
 
-    unmapper = Unmapper(admit_another)
-    with script("input()") as process:
-        ends = [os.pidfd_open(process.pid) for _ in range(8)]
-        dead = owners.neighbour()
-        assert unmapper.admit(dead, ends)
-        process.kill()
-    eventually(lambda: not enters(dead))
-    eventually(lambda: living)
-    eventually(lambda: kv_mapped() == 1)
-    time.sleep(3 * LOOK_SECONDS)
-    assert enters(living[0])
-    unmapper.close(SECONDS)
-    assert kv_mapped() == 0
-    assert not unmapper.admit(owners.neighbour(), [])
+    ending = list[threading.Thread]()
+    monkeypatch.setattr(wire, "close_fds", and_another_comes)
+    with owner(stage) as there, owner(stage, 2):
+        reader.there(ONE)
+        ending += [it for it in threading.enumerate() if it.name == "vcache-neighbours"]
+        there.kill()
+        eventually(lambda: TWO in reader.neighbours._here)
+        eventually(lambda: (kv_mapped(), threads()) == (1, 1))
+        time.sleep(3 * LOOK_SECONDS)
+        assert enters(reader.there(TWO))
 
 
-def test_without_the_thread_nobody_reads(owners: Owners, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_its_thread_nobody_reads(
+    stage: Stage,
+    reader: Reader,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Or an owner's end would never be noticed."""
 
-    def fail(ended: Neighbour) -> None:
-        if ended is first:
-            raise RuntimeError("planted")
+    def fail(view: GenerationView) -> bool:
+        raise RuntimeError("planted")
 
-    unmapper = Unmapper(fail)
-    first, second = owners.neighbour(), owners.neighbour()
-    with script("input()") as process:
-        assert unmapper.admit(second, [os.pidfd_open(os.getpid())])
-        assert unmapper.admit(first, [os.pidfd_open(process.pid)])
-        process.kill()
-    eventually(lambda: unmapper.closed and kv_mapped() == 0)
-    assert not second.enter()
-    unmapper.close(SECONDS)
-    assert "KV caches are not read any more" in caplog.text
+    with owner(stage):
+        neighbour = reader.there(ONE)
+        monkeypatch.setattr(GenerationView, "dead", property(fail))
+        eventually(lambda: (kv_mapped(), threads()) == (0, 0))
+        assert not neighbour.enter()
+        assert reader.neighbours.get(ONE) is None
+        assert "is not read in place" in caplog.text

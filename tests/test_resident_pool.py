@@ -39,16 +39,17 @@ class Watched:
         self.owner = Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
         self.places = dict[ChunkKey, tuple[int, int, int]]()
+        blocks = KVBlocks(self.pool)
         self.duplicates = Duplicates(
-            KVBlocks(self.pool),
+            blocks,
             self.generations,
             EACH,
             lambda instance: theirs if instance == OWNER else None,
             self.places.get,
             lambda: True,
         )
-        give_way = self.duplicates.give_way
-        self.watch = ResidentPool(self.pool, self.generations, lambda: None, give_way)
+        blocks.give_way = self.duplicates.give_way
+        self.watch = ResidentPool(blocks, self.generations, lambda: None)
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
         self.hashes = 0
 
@@ -355,7 +356,7 @@ def test_blocks_are_void_before_vllm_evicts_or_resets_them(
         return theirs(*given)
 
     monkeypatch.setattr(pool, call, ask)
-    ResidentPool(pool, generations, lambda: resets.append(True))
+    ResidentPool(KVBlocks(pool), generations, lambda: resets.append(True))
     ids = [block.block_id for block in pool.get_new_blocks(used)]
     generations.filled(np.array(ids, dtype=np.intp))
     if call == "evict_blocks":

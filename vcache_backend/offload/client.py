@@ -59,8 +59,7 @@ class OffloadProcess:
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._numbers = count(1)
         self._lock = threading.Lock()
-        loaded: Future[Any] = Future()
-        self._calls = {0: loaded}
+        self._calls: dict[int, Future[Any]] = {}
         self._over = self._leaving = False
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
         works = (self._send, self._log, self._listen)
@@ -70,7 +69,7 @@ class OffloadProcess:
         for thread in (self._sender, self._logger, listener):
             thread.start()
         try:
-            self._wait(loaded, "load", OPEN_SECONDS)
+            self.call("load", seconds=OPEN_SECONDS)
         except VCacheError:
             self.kill()
             raise
@@ -98,22 +97,19 @@ class OffloadProcess:
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
         """Send a call and wait for its answer. After `seconds` the process is killed, and its other
         calls fail. Raises StoreDown."""
-        return self._wait(self.ask(verb, *arguments), verb, seconds)
+        try:
+            return self.ask(verb, *arguments).result(seconds)
+        except TimeoutError:
+            self.kill()
+            raise StoreDown(
+                f"{verb}: no answer in {seconds:g} s; the offload process was killed"
+            ) from None
 
     def kill(self) -> None:
         """Kill the process and wait for its end. Running calls fail. Idempotent."""
         self._leaving = True
         self._process.kill()
         self._process.wait()
-
-    def _wait(self, call: Future[Any], verb: str, seconds: float) -> Any:
-        try:
-            return call.result(seconds)
-        except TimeoutError:
-            self.kill()
-            raise StoreDown(
-                f"{verb}: no answer in {seconds:g} s; the offload process was killed"
-            ) from None
 
     # ---- the three threads
 

@@ -5,8 +5,8 @@ The library may hang, crash or hold the GIL, but not in the process that compute
 that has waited too long kills the offload process, which ends all its calls.
 
 A message is MessagePack in a frame of multiprocessing's: `[number, verb, arguments]` from the
-parent, `[number, error, answer]` back, in any order. Number 0 answers whether the library loads.
-Calls read and write the parent's memory. The process ends with its parent."""
+parent, `[number, error, answer]` back, in any order. Calls read and write the parent's memory. The
+process ends with its parent."""
 
 from __future__ import annotations
 
@@ -39,23 +39,19 @@ a load waited 0.3 s beside others that computed."""
 class OffloadService:
     """Runs the calls of one parent. Look-ups do not wait for transfers."""
 
-    def __init__(self, connection: Connection, load: Callable[[], Mooncake]) -> None:
+    def __init__(self, connection: Connection, store: Mooncake) -> None:
         self._connection, self._sending = connection, threading.Lock()
-        self._store: Mooncake | None = None
+        self._store = store
         asks = ThreadPoolExecutor(THREADS, "ask")
         transfers = ThreadPoolExecutor(THREADS, "transfer", initializer=_step_back)
-        self._threads = dict.fromkeys(("open", "exist", "remove", "remove_under"), asks)
+        self._threads = dict.fromkeys(("load", "open", "exist", "remove", "remove_under"), asks)
         self._threads |= dict.fromkeys(("put", "get"), transfers)
-        self._answer(0, "load", lambda: self._load(load), [])
 
     def serve(self) -> None:
-        while self._store is not None:
+        while True:
             number, verb, arguments = msgspec.msgpack.decode(self._connection.recv_bytes())
             call = getattr(self._store, verb)
             self._threads[verb].submit(self._answer, number, verb, call, arguments)
-
-    def _load(self, load: Callable[[], Mooncake]) -> None:
-        self._store = load()
 
     def _answer(
         self, number: int, verb: str, call: Callable[..., Any], arguments: Sequence[Any]
@@ -98,7 +94,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = msgspec.json.decode(sys.argv[4], type=MooncakeConfig)
     with suppress(OSError, EOFError):
-        OffloadService(Connection(fd), lambda: Mooncake(settings, memory)).serve()
+        OffloadService(Connection(fd), Mooncake(settings, memory)).serve()
     # Skip the library's own clean-up: calls may be running.
     os._exit(0)
 

@@ -52,15 +52,18 @@ class Mooncake:
     Calls block as long as the library does. All raise StoreDown, and do so before `open`."""
 
     def __init__(self, config: MooncakeConfig, memory: int) -> None:
-        """Load the library. memory: a memfd that objects are written from and read into; it may get
-        its size later. ConfigError says what to install."""
+        """memory: a memfd that objects are written from and read into; its size may come later."""
         self._config, self._fd = config, memory
-        mooncake_environment(config)
-        self._library = _load_library()
+        self._library: Any = None
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._raw: Any = None
         self._is_open = False
+
+    def load(self) -> None:
+        """Load the library, before `open`. ConfigError says what to install."""
+        mooncake_environment(self._config)
+        self._library = _load_library()
 
     def open(self) -> dict[str, str]:
         """Connect. Returns the settings in force, for people; empty if already connected. Takes 30

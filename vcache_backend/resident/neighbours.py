@@ -2,17 +2,17 @@
 
 When an owner ends, its memory must become free soon, or the owner's restart fails. But unmapping
 memory under a running copy would kill this process's CUDA context. So copies are counted: `enter`
-before the launch, `leave` after the end. When an owner ends, new copies are forbidden, and a thread
-unmaps the memory after the last `leave`."""
+before the launch, `leave` after the end. Each owner has a thread here. When the owner ends, the
+thread forbids new copies, and unmaps the memory after the last `leave`."""
 
 from __future__ import annotations
 
 import logging
 import mmap
+import select
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -25,7 +25,6 @@ from vcache_backend.metadata_server.messages import CacheShape
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.resident.tables import Refusals, open_instance
-from vcache_backend.resident.unmapper import Unmapper
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -34,6 +33,9 @@ log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
 """How long `Neighbours.close` waits for running copies."""
+LOOK_SECONDS = 0.1
+"""How often a thread checks whether a living owner gave its memory up, whether a copy is over, and
+for `close`. The end of a process is noticed at once."""
 
 
 class Neighbour:
@@ -64,7 +66,7 @@ class Neighbour:
         with self._lock:
             self._launches -= 1
 
-    # ---- of Neighbours and its thread
+    # ---- of the owner's thread
 
     def map(self, fds: Sequence[int], device: Device) -> None:
         """Map the regions for `device`, and compute `bases`. Raises SegmentError, OSError."""
@@ -82,14 +84,11 @@ class Neighbour:
         )
         self.bases.flags.writeable = False
 
-    def forbid(self) -> None:
+    def unmap(self) -> bool:
+        """Forbid new copies, and unmap the memory. False, and nothing is unmapped, while a copy
+        runs. May wait for the device."""
         with self._lock:
             self._forbidden = True
-
-    def unmap(self) -> bool:
-        """Unmap the memory, after `forbid`. False, and nothing is unmapped, while a copy runs. May
-        wait for the device."""
-        with self._lock:
             idle = not self._launches
         if idle:
             self._mapped.clear()
@@ -99,16 +98,15 @@ class Neighbour:
 class Neighbours:
     """The KV caches that a worker on `device` can copy into `kv`. Any thread; nothing raises.
 
-    rank: this worker's rank; the worker reads only from the same rank. A thread waits for the
-    owners' processes to end."""
+    rank: this worker's rank; the worker reads only from the same rank."""
 
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
         self._here: dict[bytes, Neighbour] = {}
         self._coming: set[bytes] = set()
         self._refused = Refusals()
-        self._unmapper = Unmapper(self._ended)
-        self._mapper = ThreadPoolExecutor(1, "vcache-neighbours-mapper")
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
     def expects(self, instance: bytes) -> bool:
         """Whether the KV cache of `instance` is being mapped in another thread. The first call for
@@ -117,11 +115,14 @@ class Neighbours:
         Mapping takes a few seconds at most."""
         if instance in self._coming:
             return True
-        if instance in self._here or instance in self._refused or self._unmapper.closed:
+        if instance in self._here or instance in self._refused or self._closed:
             return False
         self._coming.add(instance)
-        with suppress(RuntimeError):  # closed
-            self._mapper.submit(self._map, instance)
+        name = "vcache-neighbours"
+        thread = threading.Thread(target=self._run, args=(instance,), name=name, daemon=True)
+        with suppress(RuntimeError):  # there are too many threads
+            thread.start()
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
             return True
         self._coming.discard(instance)
         return False
@@ -134,17 +135,23 @@ class Neighbours:
 
     def close(self) -> None:
         """Unmap each KV cache after its last copy. Waits at most `CLOSE_SECONDS`. Idempotent."""
-        self._unmapper.close(CLOSE_SECONDS)
-        self._mapper.shutdown(wait=False)
+        self._closed = True
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+            if thread.is_alive():
+                log.warning("another instance's KV cache stays mapped until its last copy is over")
 
-    # ---- inside
+    # ---- the thread of one owner
 
-    def _map(self, instance: bytes) -> None:
-        """Map a KV cache: two requests to the server, then some 10 ms for 40 GiB of a GPU. After a
-        failure `expects` tries again later; never if the KV cache has another layout."""
+    def _run(self, instance: bytes) -> None:
+        """Map a KV cache: two requests to the server, then some 10 ms for 40 GiB of a GPU. Unmap it
+        when its owner has ended, or at `close`.
+
+        After a failure `expects` tries again later; never if the KV cache has another layout."""
         try:
-            if instance not in self._here:
-                self._open(instance)
+            with ExitStack() as undo:
+                self._serve(instance, undo)
         except (VCacheError, OSError) as error:
             self._refused.failed(instance, error)
         # the thread's last line of defence; a load waits until it is no longer in `_coming`
@@ -154,39 +161,40 @@ class Neighbours:
         finally:
             self._coming.discard(instance)
 
-    def _open(self, instance: bytes) -> None:
+    def _serve(self, instance: bytes, undo: ExitStack) -> None:
         started = time.perf_counter()
-        with ExitStack() as undo:
-            joined, view, pidfds = open_instance(self._client, instance)
-            undo.callback(wire.close_fds, pidfds)
-            shape, fds = self._client.open_cache(instance, self._rank)
-            try:
-                check_shape(shape, joined.blocks, self._kv, self._device)
-                neighbour = Neighbour(instance, shape, view, joined.each)
-                # Added before `admit`, after which the owner's end may call `_ended`.
-                undo.callback(self._forget, neighbour)
-                neighbour.map(fds, self._device)
-            finally:
-                # Each mapping keeps its memory.
-                wire.close_fds(fds)
-            self._here[instance] = neighbour
-            if not self._unmapper.admit(neighbour, pidfds):
-                return
-            undo.pop_all()
+        joined, view, pidfds = open_instance(self._client, instance)
+        undo.callback(wire.close_fds, pidfds)
+        shape, fds = self._client.open_cache(instance, self._rank)
+        try:
+            check_shape(shape, joined.blocks, self._kv, self._device)
+            neighbour = Neighbour(instance, shape, view, joined.each)
+            undo.callback(_unmap, neighbour)
+            neighbour.map(fds, self._device)
+        finally:
+            # Each mapping keeps its memory.
+            wire.close_fds(fds)
+        undo.callback(self._forget, instance)
+        self._here[instance] = neighbour
+        self._coming.discard(instance)
         ms, where = (time.perf_counter() - started) * 1e3, f"{instance.hex()} on {shape.device}"
         log.info("mapped the KV cache of instance %s, in %.1f ms", where, ms)
+        ends = select.poll()
+        for pidfd in pidfds:
+            ends.register(pidfd, select.POLLIN)
+        while not (self._closed or view.dead or ends.poll(LOOK_SECONDS * 1000)):
+            pass
 
-    def _forget(self, neighbour: Neighbour) -> None:
-        self._here.pop(neighbour.instance, None)
-        neighbour.forbid()
-        neighbour.unmap()
+    def _forget(self, instance: bytes) -> None:
+        self._refused.add(instance)
+        self._here.pop(instance, None)
+        if not self._closed:
+            log.info("instance %s has ended: it is unmapped here", instance.hex())
 
-    def _ended(self, neighbour: Neighbour) -> None:
-        """Forget a neighbour whose owner has ended. The unmapper calls this in its thread."""
-        self._refused.add(neighbour.instance)
-        self._here.pop(neighbour.instance, None)
-        if not self._unmapper.closed:
-            log.info("instance %s has ended: it is unmapped here", neighbour.instance.hex())
+
+def _unmap(neighbour: Neighbour) -> None:
+    while not neighbour.unmap():
+        time.sleep(LOOK_SECONDS)
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:

@@ -10,7 +10,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from math import inf
 from time import monotonic
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,13 +48,9 @@ NOWHERE = 0, 0, 0
 """The place of a chunk that was not published: vLLM's null block never has this generation."""
 
 
-class _Duplicate(NamedTuple):
-    """Another's copy of a chunk that lies here, too, and when the last two requests ended that used
-    it here since this was heard of."""
-
-    copy: Copy
-    used: float = -inf
-    before: float = -inf
+_Duplicate = tuple[Copy, float, float]
+"""Another's copy of a chunk that lies here, too, and when the last two requests ended that used it
+here since this was heard of; `-inf` for none."""
 
 
 class Duplicates:
@@ -107,10 +102,8 @@ class Duplicates:
         """Act on the first message that `hear` noted. True if more wait. Never raises."""
         if self._waiting:
             for copy in self._waiting.popleft():
-                duplicate = self._copies.pop(copy.key, None)
-                self._copies[copy.key] = (
-                    duplicate._replace(copy=copy) if duplicate else _Duplicate(copy)
-                )
+                _, used, before = self._copies.pop(copy.key, (None, -inf, -inf))
+                self._copies[copy.key] = copy, used, before
             while len(self._copies) * self._each > self._generations.blocks:
                 self._copies.popitem(last=False)
         return bool(self._waiting)
@@ -127,11 +120,11 @@ class Duplicates:
         if in_use:
             for last in row[self._each - 1 :: self._each]:
                 if (duplicate := in_use.pop(last, None)) is not None:
-                    copies.setdefault(duplicate.copy.key, duplicate)
+                    copies.setdefault(duplicate[0].key, duplicate)
         # A prefix is given up from its end.
         for key in reversed(tracked.lookup.keys):
             if (duplicate := copies.pop(key, None)) is not None:
-                copies[key] = _Duplicate(duplicate.copy, now, duplicate.used)
+                copies[key] = duplicate[0], now, duplicate[1]
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
@@ -171,22 +164,20 @@ class Duplicates:
         """Move `needed` chunks to the head of the free queue that are intact, free, and not
         `YOUNG`. Returns how many were moved; ends after `MOST_LOOKED` others. instead: the
         block that would leave else."""
-        self._note_used()
-        now = monotonic()
-        latest = now - (now - float(self._used[instead])) / YOUNG
+        latest = 0.0
         copies, pool, each = self._copies, self._pool, self._each
         own = self._generations.counters.data
         others: dict[bytes, memoryview[int]] = {}
         moved, looks, young = 0, MOST_LOOKED, MOST_YOUNG
         while moved < needed and copies and looks and young:
             key, duplicate = copies.popitem(last=False)
-            copy = duplicate.copy
+            copy, _, before = duplicate
             last, generation, first = self._ends(key) or NOWHERE
             if own[last] != generation:
                 pass
             elif not pool.together(last, first, each):
                 self._in_use[last] = duplicate
-            elif duplicate.before > latest:
+            elif before > 0 and before > (latest := latest or self._latest(instead)):
                 copies[key] = duplicate
                 young -= 1
             else:
@@ -204,6 +195,12 @@ class Duplicates:
                 own[last] = generation
             looks -= 1
         return moved
+
+    def _latest(self, instead: int) -> float:
+        """The last use of a duplicate that just leaves before the block `instead`: see `YOUNG`."""
+        self._note_used()
+        now = monotonic()
+        return now - (now - float(self._used[instead])) / YOUNG
 
     def _counters(self, instance: bytes) -> memoryview[int]:
         """Another instance's generations; of no block if it is gone."""

@@ -86,8 +86,8 @@ class Publications:
                 self._told.get,
                 lambda: self.reachable(),
             )
-        give_way = self.duplicates.give_way if self.duplicates is not None else None
-        self._pool = ResidentPool(pool.pool, self.generations, self._reset, give_way)
+            pool.give_way = self.duplicates.give_way
+        self._pool = ResidentPool(pool, self.generations, self._reset)
 
     def reset(self) -> None:
         """Void all that was published, and all that the steps under way compute."""
