@@ -141,6 +141,16 @@ def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.Mo
     assert [loads.finished(idle=False) for _ in range(3)] == [{"r"}, {"r"}, set()]
 
 
+def test_no_step_waits_for_a_loads_end(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that runs no model here: other expert parallel ranks wait for it."""
+    worker, end = Worker(here), threading.Event()
+    monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: Copied(end))
+    loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
+    assert not any(loads.finished(idle=True) for _ in range(3))
+    end.set()
+    eventually(lambda: loads.finished(idle=True) == {"r"})
+
+
 def test_of_a_load_that_failed_vllm_hears_with_its_unfilled_blocks(worker: Worker) -> None:
     """No sooner, or its request would run."""
     lost = LoadSpec("lost", [KEYS[2]], [1, 2], number=1)

@@ -10,12 +10,10 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import socket
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 import vllm_cases
@@ -23,7 +21,7 @@ from page_commands import COMMANDS, commands
 from processes import ROOT, containers, eventually
 from test_start_server import end_servers
 from vllm_cases import BLOCK, CHUNK, IN_PLACE, Answer, Instance, Node, complete, here, new_tokens
-from vllm_models import write_experts, write_states
+from vllm_models import write_states
 
 from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
@@ -211,7 +209,9 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
     other = {"kv_connector": "FailingConnector", "kv_connector_module_path": "vllm_variants"}
     other |= {"kv_role": "kv_both"}
     other |= {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / "failing")}}
-    given = beside(here, other, False, kv_load_failure_policy="recompute")
+    given = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    given |= {"kv_load_failure_policy": "recompute"}
+    given |= {"kv_connector_extra_config": {"connectors": [other, here.transfer()]}}
     more = {"async_scheduling": False, "disable_hybrid_kv_cache_manager": True}
     failing = here.alone("failing", runner, kv_transfer_config=given, **more)
     reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
@@ -226,37 +226,6 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
     assert hit.agrees(computed)
     for one in (failing, reader):
         one.close()
-
-
-def test_what_another_connector_still_stores_is_not_overwritten_by_ours(here: Node) -> None:
-    """vLLM's OffloadingConnector copies what the last step of a request has computed only when the
-    next one runs, which may give its blocks to somebody else: a load of ours must not have begun by
-    then."""
-    first, second = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
-    writer = here.connect("writer")
-    here.keep(writer, second)
-    given = beside(here, OFFLOADING, ours_first=True)
-    with here.alone("small", kv_transfer_config=given, **vllm_cases.TINY) as small:
-        right = small.one(first, max_tokens=1, params={"vcache": {"store": False}})
-        assert small.one(second).cached == 6 * CHUNK, "ours, into blocks that were the first one's"
-        again = small.one(first, max_tokens=1)
-        assert again.cached == 6 * CHUNK, "from the other connector"
-        assert again.agrees(right)
-    writer.close()
-
-
-HOST_OFFLOADING = {"spec_name": "HostOffloadingSpec", "spec_module_path": "vllm_variants"}
-OFFLOADING = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 16 << 20, **HOST_OFFLOADING},
-}
-
-
-def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> dict[str, Any]:
-    connectors = [here.transfer(), other] if ours_first else [other, here.transfer()]
-    extra = {"kv_connector_extra_config": {"connectors": connectors}}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", **extra, **more}
 
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
@@ -437,82 +406,28 @@ def routed(log: Path, arguments: Sequence[str]) -> Iterator[str]:
 # ---- data parallel ranks
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]]:
-    """A server of two ranks, each with half of the experts, by the documents' one command. Nobody
-    has started a metadata server, nobody has named a way to share, and nothing is lent.
+@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
+def test_the_documents_one_command_shares_among_its_ranks(tmp_path: Path) -> None:
+    """In place, since they have a block table each. Nobody has started a metadata server, nobody has
+    named a way to share, and nothing is lent.
     """
     export = re.compile(r"export VCACHE='(.*)'")
     (written,) = {shown for page in PAGES for shown in export.findall(page.read_text())}
-    here = Node(tmp_path_factory.mktemp("ranks"))
-    write_experts(here.model)
-    config = here.folder / "vcache.yaml"
+    here, config = Node(tmp_path), tmp_path / "vcache.yaml"
     sections = here.transfer(IN_PLACE)["kv_connector_extra_config"]
     del sections["connector"]["share"]
     config.write_text(json.dumps(sections))
-    more = ["--data-parallel-size", "2", "--enable-expert-parallel"]
-    more += ["--worker-extension-cls", "vllm_variants.Ranks"]
-    more += ["--max-model-len", str(LENGTH + BLOCK), "--max-num-batched-tokens", str(CHUNK)]
-    # Room for all that the tests compute.
-    more += ["--kv-cache-memory-bytes", str(16 * LENGTH * vllm_cases.TOKEN_BYTES)]
+    more, tokens = ["--data-parallel-size", "2"], new_tokens(LENGTH + 1)
     try:
         with serving(here, json.loads(written), more=more, VCACHE_CONFIG=str(config)) as (address,):
             for rank in range(2):
-                complete(address, new_tokens(LENGTH), rank=rank)
-            yield here, address
+                complete(address, new_tokens(5), rank=rank)
+            assert complete(address, tokens)[1] == 0
+            own = complete(address, tokens)
+            eventually(lambda: sum(one.resident for one in here.stats().instances) == 4)
+            hit = complete(address, tokens, rank=1)
+            assert (hit[1], own[1]) == (LENGTH, LENGTH)
+            assert hit == own
+            assert here.chunks() == 0, "the server is still there"
     finally:
         end_servers(here.socket)
-
-
-def residents(here: Node) -> int:
-    """How many chunks the ranks have published, once no more come of earlier requests."""
-    seen = [-1]
-
-    def settled() -> bool:
-        seen.append(sum(one.resident for one in here.stats().instances))
-        return seen[-1] == seen[-2]
-
-    eventually(settled, every=0.2)
-    return seen[-1]
-
-
-def meddle(address: str, method: str, *given: str) -> None:
-    """In each rank's worker, see `vllm_variants.Ranks`."""
-    body = json.dumps({"method": method, "args": given}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = Request(f"{address}/collective_rpc", body, headers)
-    urlopen(request, timeout=vllm_cases.ANSWER_SECONDS).close()
-
-
-@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_the_documents_one_command_shares_among_its_ranks(ranks: tuple[Node, str]) -> None:
-    """In place, since they have a block table each. Nothing is copied into a pool."""
-    (here, address), tokens = ranks, new_tokens(LENGTH + 1)
-    before = residents(here)
-    assert complete(address, tokens)[1] == 0
-    own = complete(address, tokens)
-    eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
-    hit = complete(address, tokens, rank=1)
-    assert (hit[1], own[1]) == (LENGTH, LENGTH)
-    assert hit == own
-    assert here.chunks() == 0, "the server is still there"
-
-
-@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_a_load_of_an_expert_parallel_rank_holds_up_no_other(ranks: tuple[Node, str]) -> None:
-    """All take part in every step: a rank that has nothing but a load goes on with the others. After
-    a load this slow nobody waits for another one: the test comes last.
-    """
-    (here, address), tokens = ranks, new_tokens(LENGTH + 1)
-    before = residents(here)
-    complete(address, tokens)
-    own = complete(address, tokens)
-    eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
-    with ThreadPoolExecutor(1) as pool:
-        meddle(address, "meddle", vllm_cases.PULL, "slow", str(vllm_cases.ANSWER_SECONDS))
-        loads = pool.submit(complete, address, tokens, rank=1)
-        for _ in range(3):
-            assert complete(address, new_tokens(LENGTH + 1))[1] == 0
-        assert not loads.done()
-        meddle(address, "leave_alone")
-        assert loads.result() == own

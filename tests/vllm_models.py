@@ -23,7 +23,6 @@ VOCABULARY = 1024
 _HIDDEN, LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 2, 4, 2, 64, 64
 """Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly. It has few
 layers: most of what these tests take is the time in them."""
-_EXPERTS = 4
 TOKEN_BYTES = LAYERS * _KV_HEADS * _HEAD * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 
@@ -112,31 +111,6 @@ def write_eagle(folder: Path, repeat: int = 1) -> Path:
     kind = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
     kind |= {"num_key_value_heads": repeat * _KV_HEADS}
     return _changed(write_model(folder), head, **kind)
-
-
-def write_experts(folder: Path) -> Path:
-    """It as a Mixtral, whose experts are its MLPs with their rows in other orders."""
-    import torch
-
-    random = torch.Generator().manual_seed(1)
-    parts = {"w1": "gate", "w2": "down", "w3": "up"}
-
-    def experts(weights: dict[str, Any]) -> dict[str, Any]:
-        found = {name: one for name, one in weights.items() if ".mlp." not in name}
-        for layer in range(LAYERS):
-            path = f"model.layers.{layer}"
-            block = f"{path}.block_sparse_moe"
-            found[f"{block}.gate.weight"] = torch.randn(_EXPERTS, _HIDDEN, generator=random)
-            for number in range(_EXPERTS):
-                for name, old in parts.items():
-                    one = weights[f"{path}.mlp.{old}_proj.weight"]
-                    rows = torch.randperm(len(one), generator=random)
-                    found[f"{block}.experts.{number}.{name}.weight"] = one[rows]
-        return found
-
-    kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-    kind |= {"num_local_experts": _EXPERTS, "num_experts_per_tok": 2}
-    return _changed(write_model(folder), experts, **kind)
 
 
 def _changed(

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-import msgspec
-
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 MAX_CALLERS = 1024
@@ -43,14 +41,6 @@ def caused_by(caller: Caller) -> Iterator[None]:
         CALLER.reset(token)
 
 
-class _Bucket(msgspec.Struct):
-    """`left`: lines left at the time `at`. `left_out`: since the last written line."""
-
-    left: float
-    at: float
-    left_out: int = 0
-
-
 class ClientLines(logging.Filter):
     """Drops lines beyond the limit of a client. Add it to the log's handler.
 
@@ -59,33 +49,26 @@ class ClientLines(logging.Filter):
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._now = now
-        self._buckets: dict[Caller, _Bucket] = {}
+        self._kept: dict[Caller, tuple[float, int]] = {}
+        """By client, when all of its lines are free again, and the lines left out since the last
+        written one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to write the line. A written line says how many before it were dropped."""
         if (caller := CALLER.get()) is None:
             return True
-        bucket = self._bucket(caller)
-        if bucket.left < 1:
-            bucket.left_out += 1
+        now = self._now()
+        if caller not in self._kept and len(self._kept) >= MAX_CALLERS:
+            self._kept = {key: kept for key, kept in self._kept.items() if kept[0] > now}
+            caller = _OTHERS if len(self._kept) >= MAX_CALLERS else caller
+        free_at, out = self._kept.get(caller, (now, 0))
+        free_at = max(free_at, now) + SECONDS
+        if free_at > now + LINES * SECONDS:
+            self._kept[caller] = free_at - SECONDS, out + 1
             return False
-        line, out = printable(record.getMessage(), MAX_LINE_CHARS), bucket.left_out
+        self._kept[caller] = free_at, 0
+        record.msg = printable(record.getMessage(), MAX_LINE_CHARS)
         if out:
-            line += f" (lines of this client left out before this one: {out:,})"
-        bucket.left_out = 0
-        bucket.left -= 1
-        record.msg = line
+            record.msg += f" (lines of this client left out before this one: {out:,})"
         record.args = None
         return True
-
-    def _bucket(self, caller: Caller) -> _Bucket:
-        now = self._now()
-        if caller not in self._buckets and len(self._buckets) >= MAX_CALLERS:
-            quiet = now - LINES * SECONDS
-            self._buckets = {key: old for key, old in self._buckets.items() if old.at > quiet}
-            if len(self._buckets) >= MAX_CALLERS:
-                caller = _OTHERS
-        bucket = self._buckets.setdefault(caller, _Bucket(LINES, now))
-        bucket.left = min(LINES, bucket.left + (now - bucket.at) / SECONDS)
-        bucket.at = now
-        return bucket

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from vcache_backend import seals
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.records import LedgerState, Record
 
@@ -63,13 +64,10 @@ class Ledger:
 
     def __init__(self, epoch: int) -> None:
         """`fd` is for clients; it stays this object's."""
-        self._file = os.memfd_create("vcache-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file, self._header = seals.sealed("ledger", mmap.PAGESIZE, _SEALS)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.fchmod(self._file, 0o600)
-        os.ftruncate(self._file, mmap.PAGESIZE)
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
         os.pwrite(self._file, processes.namespaces(), _NAMESPACES)
-        self._header = mmap.mmap(self._file, mmap.PAGESIZE)
         self._words = memoryview(self._header).cast("Q")
         self._words[_MAGIC], self._words[_EPOCH] = MAGIC, epoch
         self.fd = os.open(_reopened(self._file), os.O_RDONLY | os.O_CLOEXEC)

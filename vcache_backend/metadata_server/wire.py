@@ -53,14 +53,11 @@ class Receiver:
         Empty at the end of the connection; no message is empty. Fewer fds arrive than were sent if
         this process reaches its limit of descriptors: the caller counts them. OSError from
         recvmsg."""
+        given = [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
         try:
-            size, ancillary, flags, _address = sock.recvmsg_into(
-                [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
-            )
+            size, ancillary, flags, _address = sock.recvmsg_into(*given)
         except ConnectionResetError:  # raised once, before the peer's last message can be read
-            size, ancillary, flags, _address = sock.recvmsg_into(
-                [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
-            )
+            size, ancillary, flags, _address = sock.recvmsg_into(*given)
         self.lacks_fds, self.too_long = flags & _LACKS_FDS != 0, flags & _TRUNCATED != 0
         if not ancillary:
             return self._view[:size], []
