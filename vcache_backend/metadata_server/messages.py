@@ -8,13 +8,14 @@ is refused, and all of its fds are closed."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -693,14 +694,17 @@ class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_seconds: float
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A chunk (key of rank 0) of which `instance` has a copy, too. `block`, `generation`: of the
-    chunk's last block there, as published."""
+COPY = struct.Struct("<IQIIQ")
+"""One chunk of `Copies`: the last block of the asker's own copy, which leaves first, that block's
+generation, and the first block; the last block of the other copy, and that block's generation. All
+as published."""
 
-    key: ChunkKey
+
+class Copies(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Chunks of the asker of which `instance` has copies, too. `packed`: a `COPY` for each."""
+
     instance: InstanceId
-    block: int
-    generation: int
+    packed: bytes
 
 
 class Found(Reply, frozen=True, tag="found"):
@@ -715,7 +719,7 @@ class Found(Reply, frozen=True, tag="found"):
     epoch: int = 0
     cut: bool = False
     coming: Coming | None = None
-    copies: list[Copy] = []
+    copies: list[Copies] = []
 
 
 class Heard(Reply, frozen=True, tag="heard"):
@@ -723,7 +727,7 @@ class Heard(Reply, frozen=True, tag="heard"):
     as well, as far as nobody was told."""
 
     epoch: int
-    copies: list[Copy] = []
+    copies: list[Copies] = []
 
 
 class Count(Reply, frozen=True, tag="count"):

@@ -129,14 +129,6 @@ def namespaces() -> bytes:
     return f"{' '.join(here)} of boot {boot}\n".encode()
 
 
-def own_pidfd() -> int | None:
-    """A pidfd of this process, for a server in another pid namespace; None without pidfds."""
-    try:
-        return os.pidfd_open(os.getpid())
-    except OSError:
-        return None
-
-
 def raise_descriptor_limit() -> int:
     """Raise this process's limit of descriptors as far as allowed. Returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -13,7 +13,7 @@ from time import monotonic
 
 import numpy as np
 
-from vcache_backend.metadata_server.messages import ChunkKey, Copy
+from vcache_backend.metadata_server.messages import COPY, Copies, InstanceId
 from vcache_backend.resident.generations import VOID, Generations, GenerationView, put
 
 from ..scheduler.tracked import Tracked
@@ -42,15 +42,10 @@ MOST_WAITING = 64
 chunks leave the cache later."""
 
 
-Ends = tuple[int, int, int]
-"""A chunk's last block here, which leaves first, that block's generation, and its first block."""
-NOWHERE = 0, 0, 0
-"""The place of a chunk that was not published: vLLM's null block never has this generation."""
-
-
-_Duplicate = tuple[Copy, float, float]
-"""Another's copy of a chunk that lies here, too, and when the last two requests ended that used it
-here since this was heard of; `-inf` for none."""
+_Duplicate = tuple[InstanceId, tuple[int, ...], float, float]
+"""An instance, a chunk (`COPY`) that lies there and here, and when the last two requests ended that
+used it here since this was heard of."""
+UNUSED = -inf
 
 
 class Duplicates:
@@ -65,22 +60,20 @@ class Duplicates:
         generations: Generations,
         each: int,
         view: Callable[[bytes], GenerationView | None],
-        ends: Callable[[ChunkKey], Ends | None],
         reachable: Callable[[], bool],
     ) -> None:
         """pool: vLLM's. each: blocks of a chunk. view: another instance's generations; None if it
-        is gone. ends: where this instance has published a chunk last; None if it has not.
-        reachable: whether the server can be asked where chunks are.
+        is gone. reachable: whether the server can be asked where chunks are.
         """
         self._pool, self._generations, self._each = pool, generations, each
-        self._view, self._ends, self._reachable = view, ends, reachable
-        self._waiting = deque[list[Copy]](maxlen=MOST_WAITING)
-        self._copies = OrderedDict[ChunkKey, _Duplicate]()
-        """Those that may be given up, in the order in which requests that used them here have
-        ended, or in which they were heard of. No more than fit into the KV cache."""
+        self._view, self._reachable = view, reachable
+        self._waiting = deque[list[Copies]](maxlen=MOST_WAITING)
+        self._copies = OrderedDict[int, _Duplicate]()
+        """Those that may be given up, by their last block here, in the order in which requests that
+        used them here have ended, or in which they were heard of. No more than fit into the KV
+        cache."""
         self._in_use: dict[int, _Duplicate] = {}
-        """Those that were in use, or lay in pieces, when they were to be given up, by their last
-        block here."""
+        """Those that were in use, or lay in pieces, when they were to be given up."""
         self._used = np.full(generations.blocks, monotonic())
         """By block: when the last request ended that used it, without those in `_ended`."""
         self._ended: list[tuple[array[int], float]] = []
@@ -94,18 +87,25 @@ class Duplicates:
         """How many chunks may be given up."""
         return len(self._copies)
 
-    def hear(self, copies: list[Copy]) -> None:
+    def hear(self, copies: list[Copies]) -> None:
         """Note which chunks others hold as well, for the next `learn`. Any thread."""
         self._waiting.append(copies)
 
     def learn(self) -> bool:
         """Act on the first message that `hear` noted. True if more wait. Never raises."""
+        copies, blocks = self._copies, self._generations.blocks
         if self._waiting:
-            for copy in self._waiting.popleft():
-                _, used, before = self._copies.pop(copy.key, (None, -inf, -inf))
-                self._copies[copy.key] = copy, used, before
-            while len(self._copies) * self._each > self._generations.blocks:
-                self._copies.popitem(last=False)
+            for news in self._waiting.popleft():
+                for copy in COPY.iter_unpack(news.packed):
+                    last, generation, first, _, _ = copy
+                    if last < blocks and first < blocks:
+                        old = copies.pop(last, None)
+                        if old is None or old[1][1] != generation:
+                            copies[last] = news.instance, copy, UNUSED, UNUSED
+                        else:
+                            copies[last] = news.instance, copy, *old[2:]
+            while len(copies) * self._each > blocks:
+                copies.popitem(last=False)
         return bool(self._waiting)
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
@@ -117,14 +117,11 @@ class Duplicates:
         if len(self._ended) >= MOST_ENDED:
             self._note_used()
         copies, in_use = self._copies, self._in_use
-        if in_use:
-            for last in row[self._each - 1 :: self._each]:
-                if (duplicate := in_use.pop(last, None)) is not None:
-                    copies.setdefault(duplicate[0].key, duplicate)
         # A prefix is given up from its end.
-        for key in reversed(tracked.lookup.keys):
-            if (duplicate := copies.pop(key, None)) is not None:
-                copies[key] = duplicate[0], now, duplicate[1]
+        for last in reversed(row[self._each - 1 :: self._each]) if copies or in_use else ():
+            duplicate = copies.pop(last, in_use.pop(last, None))
+            if duplicate is not None:
+                copies[last] = duplicate[0], duplicate[1], now, duplicate[2]
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
@@ -170,24 +167,23 @@ class Duplicates:
         others: dict[bytes, memoryview[int]] = {}
         moved, looks, young = 0, MOST_LOOKED, MOST_YOUNG
         while moved < needed and copies and looks and young:
-            key, duplicate = copies.popitem(last=False)
-            copy, _, before = duplicate
-            last, generation, first = self._ends(key) or NOWHERE
+            last, duplicate = copies.popitem(last=False)
+            instance, (_, generation, first, block, their_generation), _, before = duplicate
             if own[last] != generation:
                 pass
             elif not pool.together(last, first, each):
                 self._in_use[last] = duplicate
             elif before > 0 and before > (latest := latest or self._latest(instead)):
-                copies[key] = duplicate
+                copies[last] = duplicate
                 young -= 1
             else:
                 # Void it first: if the other gives its copy up now, one of both sees that.
                 own[last] = VOID
-                if copy.instance not in others:
-                    others[copy.instance] = self._counters(copy.instance)
-                theirs = others[copy.instance]
+                if instance not in others:
+                    others[instance] = self._counters(instance)
+                theirs = others[instance]
                 # Its last block leaves first, and so tells of the others.
-                if -1 < copy.block < len(theirs) and theirs[copy.block] == copy.generation:
+                if block < len(theirs) and theirs[block] == their_generation:
                     pool.to_head(last, first)
                     moved += 1
                     continue

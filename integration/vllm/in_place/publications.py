@@ -28,7 +28,7 @@ from vcache_backend.resident.generations import (
 from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, KVBlocks, ResidentPool
-from .duplicates import Duplicates, Ends
+from .duplicates import Duplicates
 
 
 class Publications:
@@ -52,8 +52,9 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
-        self._told: dict[ChunkKey, Ends] = {}
-        """By chunk, the place where it was published last and others look for it."""
+        self._told: dict[ChunkKey, tuple[int, int, int]] = {}
+        """By chunk, the place where it was published last and others look for it: its last block,
+        which leaves first, that block's generation, and its first block."""
         self._pool: ResidentPool | None = None
         self.duplicates: Duplicates | None = None
         """Made when vLLM has shown its pool, if the instance could load again what it gives up."""
@@ -83,7 +84,6 @@ class Publications:
                 self.generations,
                 self.each,
                 lambda instance: self.view(instance),
-                self._told.get,
                 lambda: self.reachable(),
             )
             pool.give_way = self.duplicates.give_way

@@ -52,15 +52,13 @@ class ServerLink:
                 f"client.server_uid: {uid} to trust it"
             )
         # The pidfd tells the server when this process ends.
-        pidfd = processes.own_pidfd()
+        pidfd = os.pidfd_open(os.getpid())
         try:
-            self.send(
-                wire.encode(hello), deadline, [fd for fd in (pidfd, ledger) if fd is not None]
-            )
+            fds = [pidfd] if ledger is None else [pidfd, ledger]
+            self.send(wire.encode(hello), deadline, fds)
             reply = self.read(deadline, received)
         finally:
-            if pidfd is not None:
-                os.close(pidfd)
+            os.close(pidfd)
         if isinstance(reply, m.Error):
             raise ConnectionError(reply.message)
         if not isinstance(reply, m.Welcome):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
+from collections.abc import Iterable
 from itertools import islice, repeat
 
 import msgspec
@@ -31,15 +33,14 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
     sequence: int
     agreed: int
 
-    def end(self) -> tuple[int, int]:
-        """The number and the generation of its last block."""
-        return (
-            int.from_bytes(self.blocks[-m.NUMBER_BYTES :], "little"),
-            int.from_bytes(self.generations[-m.GENERATION_BYTES :], "little"),
-        )
+    def end(self) -> bytes:
+        """The number and the generation of its last block, packed."""
+        return self.blocks[-m.NUMBER_BYTES :] + self.generations[-m.GENERATION_BYTES :]
 
 
 Table = dict[m.ChunkKey, PublishedChunk]
+News = tuple[m.InstanceId, m.ChunkKey, bytes]
+"""A chunk of which another instance has a copy, too, that one, and the chunk's `COPY`."""
 
 
 class InstancePublications:
@@ -57,8 +58,8 @@ class InstancePublications:
         """Chunks that some ranks have published, but not yet all."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
         """For each block the last publication that named it; void if it is in neither table."""
-        self._copies: dict[m.ChunkKey, m.Copy] = {}
-        """Chunks that another instance holds as well, of which this one has yet to be told."""
+        self._copies = deque[News](maxlen=MAX_COPIES)
+        """The oldest first."""
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
         self.counted = 0
@@ -119,18 +120,19 @@ class InstancePublications:
                 self._kept -= 1
                 yield from repeat(None, 1 + self.each // 8)
 
-    def copy(self, instance: m.InstanceId, key: m.ChunkKey) -> m.Copy:
-        """Describe a complete chunk to others that hold it as well. instance: this one."""
-        return m.Copy(key, instance, *self.complete[key].end())
+    def note_copies(
+        self, instance: m.InstanceId, theirs: Table, keys: Iterable[m.ChunkKey]
+    ) -> None:
+        """Note that `instance` holds these chunks, too. theirs: its complete chunks."""
+        # Packed here, and not when they are told: a scheduler waits for that.
+        for key in keys:
+            own = self.complete[key]
+            packed = own.end() + own.blocks[: m.NUMBER_BYTES] + theirs[key].end()
+            self._copies.append((instance, key, packed))
 
-    def note_copies(self, others: dict[m.ChunkKey, m.Copy]) -> None:
-        """Note the copies that others hold."""
-        self._copies.update(others)
-        self.take_copies(len(self._copies) - MAX_COPIES)
-
-    def take_copies(self, most: int) -> list[m.Copy]:
+    def take_copies(self, most: int) -> list[News]:
         """Take the oldest notes, at most `most`."""
-        return [self._copies.pop(key) for key in list(islice(self._copies, max(0, most)))]
+        return [self._copies.popleft() for _ in range(min(most, len(self._copies)))]
 
     # ---- inside
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 
@@ -27,8 +29,8 @@ MAX_BYTES = 1 << 30
 """About the most server memory for all instances together."""
 MAX_CELLS = 16_384
 """The most keys times instances in one look-up. Keys beyond it need another look-up."""
-COPY_BYTES = m.KEY_BYTES + m.INSTANCE_BYTES + m.NUMBER_BYTES + m.GENERATION_BYTES + 8
-"""The most bytes of a `Copy` in a message."""
+COPY_BYTES = m.INSTANCE_BYTES + m.COPY.size + 8
+"""The most bytes of a copy in a message."""
 MAX_TOLD = 256
 """The most copies in one answer."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192 - MAX_TOLD * COPY_BYTES
@@ -143,12 +145,16 @@ class ResidentDirectory:
 
     # ---- chunks that two instances hold
 
-    def copies(self, instance: m.InstanceId) -> list[m.Copy]:
+    def copies(self, instance: m.InstanceId) -> list[m.Copies]:
         """Take the oldest news for an instance's scheduler: chunks that another instance holds as
         well. At most `MAX_TOLD`."""
-        publications = self._of.get(instance)
+        publications, told = self._of.get(instance), list[m.Copies]()
         taken = publications.take_copies(MAX_TOLD) if publications is not None else []
-        return [copy for copy in taken if copy.key in self.of(copy.instance)]
+        for other, news in groupby(taken, itemgetter(0)):
+            there = self.of(other)
+            if packed := b"".join([packed for _, key, packed in news if key in there]):
+                told.append(m.Copies(other, packed))
+        return told
 
     def _note_copies(
         self, instance: m.InstanceId, publications: InstancePublications, keys: list[m.ChunkKey]
@@ -157,16 +163,16 @@ class ResidentDirectory:
         are told. The end of a prefix comes first, and so leaves first."""
         others = self._alike(instance, publications.namespace, publications.ranks)
         room, holders = MAX_CELLS // max(1, len(keys)), dict[m.ChunkKey, m.InstanceId]()
-        keys, told = keys[::-1], list[tuple[InstancePublications, list[m.ChunkKey]]]()
+        keys = keys[::-1]
+        told = list[tuple[m.InstanceId, InstancePublications, list[m.ChunkKey]]]()
         for other, there in random.sample(others, room) if len(others) > room else others:
             both = list(filter(there.complete.__contains__, keys))
             holders.update(dict.fromkeys(both, other))
-            told.append((there, both))
-        # Made here, and not when they are told: a scheduler waits for that.
-        own = {key: publications.copy(instance, key) for key in holders}
-        for there, both in told:
-            there.note_copies({key: own[key] for key in both})
-        publications.note_copies({key: self._of[of].copy(of, key) for key, of in holders.items()})
+            told.append((other, there, both))
+        for other, there, both in told:
+            there.note_copies(instance, publications.complete, both)
+            held = (key for key in both if holders[key] == other)
+            publications.note_copies(other, there.complete, held)
 
     def _alike(
         self, instance: m.InstanceId, namespace: bytes, ranks: int

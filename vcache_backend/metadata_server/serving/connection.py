@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 
-from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import Caller
@@ -69,11 +68,8 @@ class Connection:
 
     def queue(self, reply: m.Reply, held: Sequence[Holder] = ()) -> None:
         """Queue a reply. Keeps `held`, the owners of its fds, until the reply has left."""
-        try:
-            data = wire.encode(reply)
-        except ProtocolError as error:
-            data = wire.encode(m.Error(str(error)))
-        self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
+        reservation = reply.reservation if isinstance(reply, m.Reserved) else 0
+        self.unsent.append((wire.encode(reply), held, reservation))
 
     def untold(self) -> list[int]:
         """Reservations whose answers have not left, so that no client writes their slots."""

@@ -227,7 +227,7 @@ class Service:
         elif request.promise and missing:
             lacking = directory.lacking(request, missing)
             directory.promises.intend(client, request.promise, lacking, request.ranks, begins)
-        copies = list[m.Copy]()
+        copies = list[m.Copies]()
         if request.instance and self.instances.owns(client, request.instance, m.SCHEDULER):
             copies = directory.residents.copies(request.instance)
         if coming is None and not epoch and not copies:
