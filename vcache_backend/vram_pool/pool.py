@@ -198,8 +198,7 @@ class Pool:
         log.error("%s lends nothing to the pool: %s; %s", self.device, error, others)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on. If the pool is closed, close the segment and return
-        False."""
+        """Use a mapped segment from now on. If the pool is closed: close it, and return False."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
