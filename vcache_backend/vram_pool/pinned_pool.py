@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
@@ -91,10 +91,7 @@ class PinnedPool(Pool):
     def _no_more(self, error: SegmentError) -> None:
         lent = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)
         part = f"{ByteSize(lent).about} of {ByteSize(self._segment_bytes).about}"
-        said = f"{self.device} lends {part}: {error}"
-        log.error("%s", said)
-        with suppress(VCacheError):
-            self._client.report("error", said)
+        self._tell(f"{self.device} lends {part}: {error}")
 
     def _level(self) -> int:
         """WARNING for the first failure only: all segments fail for the same reason."""
