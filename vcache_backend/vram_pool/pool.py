@@ -195,11 +195,16 @@ class Pool:
 
     def _no_more(self, error: SegmentError) -> None:
         others = "chunks go to its other devices, if there are any"
-        log.error("%s lends nothing to the pool: %s; %s", self.device, error, others)
+        self._tell(f"{self.device} lends nothing to the pool: {error}; {others}")
+
+    def _tell(self, said: str) -> None:
+        """Log an error, and report it to the server, for `vcache status` and `vcache doctor`."""
+        log.error("%s", said)
+        with suppress(VCacheError):
+            self._client.report("error", said)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on. If the pool is closed, close the segment and return
-        False."""
+        """Use a mapped segment from now on. If the pool is closed: close it, and return False."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
