@@ -40,7 +40,7 @@ class Doubts:
     def watch(self, pool: KVBlocks) -> None:
         """Note vLLM's pool, which vLLM shows before the first request."""
         self.pool = pool
-        pool.on_taken(self._forget)
+        pool.on_taken.append(self._forget)
 
     def reset(self) -> None:
         """Doubt all that vLLM has. It may just have cleared its own prefix cache."""
@@ -106,10 +106,10 @@ class Doubts:
         self.add(news, worst)
         return bool(news)
 
-    def _forget(self, taken: Iterable[int]) -> None:
+    def _forget(self, taken: Sequence[Any]) -> None:
         for block in taken if self._until else ():  # Most often there are none.
-            if self._until.get(block) == inf:
-                del self._until[block]
+            if self._until.get(block.block_id) == inf:
+                del self._until[block.block_id]
 
 
 def beginning(output: Any) -> list[Beginning]:

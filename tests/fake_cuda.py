@@ -29,6 +29,18 @@ class Code(enum.IntEnum):
 OK = Code.CUDA_SUCCESS
 
 
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("cuInit", "cuCtxSynchronize"), ()),
+    **dict.fromkeys(("cuDeviceGetAttribute", "cuDeviceGetP2PAttribute"), (1,)),
+    "cuDriverGetVersion": (13000,),
+    "cuDeviceGetName": (b"Fake H200\0",),
+    "cuDeviceGetPCIBusId": (b"FFFF:FF:1F.7\0",),
+    "cuMemGetInfo": (5 * MIB, 64 * MIB),
+    "cuMemGetAllocationGranularity": (2 * MIB,),
+}
+"""What these calls answer whenever they succeed."""
+
+
 class _Names:
     """Any attribute is its own name: stands for the driver's enumerations."""
 
@@ -82,6 +94,8 @@ class FakeCuda:
                 return lambda *_: (Code.CUDA_ERROR_INVALID_VALUE,)
             if name.startswith("cuMem") and not self.stack and "Granularity" not in name:
                 return lambda *_: (Code.CUDA_ERROR_INVALID_CONTEXT,)
+            if name in ALWAYS:
+                return lambda *_: (OK, *ALWAYS[name])
         return object.__getattribute__(self, name)
 
     def CUmemAllocationProp(self) -> Any:
@@ -92,12 +106,6 @@ class FakeCuda:
     def cuGetErrorString(self, code: Code) -> Any:
         return OK, code.name.lower().encode()
 
-    def cuInit(self, flags: int) -> Any:
-        return (OK,)
-
-    def cuDriverGetVersion(self) -> Any:
-        return OK, 13000
-
     def cuDeviceGetCount(self) -> Any:
         return OK, self.gpus
 
@@ -107,20 +115,8 @@ class FakeCuda:
     def cuDeviceGetUuid(self, device: int) -> Any:
         return OK, SimpleNamespace(bytes=uuid.UUID(int=0xABC0 + device).bytes)
 
-    def cuDeviceGetName(self, length: int, device: int) -> Any:
-        return OK, b"Fake H200".ljust(length, b"\0")
-
-    def cuDeviceGetPCIBusId(self, length: int, device: int) -> Any:
-        return OK, b"FFFF:FF:1F.7".ljust(length, b"\0")
-
-    def cuDeviceGetAttribute(self, attribute: str, device: int) -> Any:
-        return OK, 1
-
     def cuDeviceCanAccessPeer(self, device: int, peer: int) -> Any:
         return OK, int(self.peers)
-
-    def cuDeviceGetP2PAttribute(self, attribute: str, source: int, target: int) -> Any:
-        return OK, 1
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> Any:
         self.contexts[device] += 1
@@ -136,15 +132,6 @@ class FakeCuda:
 
     def cuCtxPopCurrent(self) -> Any:
         return OK, self.stack.pop()
-
-    def cuCtxSynchronize(self) -> Any:
-        return (OK,)
-
-    def cuMemGetInfo(self) -> Any:
-        return OK, 5 * MIB, 64 * MIB
-
-    def cuMemGetAllocationGranularity(self, wanted: Any, flag: str) -> Any:
-        return OK, 2 * MIB
 
     def cuMemCreate(self, nbytes: int, wanted: Any, flags: int) -> Any:
         assert wanted.type == "CU_MEM_ALLOCATION_TYPE_PINNED"

@@ -91,11 +91,13 @@ def publish(
     return client.publish(m.Publish(m.InstanceId(instance), sequence, list(keys), *packed, epoch))
 
 
-def share(client: Client, instance: bytes, count: int = 3) -> None:
-    """All of it: an instance of one rank that has published so many chunks."""
+def share(client: Client, instance: bytes, count: int = 3, first: int = 0) -> None:
+    """All of it: an instance of one rank that has published so many chunks, in blocks from `first`
+    on.
+    """
     join(client, instance)
     show(client, instance)
-    assert publish(client, instance, keys(count)) == count
+    assert publish(client, instance, keys(count), first) == count
 
 
 def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:

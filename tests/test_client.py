@@ -122,21 +122,6 @@ def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
     assert client.lookup([A]) == client.connections_lost == 0
 
 
-def test_a_worker_gets_no_slot_in_a_segment_that_it_cannot_map(stage_: Stage, memfd: int) -> None:
-    stage_.server()
-    lender, worker = stage_.client(), stage_.client()
-    lender.add_segment(info("s0", 4 * KIB), memfd)
-    worker.unmappable.add(m.SegmentId("s0"))
-    worker.list_segments()
-    refused = worker.reserve([A], KIB)
-    assert refused.slots == [m.Refusal.NO_SEGMENT]
-    assert "this worker cannot map any host segment of the pool" in refused.reason
-    assert lender.reserve([A], KIB).reservation
-    worker.unmappable.clear()
-    worker.list_segments()
-    assert worker.reserve([B], KIB).reservation
-
-
 def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) -> None:
     """But a lease has the first of them only, and a reservation has no more slots than it may."""
     stage_.server()

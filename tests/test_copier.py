@@ -235,21 +235,6 @@ def large(layers: int = 8) -> tuple[list[Tensor], PagedKV, CopyPlan, list[Tensor
 
 
 @pytest.mark.gpu
-def test_the_cuda_copier_moves_the_bytes_the_host_copier_moves() -> None:
-    caches, kv, copy, slots = large()
-    expected = [slot.clone() for slot in slots]
-    HostCopier().gather(kv, copy, views(expected))
-    copier = CudaCopier(0)
-    copier.prepare(kv)
-    assert copier.gather(kv, copy, views(slots)).wait(10)
-    assert all(torch.equal(mine, right) for mine, right in zip(slots, expected, strict=True))
-    before = [cache.clone() for cache in caches]
-    fill(caches, POISON)
-    assert copier.scatter(kv, copy, views(slots)).wait(10)
-    assert all(torch.equal(cache, right) for cache, right in zip(caches, before, strict=True))
-
-
-@pytest.mark.gpu
 def test_what_a_pull_reads_is_held_until_it_is_over() -> None:
     _, kv, _, _ = large(1)
     _, other, _, _ = large(1)
@@ -270,19 +255,6 @@ def test_what_a_pull_reads_is_held_until_it_is_over() -> None:
     assert pulled.wait(10)
     assert alive() is None
     assert torch.equal(kv.pages[0], other.pages[0])
-
-
-@pytest.mark.gpu
-def test_a_store_reads_what_was_computed_before_it() -> None:
-    caches, kv, copy, slots = large()
-    copier = CudaCopier(0)
-    copier.prepare(kv)
-    torch.cuda._sleep(LONG)
-    fill(caches, 7)
-    completion = copier.gather(kv, copy, views(slots))
-    assert not completion.done()
-    assert completion.wait(10)
-    assert all_are(slots, 7)
 
 
 @pytest.mark.gpu

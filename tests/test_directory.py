@@ -184,6 +184,12 @@ def test_media_do_not_mix(clock: FakeClock) -> None:
     assert used(directory, "host") == 0
 
 
+def test_a_worker_gets_no_slot_in_a_segment_that_it_cannot_map(directory: Directory) -> None:
+    refused = directory.reserve(msgspec.structs.replace(WRITER, avoids={"s0"}), [A], KIB)
+    assert refused.slots == [m.Refusal.NO_SEGMENT]
+    assert "this worker cannot map any cuda segment of the pool" in refused.reason
+
+
 def test_a_large_chunk_finds_room_though_the_coldest_ones_end_the_segment(clock: FakeClock) -> None:
     """The 80 coldest of 200 small chunks lie at the end: the run that makes room starts before all
     of them.

@@ -353,3 +353,12 @@ def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(here: Node
     here.serve()
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
+
+
+def test_memory_that_cannot_be_lent_is_told_to_the_operator(here: Node) -> None:
+    """More than a process can address: `vcache doctor` shows what the worker has reported."""
+    here.serve()
+    here.engine("host:a", 200 << 40, layout_of(Cache()))
+    (report,) = here.client().stats().reports
+    assert report.level == "error"
+    assert report.text.startswith("host:a lends nothing to the pool: segment ")

@@ -22,6 +22,7 @@ import torch
 from fake_cuda import MIB, NOTHING, FakeCuda
 from processes import Worker, script, with_torch
 from test_cuda_segments import cuda as cuda
+from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend.errors import LayoutError, SegmentError
@@ -129,27 +130,6 @@ def test_descriptor_and_mapping_live_as_long_as_a_view_of_the_tensor() -> None:
         os.fstat(found.fd)
 
 
-def test_a_context_may_be_left_before_those_within_it() -> None:
-    class Other(TorchFunctionMode):
-        seen = 0
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            Other.seen += 1
-            return func(*args, **(kwargs or {}))
-
-    memory = HostExportable()
-    context = memory.context()
-    context.__enter__()
-    with Other():
-        context.__exit__(None, None, None)
-        after = kv()
-    assert (memory.allocations(), Other.seen) == ([], 2)
-    assert not holds(after, memory.allocations())
-    assert torch._C._len_torch_function_stack() == 0
-
-
 # ---- around vLLM's KV cache
 
 
@@ -174,24 +154,20 @@ def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
         exporter.region({"layers.0": kv()})
 
 
-@pytest.mark.parametrize("place", ["enter", "leave"])
+@pytest.mark.parametrize("place", ["__enter__", "__exit__"])
 def test_a_context_that_fails_raises_nothing(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("torch says no")
 
-    if place == "enter":
-        monkeypatch.setattr(host_exportable.overrides, "_push_mode", fail)
-    else:
-        monkeypatch.setattr(host_exportable, "_leave", fail)
+    monkeypatch.setattr(TorchFunctionMode, place, fail)
     exporter = Exporter("cpu")
     with exporter.context() or nullcontext():
         layer = kv()
     said = "cannot be shared in place: RuntimeError: torch says no"
     with pytest.raises(SegmentError, match=said):
         exporter.region({"layers.0": layer})
-    monkeypatch.undo()
     while torch._C._len_torch_function_stack():
-        host_exportable.overrides._pop_mode()
+        overrides._pop_mode()
 
 
 def test_what_vllm_raises_within_its_context_is_vllms() -> None:

@@ -5,7 +5,6 @@ Destinations are poisoned first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,9 +20,8 @@ from triton.runtime import interpreter
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import kernels, reference
 from vcache_backend.vram_pool.copies.kernels import Tuning
-from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds, plan_blocks, plane_offsets
+from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds, plan_blocks
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
-from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5
 SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
@@ -36,19 +34,6 @@ INTERPRETED = pytest.mark.skipif(
 )
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 DEVICE = pytest.mark.parametrize("device", DEVICES)
-
-
-def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[Int64s, Int64s]:
-    """Rows and origin, as `Copier.pull` takes them, of a copy out of slots, which are one origin: a
-    plane begins in each of them where it does in a chunk."""
-    addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-    rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
-    rows[:, 0] = 0
-    rows[:, 1] = addresses[plan.blocks[:, 0]]
-    rows[:, 1] += plan.blocks[:, 1]
-    rows[:, 2] = plan.blocks[:, 2]
-    blocks = plan.chunk_size // kv.block_size
-    return rows, plane_offsets(len(kv.planes), kv.parts, blocks, kv.page_bytes)
 
 
 @pytest.fixture(autouse=True)
@@ -375,26 +360,6 @@ def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> 
     expected = taken(reader, there, chosen)
     reference.pull(reader, there.rows(chosen), there.origins)
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
-
-
-@TUNINGS
-@DEVICE
-def test_slots_and_other_caches_are_read_in_one_launch(tuning: Tuning, device: str) -> None:
-    kv = cache((12, 4, 64), 4, device)
-    other, found = cache((9, 4, 64), 4, device), twin(kv)
-    copy = some(kv, 4)
-    slots = [noise((kv.chunk_bytes(8),), torch.uint8, device, 7 + i) for i in range(2)]
-    rows, origin = slot_rows(kv, copy, [SlotView.over(slot, local=True) for slot in slots])
-    free = sorted(set(range(12)) - set(copy.blocks[:, 2].tolist()))
-    for page in (*kv.pages, *found.pages):
-        page.fill_(POISON)
-    reference.scatter(kv, copy, slots)
-    for mine, theirs in zip(kv.pages, other.pages, strict=True):
-        mine[free[0]], mine[free[1]] = theirs[8], theirs[0]
-    more = np.array([(1, 8 * other.planes[0, 1], free[0]), (1, 0, free[1])], dtype=np.int64)
-    both = np.concatenate([origin, other.planes[None, :, 0]])
-    launch(found, np.concatenate([more[:1], rows, more[1:]]), both, False, tuning)
-    assert all(torch.equal(mine, right) for mine, right in zip(found.pages, kv.pages, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,3 @@ def test_lmcache_keys_are_read_as_they_are() -> None:
     # A look-up has no key of LMCache's, only what it would be made from.
     assert tags_of(configs) == lmcache_key(-3, configs).tags
     assert TaggedHashKeys(HERE, 0).of_request([-3], tags_of(configs)) == [key]
-
-
-def test_a_key_of_one_layer_is_no_chunk() -> None:
-    with pytest.raises(ValueError, match="use_layerwise"):
-        make(*lmcache_key(3, None).split_layers(2))

@@ -1,5 +1,5 @@
-"""KV caches of others as a reader maps them: what can be read, when a mapping goes, what is
-refused. Real processes, a real server.
+"""KV caches of others as a reader maps them: when a mapping goes, what is refused. What is read:
+test_resident_loads. Real processes, a real server.
 """
 
 from __future__ import annotations
@@ -33,48 +33,6 @@ WORKER = {"scheduler": False}
 def reader(stage: Stage) -> Iterator[Reader]:
     with closing(Reader(stage.client())) as made:
         yield made
-
-
-class Owners:
-    """KV caches that this process maps as if they were others'."""
-
-    def __init__(self) -> None:
-        self.cache = neighbour_cases.SharedCache()
-        self.shape = cache_shape(self.cache.kv, self.cache.regions, neighbour_cases.HOST)
-        self.table = Generations(ONE, self.shape.num_blocks)
-
-    def neighbour(self, fd: int | None = None) -> Neighbour:
-        view = GenerationView.open(self.table.fd, ONE, self.shape.num_blocks)
-        made = Neighbour(ONE, self.shape, view, EACH)
-        made.map([self.cache.regions[0].fd if fd is None else fd], neighbour_cases.HOST)
-        return made
-
-    def close(self) -> None:
-        self.table.close()
-        self.cache.close()
-
-
-@pytest.fixture
-def owners() -> Iterator[Owners]:
-    with closing(Owners()) as made:
-        yield made
-
-
-# ---- what can be read
-
-
-def test_a_reader_reads_what_the_owner_wrote_where_it_lies(stage: Stage, reader: Reader) -> None:
-    with owner(stage, regions=3) as there:
-        generations = there.ask("write", [5, 7], 40)
-        neighbour = reader.there(ONE)
-        assert neighbour.enter()
-        assert [read(neighbour, reader.cache, block) for block in (5, 7)] == [40, 40]
-        assert still(neighbour.view, [5, 7], generations)
-        there.ask("write", [7], 41)
-        assert read(neighbour, reader.cache, 7) == 41
-        assert not still(neighbour.view, [5, 7], generations)
-        neighbour.leave()
-        assert (neighbour.each, neighbour.split, neighbour.shape.device) == (EACH, 1, "host")
 
 
 # ---- the end of an owner
@@ -211,13 +169,17 @@ def test_a_cache_of_another_layout_is_refused(
         assert (mapped(reader.neighbours, TWO), kv_mapped()) == (None, 0)
 
 
-def test_an_fd_of_something_else_is_never_mapped(owners: Owners) -> None:
+def test_an_fd_of_something_else_is_never_mapped() -> None:
     """Whatever the server lets pass. More of that: test_segments."""
-    nbytes = owners.cache.regions[0].nbytes
+    with closing(neighbour_cases.SharedCache()) as cache:
+        shape = cache_shape(cache.kv, cache.regions, neighbour_cases.HOST)
+        with closing(Generations(ONE, shape.num_blocks)) as table:
+            view = GenerationView.open(table.fd, ONE, shape.num_blocks)
+        made, nbytes = Neighbour(ONE, shape, view, EACH), cache.regions[0].nbytes
     short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
     for fd, why in ((short, "holds"), (unsealed, "not sealed against")):
         with pytest.raises(SegmentError, match=why):
-            owners.neighbour(fd)
+            made.map([fd], neighbour_cases.HOST)
         os.close(fd)
 
 

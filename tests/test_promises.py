@@ -149,25 +149,6 @@ def test_a_promise_ends_when_withdrawn_or_replaced_or_its_client_is_gone(stage: 
     assert reader.stats().counters["promised_chunks_broken"] > 0
 
 
-def test_a_promised_chunk_of_a_pool_comes_until_all_ranks_have_stored_it(stage: Stage) -> None:
-    owner, reader = stage.client(), stage.client()
-    memory = make_memfd(1 << 20)
-    owner.add_segment(info("s", 1 << 20), memory)
-    os.close(memory)
-    owner.promise(m.Promise(1, keys(2), ranks=2))
-
-    def seen() -> tuple[int, int]:
-        found = reader.find(m.Find(keys(3), 2, pool_only=True))
-        return len(found.pooled), found.coming.chunks if found.coming is not None else 0
-
-    for rank, expected in ((1, (0, 2)), (0, (1, 1))):
-        reserved = owner.reserve(keys(1, rank), KIB)
-        owner.commit(reserved.reservation)
-        assert seen() == expected
-    owner.reserve(keys(1, 1, start=1), 2 << 20)
-    assert seen() == (1, 0), "it got no slot"
-
-
 def made(clock: FakeClock) -> Directory:
     return Directory(ServerConfig(), clock)
 
@@ -223,7 +204,9 @@ def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
 
 
 def test_a_chunk_that_one_of_its_ranks_has_stored_is_a_promise_s_progress() -> None:
-    """Whoever waits for it sees that its owner goes on. All ranks' end the promise."""
+    """Whoever waits for it sees that its owner goes on. All ranks' end the promise, and one that
+    gets no slot.
+    """
     clock = FakeClock()
     directory = made(clock)
     directory.add_segment(info("s", 1 << 20, "gpu-0"))
@@ -234,6 +217,9 @@ def test_a_chunk_that_one_of_its_ranks_has_stored_is_a_promise_s_progress() -> N
         assert directory.promises.coming(BOB, keys(1)).quiet == quiet
     directory.commit(ALICE, directory.reserve(ALICE, keys(1), KIB).reservation, [])
     assert directory.promises.coming(BOB, keys(1)) is None
+    directory.promise(ALICE, m.Promise(2, keys(1, start=1), ranks=2))
+    directory.reserve(ALICE, keys(1, 1, start=1), 2 << 20)
+    assert directory.promises.coming(BOB, keys(1, start=1)) is None, "it got no slot"
     directory.clear(b"")
 
 

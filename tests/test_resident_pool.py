@@ -24,7 +24,7 @@ from vcache_backend.integration.vllm.in_place.block_pool import NUMBERS, KVBlock
 from vcache_backend.integration.vllm.in_place.duplicates import Duplicates
 from vcache_backend.integration.vllm.scheduler.request_params import DEFAULT
 from vcache_backend.integration.vllm.scheduler.tracked import StoreState, Tracked
-from vcache_backend.metadata_server.messages import ChunkKey, Copy
+from vcache_backend.metadata_server.messages import COPY, Copies, InstanceId
 from vcache_backend.resident.generations import Generations, GenerationView
 
 INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
@@ -38,17 +38,16 @@ class Watched:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        self.places = dict[ChunkKey, tuple[int, int, int]]()
+        blocks = KVBlocks(self.pool)
         self.duplicates = Duplicates(
-            KVBlocks(self.pool),
+            blocks,
             self.generations,
             EACH,
             lambda instance: theirs if instance == OWNER else None,
-            self.places.get,
             lambda: True,
         )
-        give_way = self.duplicates.give_way
-        self.watch = ResidentPool(self.pool, self.generations, lambda: None, give_way)
+        blocks.give_way = self.duplicates.give_way
+        self.watch = ResidentPool(blocks, self.generations, lambda: None)
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
         self.hashes = 0
 
@@ -76,17 +75,19 @@ class Watched:
         blocks, _ = self.take(len(chunks) * EACH)
         ids = np.array([block.block_id for block in blocks], dtype=np.uint32)
         self.known(blocks)
-        copies = list[Copy]()
-        for chunk, own in zip(chunks, ids.reshape(-1, EACH), strict=True):
-            key, last = ChunkKey(bytes([chunk])), EACH * chunk + EACH - 1
-            end = int(own[-1])
-            self.places[key] = end, int(self.view.counters[end]), int(own[0])
-            copies.append(Copy(key, OWNER, last, int(self.owner.counters[last])))
-        self.duplicates.hear(copies)
+        for chunk, own in zip(chunks, ids.reshape(-1, EACH).tolist(), strict=True):
+            last = EACH * chunk + EACH - 1
+            self.hear(own[-1], own[0], last, int(self.owner.counters[last]))
+        return used(ids), blocks
+
+    def hear(self, own: int, first: int, block: int, generation: int) -> None:
+        """The server says that the owner has a copy of the chunk in these blocks, too. own, block:
+        the last of the chunk here, and there.
+        """
+        here = int(self.view.counters[own % BLOCKS])
+        copy = COPY.pack(own, here, first, block, generation)
+        self.duplicates.hear([Copies(InstanceId(OWNER), copy)])
         self.duplicates.learn()
-        tracked = used(ids)
-        tracked.lookup.keys = [copy.key for copy in copies]
-        return tracked, blocks
 
     def end(self, tracked: Tracked, blocks: list[Any]) -> None:
         """The request ends."""
@@ -297,19 +298,18 @@ def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
     """Impossible ones are passed over, the others count, and they take a bounded memory."""
     own = fill_up(watched, BLOCKS - 1 - EACH)
     copy = freed(watched, [0])
-    key = ChunkKey(bytes([0]))
-    wrong = [(-1, 2), (-BLOCKS - 1, 2), (BLOCKS, 2), (1 << 63, 2), (1, -2), (1, 1 << 70)]
-    for block, generation in wrong:
-        watched.places[ChunkKey(b"wrong" + bytes([block % 256]))] = watched.places[key]
-        news = Copy(ChunkKey(b"wrong" + bytes([block % 256])), OWNER, block, generation)
-        watched.duplicates.hear([news, Copy(key, OWNER, EACH - 1, 2)])
-        watched.duplicates.learn()
+    places = iter([block.block_id for block in own])
+    for block, generation in [(BLOCKS, 2), ((1 << 32) - 1, 2), (1, 0), (1, (1 << 64) - 1)]:
+        first, last = next(places), next(places)
+        watched.hear(last, first, block, generation)
+    for last, first in ((BLOCKS, 1), ((1 << 32) - 1, 1), (next(places), BLOCKS)):
+        watched.hear(last, first, 1, 2)
+    watched.hear(copy[-1].block_id, copy[0].block_id, EACH - 1, 2)
     watched.take(1)
     assert copy[-1].block_hash is None
     assert all(block.block_hash is not None for block in own)
     for number in range(1000):
-        watched.duplicates.hear([Copy(ChunkKey(number.to_bytes(4)), OWNER, 1, 2)])
-        watched.duplicates.learn()
+        watched.hear(number % BLOCKS, 0, 1, 2)
     assert watched.duplicates.count <= BLOCKS // EACH
 
 
@@ -355,7 +355,7 @@ def test_blocks_are_void_before_vllm_evicts_or_resets_them(
         return theirs(*given)
 
     monkeypatch.setattr(pool, call, ask)
-    ResidentPool(pool, generations, lambda: resets.append(True))
+    ResidentPool(KVBlocks(pool), generations, lambda: resets.append(True))
     ids = [block.block_id for block in pool.get_new_blocks(used)]
     generations.filled(np.array(ids, dtype=np.intp))
     if call == "evict_blocks":

@@ -321,9 +321,16 @@ def test_a_retraction_looks_at_the_newest(alone: Stage, monkeypatch: pytest.Monk
 # ---- what others hold as well
 
 
-def copies(instance: m.InstanceId, *numbers: int) -> list[m.Copy]:
-    """News of chunks with these numbers, which `instance` has as `publish` says."""
-    return [m.Copy(keys(1, start=at)[0], instance, 4 * at + EACH - 1, 2) for at in numbers]
+BEHIND = 32
+"""Where the chunks of `B` begin."""
+
+
+def copies(instance: m.InstanceId, *numbers: int) -> list[m.Copies]:
+    """News of chunks with these numbers, which `instance` has, too."""
+    own, theirs = (0, BEHIND) if instance == B else (BEHIND, 0)
+    places = [(4 * at + own, 4 * at + theirs) for at in numbers]
+    ends = [(here + EACH - 1, 2, here, there + EACH - 1, 2) for here, there in places]
+    return [m.Copies(instance, b"".join(m.COPY.pack(*end) for end in ends))]
 
 
 def test_two_that_hold_a_chunk_hear_of_each_other_once(
@@ -331,13 +338,13 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
 ) -> None:
     """With any answer to their schedulers, not to others who use their name."""
     a, b = alone.client(), alone.client()
-    for client, name, count in ((a, A, 3), (b, B, 2)):
-        instance_cases.share(client, name, count)
+    for client, name, count, first in ((a, A, 3, 0), (b, B, 2, BEHIND)):
+        instance_cases.share(client, name, count, first)
     assert reader.find(m.Find(keys(1), 1, A)).copies == []
     assert a.listen(A).copies == copies(B, 1, 0)
     assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
     assert a.listen(A).copies == b.listen(B).copies == []
-    publish(b, B, keys(1, start=2), first=8, sequence=2)
+    publish(b, B, keys(1, start=2), first=BEHIND + 8, sequence=2)
     b.retract(B, 3)
     assert a.listen(A).copies == []
     assert b.listen(B).copies == copies(A, 2)
@@ -345,8 +352,8 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     alone.servers[0].close()
     with running(alone.path):
         a, b = alone.client(), alone.client()
-        for client, name in ((a, A), (b, B)):
-            instance_cases.share(client, name)
+        for client, name, first in ((a, A, 0), (b, B, BEHIND)):
+            instance_cases.share(client, name, first=first)
         assert a.listen(A).copies == copies(B, 1, 0)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from integration.vllm.in_place.block_pool import ResidentPool
+from integration.vllm.in_place.block_pool import KVBlocks, ResidentPool
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId, Publish
 from vcache_backend.resident.generations import Generations, UInt64s
@@ -86,7 +86,7 @@ class Instance(Living):
         self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
         if not self._late:
-            ResidentPool(self.pool, self.table, self._reset)
+            ResidentPool(KVBlocks(self.pool), self.table, self._reset)
         self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
         self.client.on_beat.append(self._listen)

@@ -193,7 +193,7 @@ def doctor(
         ),
     ] = "",
 ) -> None:
-    """Check GPUs, peer access, driver, packages, socket and offload tier: what is wrong, and what
+    """Check GPUs, peer access, driver, packages, server and offload tier: what is wrong, and what
     to do. Exit code 1 if a check fails."""
     from vcache_backend.doctor import diagnose
 

@@ -10,10 +10,10 @@ from functools import partial
 
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding, fail
-from vcache_backend.doctor.gpus import check_gpus, check_memory
+from vcache_backend.doctor.gpus import check_gpus
 from vcache_backend.doctor.model import check_model
 from vcache_backend.doctor.offload import check_offload
-from vcache_backend.doctor.server import check_server, check_socket
+from vcache_backend.doctor.server import check_server
 from vcache_backend.doctor.system import check_kernel, check_packages
 
 
@@ -26,8 +26,6 @@ def diagnose(config: Config, model: str = "") -> list[Finding]:
         check_kernel,
         check_packages,
         check_gpus,
-        check_memory,
-        check_socket,
         check_server,
         check_offload,
     ]

@@ -1,4 +1,4 @@
-"""Checks the driver, the GPUs, how they reach each other, and whether a segment fits."""
+"""Checks the driver, the GPUs, and how they reach each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import SegmentError
-from vcache_backend.vram_pool import cuda_driver, devices, memory_budget
+from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
 
@@ -76,66 +76,3 @@ def _kernel_module() -> str:
         if version := re.search(r"\b(\d{3}\.[\d.]+)\b", text):
             return version[1]
     return "driver of unknown version"
-
-
-# ---- memory
-
-
-def check_memory(config: Config) -> Iterator[Finding]:
-    """Compare `pool.segment_bytes` with the free memory of the pool's device."""
-    wanted = config.pool.lent
-    if config.connector.share == "auto" and config.pool.segment_bytes is None:
-        detail = (
-            "pool.segment_bytes is not set: a worker lends nothing if it shares in "
-            f"place, {wanted} if it uses a pool"
-        )
-        yield ok("memory", detail)
-        return
-    if wanted == 0:
-        yield ok("memory", "pool.segment_bytes is 0: this worker lends nothing")
-        return
-    device = config.pool.device
-    gpu = _pool_gpu(device) if not device.startswith("host") else None
-    if gpu is not None:
-        yield _gpu_budget(gpu, wanted)
-        return
-    if device != "auto" and not device.startswith("host"):
-        yield fail("memory", f"pool.device: {device} is not here", "set pool.device: auto or host")
-        return
-    available = devices.host_available()
-    detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"
-    if wanted <= available:
-        yield ok("memory", detail)
-    else:
-        less = ByteSize(available // 2).about
-        yield fail("memory", detail, f"set pool.segment_bytes to {less} or less")
-
-
-def _pool_gpu(spec: str) -> Gpu | None:
-    """The GPU that `pool.device` names; None if not here. `auto` and `cuda`: the first."""
-    if not has_nvidia():
-        return None
-    try:
-        here = devices.gpus()
-    except SegmentError:
-        return None
-    wanted = "cuda:0" if spec in ("auto", "cuda") else spec
-    return next(
-        (gpu for gpu in here if wanted.lower() in (f"cuda:{gpu.ordinal}", gpu.uuid.lower())), None
-    )
-
-
-def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
-    """Whether a segment of `wanted` bytes fits on this GPU beside vLLM."""
-    check = f"memory of gpu {gpu.ordinal}"
-    free, total = ByteSize(gpu.free_bytes).about, ByteSize(gpu.total_bytes).about
-    detail = f"pool.segment_bytes {wanted}, {free} of {total} free"
-    # A segment may be there already, so lacking free memory is no failure.
-    if fault := memory_budget.shortfall(gpu.total_bytes, gpu.free_bytes, wanted, 0, None):
-        return fail(check, f"{detail}: nothing is left for vLLM", fault)
-    most = memory_budget.most_utilization(gpu.total_bytes, wanted)
-    vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
-    if wanted > gpu.free_bytes:
-        advice = f"lower pool.segment_bytes, unless `vcache segment list` has the segment; {vllm}"
-        return warn(check, f"{detail}: not enough for a new segment", advice)
-    return ok(check, f"{detail}; {vllm}")

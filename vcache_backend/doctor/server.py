@@ -1,9 +1,7 @@
-"""Checks the metadata server: its socket, whether it answers, what it knows of the instances."""
+"""Checks the metadata server: whether it answers, what it knows of the instances."""
 
 from __future__ import annotations
 
-import os
-import stat
 import time
 from collections.abc import Iterator
 
@@ -11,39 +9,12 @@ from vcache_backend.config import ClientConfig, Config, whole
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import folder_fault
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION, Reported
 from vcache_backend.status import verdict
 
 SERVER_SECONDS = 1.0
 REPORT_SECONDS = 3600.0
 """Older reports are no findings; `vcache status` still shows them."""
-
-
-def check_socket(config: Config) -> Iterator[Finding]:
-    """Check that the socket's folder exists, is a trusted user's, and is closed to others."""
-    named, path = config.client.server_uid, whole(config.server.path)
-    try:
-        fault = folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set()))
-        folder = path.parent.lstat()
-    except FileNotFoundError:
-        yield warn("socket", f"{path.parent} does not exist yet", "`vcache serve` makes it")
-        return
-    except OSError as error:
-        advice = "set server.socket to a folder of this user"
-        yield fail("socket", f"{path.parent}: {error}", advice)
-        return
-    mode = stat.S_IMODE(folder.st_mode)
-    detail = f"{path} (folder of uid {folder.st_uid}, mode {mode:04o})"
-    if fault:
-        yield fail("socket", f"{detail}: {fault}", "see docs/operations.md")
-    elif not os.access(path.parent, os.X_OK):
-        advice = "ask its user to add your uid to server.allow_uids"
-        yield fail("socket", f"{detail}: uid {os.getuid()} may not enter", advice)
-    elif mode & 0o077 and not config.server.allow_uids:
-        yield warn("socket", f"{detail}: other users can reach it", f"chmod 700 {path.parent}")
-    else:
-        yield ok("socket", detail)
 
 
 def check_server(config: Config) -> Iterator[Finding]:

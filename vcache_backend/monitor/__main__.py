@@ -6,11 +6,11 @@ the server."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,15 +38,11 @@ def main(path: str, listen: str, *names: str) -> int:
         log.error("server.metrics: cannot listen at %s: %s", listen, error)
         return 1
     log.info("metrics and a page at http://%s", web.address)
-    with suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(_serve(web))
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    with suppress(KeyboardInterrupt):
+        while os.read(0, 4096):
+            pass
     return 0
-
-
-async def _serve(web: Web) -> None:
-    serving = asyncio.create_task(web.serve())
-    asyncio.get_running_loop().add_reader(0, lambda: os.read(0, 4096) or serving.cancel())
-    await serving
 
 
 if __name__ == "__main__":

@@ -98,13 +98,11 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
     what = "What clients reported in the last 10 minutes, of the newest reports."
     rows = [((level,), levels[level]) for level in get_args(Level)]
     yield _gauges("server_reports_10m", what, ("level",), rows)
-    totals = dict.fromkeys(_COUNTERS, 0) | stats.counters
-    for name, total in totals.items():
-        if not name.startswith("longest_"):
-            what = _COUNTERS.get(name, f"{name.replace('_', ' ').capitalize()}.")
-            base, ms = name.removesuffix("_total"), name.endswith("_milliseconds")
-            base = base.replace("_milliseconds", "_seconds")
-            yield CounterMetricFamily(f"vcache_server_{base}", what, total / 1e3 if ms else total)
+    for name, what in _COUNTERS.items():
+        base, total = name.removesuffix("_total"), float(stats.counters.get(name, 0))
+        if name.endswith("_milliseconds"):
+            base, total = base.replace("_milliseconds", "_seconds"), total / 1e3
+        yield CounterMetricFamily(f"vcache_server_{base}", what, total)
 
 
 def _hits(hits: Mapping[str, tuple[int, int]], models: Mapping[str, str]) -> Iterator[Metric]:

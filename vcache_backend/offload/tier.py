@@ -152,12 +152,9 @@ class OffloadTier:
         return self._writer is None or self._writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
-        counted, breaker = self._stats.counted("offload_"), self._store.breaker
+        counted = self._stats.counted("offload_")
         return {
             "usable": self.usable,
-            "breaker": {"open": breaker.is_open, "opened": breaker.opened},
-            "policy": self._settings.policy,
-            "codec": self._settings.codec,
             "written": counted.get("written", 0),
             "dropped": {reason: counted.get(f"dropped_{reason}", 0) for reason in DROPPED},
             "late": counted.get("late", 0),

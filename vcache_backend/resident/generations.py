@@ -50,8 +50,6 @@ SEALS = RESIZING | FUTURE_WRITE
 MOST_ALONE = 500
 """With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits until
 it has it back. `take` always does."""
-MANY = 256
-"""With fewer elements a loop takes less time than numpy, whose code no other step needs."""
 _ODD = np.uint64(1)
 _PARITY = bytes(byte & 1 for byte in range(256))
 
@@ -121,13 +119,10 @@ class Generations:
     def filled(self, blocks: Blocks) -> int:
         """Give void blocks the next even number, and return it: it stands for what is being written
         into them."""
-        counters, number = self.counters, self.coming
-        if len(blocks) < MANY:
-            memory = counters.data
-            for block in blocks:
-                memory[block] = number
-        else:
-            put(counters, blocks, number)
+        memory, number = self.counters.data, self.coming
+        # Up to some thousand blocks numpy takes longer: no other step needs its code.
+        for block in blocks:
+            memory[block] = number
         self.coming += 2
         return number
 

@@ -189,9 +189,7 @@ class TaggedHashKeys:
         )
 
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """Make one key for each of `keys`. ValueError for keys of single layers."""
-        if keys and getattr(keys[0], "layer_id", None) is not None:
-            raise ValueError("a key of one layer: vcache does not support use_layerwise")
+        """Make one key for each of `keys`."""
         return [self.of_request([key.chunk_hash], key.tags)[0] for key in keys]
 
     def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:

@@ -2,9 +2,9 @@
 the driver's reason.
 
 `cuda.bindings` is imported on the first `load()`, so that machines without a GPU need neither it
-nor a driver. Contexts are the devices' primary ones, which torch uses, too. Each thread has a
-current context: `current()` pushes one and pops it again, so the caller's thread is left on the
-device that it was on."""
+nor a driver. All contexts are the devices' primary contexts, which torch uses, too. Each thread has
+a current context: `current()` pushes a context and pops it again, so the caller's thread stays on
+its device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class DriverError(SegmentError):
 def load() -> Driver:
     """The driver of this process; the same object on every call, for every thread.
 
-    Raises SegmentError if `cuda-bindings` or the NVIDIA driver is missing. A forked child of a
-    process that called it cannot use it, nor CUDA."""
+    Raises SegmentError if `cuda-bindings` or the NVIDIA driver is missing. A process that is forked
+    after this call can use neither the driver nor CUDA."""
     try:
         bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -60,15 +60,15 @@ class Driver:
     """The driver calls that segments and the doctor need. Devices are CUDA ordinals of this
     process, sizes are bytes.
 
-    bindings: the module `cuda.bindings.driver`, or in tests something with its functions."""
+    bindings: the module `cuda.bindings.driver`, or in tests an object with the same functions."""
 
     def __init__(self, bindings: Any) -> None:
         self._cuda = bindings
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Call function `name`. Returns its result, None without one, a list of several. Raises
-        DriverError."""
+        """Call function `name`. Returns the function's result: None, a value, or a list of values.
+        Raises DriverError."""
         code, *answers = getattr(self._cuda, name)(*arguments)
         if code != self._cuda.CUresult.CUDA_SUCCESS:
             raise DriverError(name, code.name, self._reason(code))
@@ -113,7 +113,7 @@ class Driver:
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()
 
     def shares_memory(self, ordinal: int) -> bool:
-        """Whether it has virtual memory management with POSIX fds, which segments need."""
+        """Whether the GPU has virtual memory management with POSIX fds, which segments need."""
         names = (
             "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
             "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
@@ -123,7 +123,7 @@ class Driver:
         return all(self.call("cuDeviceGetAttribute", attribute, device) for attribute in attributes)
 
     def can_access_peer(self, reader: int, owner: int) -> bool:
-        """Whether kernels on `reader` can read `owner`'s memory; a GPU can always read its own."""
+        """Whether kernels on `reader` can read `owner`'s memory. Any GPU can read its own."""
         return reader == owner or bool(
             self.call("cuDeviceCanAccessPeer", self._device(reader), self._device(owner))
         )
@@ -150,7 +150,7 @@ class Driver:
     # ---- contexts
 
     def retain(self, ordinal: int) -> Any:
-        """The device's primary context, made if nobody holds it, until `release_context`."""
+        """Hold the device's primary context, made if necessary, until `release_context`."""
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -176,16 +176,16 @@ class Driver:
             yield
 
     def beside_captures(self) -> None:
-        """Let this thread allocate and map memory while another one captures a CUDA graph.
+        """Let this thread allocate and map memory while another thread captures a CUDA graph.
 
-        vLLM captures in a mode in which such calls of any thread would fail otherwise, and the
-        capture with them."""
+        Otherwise, in vLLM's capture mode, such a call of any thread would fail and break the
+        capture."""
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self.call("cuThreadExchangeStreamCaptureMode", mode)
 
     def memory(self, ordinal: int) -> tuple[int, int]:
-        """(free, total) bytes. If the process has no context there, one is made for the moment:
-        some 0.3 s and 0.5 GB."""
+        """(free, total) bytes. If the process has no context on the GPU, the call makes a context
+        and releases it: some 0.3 s and 0.5 GB."""
         with self.on(ordinal):
             free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
@@ -193,7 +193,7 @@ class Driver:
     # ---- memory
 
     def granularity(self, ordinal: int) -> int:
-        """Sizes of allocations and mappings are multiples of this (2 MiB on current GPUs)."""
+        """The unit of allocations and mappings in bytes (2 MiB on current GPUs)."""
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 
@@ -203,27 +203,27 @@ class Driver:
         return -(-nbytes // granule) * granule
 
     def create(self, ordinal: int, nbytes: int, undo: ExitStack) -> Any:
-        """A handle to `nbytes` (whole granules) of device memory that can be exported as an fd.
-        `undo` releases it."""
+        """A handle to `nbytes` (whole granules) of device memory, exportable as an fd. `undo`
+        releases the handle."""
         handle = self.call("cuMemCreate", nbytes, self._allocation(ordinal), 0)
         undo.callback(self.attempt, "cuMemRelease", handle)
         return handle
 
     def export(self, handle: Any) -> int:
-        """A new fd, closed on exec, that keeps the memory alive by itself. The caller closes it."""
+        """A new fd, closed on exec, which keeps the memory alive. The caller closes the fd."""
         fd = int(self.call("cuMemExportToShareableHandle", handle, self._posix, 0))
         os.set_inheritable(fd, False)
         return fd
 
     def import_fd(self, fd: int, undo: ExitStack) -> Any:
-        """A handle to the memory behind `fd`, which stays the caller's. `undo` releases it."""
+        """A handle to the memory behind the caller's `fd`. `undo` releases the handle."""
         handle = self.call("cuMemImportFromShareableHandle", fd, self._posix)
         undo.callback(self.attempt, "cuMemRelease", handle)
         return handle
 
     def map(self, ordinal: int, nbytes: int, handle: Any, undo: ExitStack) -> int:
         """Map the whole of `handle` for the GPU, which may read and write it. Returns the address;
-        `undo` unmaps it."""
+        `undo` unmaps the memory."""
         granule = self.granularity(ordinal)
         address = int(self.call("cuMemAddressReserve", nbytes, granule, 0, 0))
         undo.callback(self.attempt, "cuMemAddressFree", address, nbytes)
@@ -253,8 +253,8 @@ class Driver:
         return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def follow(self, stream: int, event: Any, leader: int) -> None:
-        """Have `stream` wait for the work that stream `leader` has now. Streams are handles;
-        `event` is recorded anew."""
+        """Make `stream` wait for the work that is queued on stream `leader` now. Streams are
+        handles; `event` is recorded again."""
         self.call("cuEventRecord", event, leader)
         self.call("cuStreamWaitEvent", stream, event, 0)
 
@@ -267,9 +267,9 @@ class Driver:
         self.attempt("cuCtxSynchronize")
 
     def end(self, context: Any, used: ExitStack, otherwise: str) -> None:
-        """Close `used`, which frees memory that kernels may still use, after all work of the
-        context's device is done. Unmapping and unlocking do not wait by themselves. Never raises.
-        otherwise: what the log says if that fails."""
+        """Wait for all work of the context's device, then close `used`, which frees memory that
+        kernels may have used: unmapping and unlocking do not wait by themselves. Never raises.
+        otherwise: the log's words for a failure."""
         try:
             with self.current(context):
                 self.synchronize()
@@ -282,8 +282,8 @@ class Driver:
         return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def _allocation(self, ordinal: int) -> Any:
-        """The properties of every allocation: plain device memory (not managed, not multicast) that
-        can be exported as an fd."""
+        """The properties of every allocation: plain device memory (not managed, not multicast),
+        exportable as an fd."""
         wanted = self._cuda.CUmemAllocationProp()
         wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

@@ -1,7 +1,7 @@
 """Segments in GPU memory: allocations of CUDA's virtual memory management, passed on as POSIX fds.
 
-The fd alone keeps the memory alive. So its maker keeps no handle, and maps the segment like
-everyone else. The memory goes back to the GPU once the last fd and the last mapping are closed."""
+The fd alone keeps the memory alive: the segment's maker keeps no handle, and maps the segment like
+every other process. The GPU gets the memory back once the last fd and mapping are closed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
     """Allocate at least `nbytes` on `device`. Returns the fd, which the caller closes, and the
     bytes, rounded up to the granularity.
 
-    Takes about 1 ms for 8 GiB if torch already uses the device. Raises SegmentError; for lack of
-    memory it says what to set."""
+    Takes about 1 ms for 8 GiB if torch already uses the device. Raises SegmentError, which says
+    what to set if memory is lacking."""
     driver, ordinal = cuda_driver.load(), _ordinal(device)
     if not driver.shares_memory(ordinal):
         raise SegmentError(f"{device}: no memory management with fds; set pool.device: host")
@@ -42,9 +42,9 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
     """Map the segment behind `fd`, which lies on GPU `owner`, as a 1-D uint8 tensor on `reader`,
     readable and writable there.
 
-    The mapping lasts as long as the tensor or a view of it. Takes some 10 ms for 8 GiB. Any thread;
-    its current device stays the same. Raises SegmentError: no peer access, `fd` is no GPU memory,
-    or its size is not `nbytes`."""
+    The mapping lasts as long as the tensor or a view of the tensor. Takes some 10 ms for 8 GiB. Any
+    thread; the thread's current device stays the same. Raises SegmentError: no peer access, `fd` is
+    no GPU memory, or not `nbytes` large."""
     driver, ordinal = cuda_driver.load(), _ordinal(reader)
     check(fd, nbytes, driver.granularity(ordinal))
     seen = devices.visible_ordinal(owner)
@@ -62,8 +62,8 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
 
 
 def check(fd: int, nbytes: int, granule: int) -> None:
-    """Refuse, before the driver sees it, an fd that cannot be an exported allocation of `nbytes`.
-    SegmentError; OSError for a bad fd."""
+    """Refuse an fd that cannot be an exported allocation of `nbytes`, before the driver gets the
+    fd. Raises SegmentError; OSError for a bad fd."""
     mode = os.fstat(fd).st_mode
     if stat.S_IFMT(mode) not in (0, stat.S_IFCHR):
         raise SegmentError(f"fd {fd} is {stat.filemode(mode)}, not exported GPU memory")
@@ -73,7 +73,7 @@ def check(fd: int, nbytes: int, granule: int) -> None:
 
 class _Whole:
     """An imported allocation, mapped at one address of this process until the last reference to
-    this object goes.
+    this object is dropped.
 
     torch holds a reference for each storage, so no tensor ever points at unmapped memory."""
 
@@ -87,7 +87,7 @@ class _Whole:
                 undo.callback(driver.end, context, mapped.pop_all(), "a GPU mapping stays")
             self.address = address
             self.nbytes = nbytes
-            # Not at exit: the driver frees everything itself, and may be gone by then.
+            # Not at exit: the driver frees all memory by itself, and may be gone already.
             weakref.finalize(self, undo.pop_all().close).atexit = False
 
     @property
@@ -97,8 +97,8 @@ class _Whole:
 
 
 def view(whole: _Whole, ordinal: int) -> torch.Tensor:
-    """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
-    Raises SegmentError."""
+    """`whole` as a tensor on GPU `ordinal`, which reads the memory; another GPU may hold the
+    memory. Raises SegmentError."""
     with raising_as(SegmentError, f"torch {torch.__version__}", RuntimeError, AssertionError):
         tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
     if tensor.data_ptr() != whole.address:

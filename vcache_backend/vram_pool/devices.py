@@ -1,8 +1,8 @@
 """Names memory: a GPU, by its UUID, or this machine's host memory. Names are the same in every
 process of the node.
 
-A GPU's ordinal means something only in one process (`CUDA_VISIBLE_DEVICES` renumbers GPUs), so it
-never leaves that process."""
+`CUDA_VISIBLE_DEVICES` renumbers GPUs in each process, so a GPU's ordinal never leaves its
+process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Device(msgspec.Struct, frozen=True):
     """Memory that segments lie in and readers read from.
 
     name: `GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node. ordinal:
-    the GPU's CUDA ordinal in this process. For host memory that of the GPU which reads it here;
-    None if none does."""
+    the GPU's CUDA ordinal in this process; for host memory, the ordinal of the GPU that reads the
+    memory, or None."""
 
     name: str
     medium: Medium
@@ -37,9 +37,10 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def where(reader: Device, owner: str) -> Literal["own", "peer", "host"]:
-    """Where memory of the device named `owner` lies for `reader`: its GPU, a peer's, or the host.
+    """Where the memory of device `owner` lies for `reader`: on the reader's GPU, on a peer, or on
+    the host.
 
-    Without a GPU, host memory of another name counts as a peer's."""
+    Without a GPU, host memory of another name counts as a peer."""
     if reader.medium == "host" and (reader.ordinal is not None or owner == reader.name):
         return "host"
     return "own" if owner == reader.name else "peer"
@@ -48,8 +49,8 @@ def where(reader: Device, owner: str) -> Literal["own", "peer", "host"]:
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU that this process sees. Sizes in bytes.
 
-    links: by UUID of each other visible GPU: how kernels on this one reach its memory.
-    shares_memory: whether it can hold segments (virtual memory management with POSIX fds)."""
+    links: by UUID of every other visible GPU, how kernels on this GPU reach the other GPU's memory.
+    shares_memory: whether this GPU can hold segments (virtual memory management with POSIX fds)."""
 
     ordinal: int
     uuid: str
@@ -61,12 +62,12 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(spec: str, kv_device: str = "") -> Device:
-    """The device that `pool.device` (`spec`) means in this process and thread. May start CUDA, so
-    not for a process that will fork.
+    """The device that `pool.device` (`spec`) means in this process and thread. May start CUDA: a
+    process that will fork must not call it.
 
-    kv_device: where the KV caches lie, as torch names it; empty if that is not known. `auto` then
-    means that device, and its GPU reads the pool if it is in host memory. Raises ConfigError: not
-    one of the forms, no such GPU here, or CUDA cannot be used."""
+    kv_device: torch's name of the device of the KV caches; empty if unknown. `auto` means this
+    device, and this GPU reads a pool in host memory. Raises ConfigError: `spec` has no known form,
+    this process does not see the GPU, or CUDA cannot be used."""
     if not is_device(spec):
         raise ConfigError(f"pool.device: {spec!r} is not a device; expected {DEVICE_FORMS}")
     if spec == "auto" and kv_device:
@@ -100,7 +101,7 @@ def gpus() -> list[Gpu]:
     """Every GPU that this process sees, in the order of their ordinals. Raises SegmentError without
     cuda-bindings or driver.
 
-    It makes a CUDA context, for a moment, on each GPU where this process has none."""
+    The call makes a CUDA context, for a moment, on each GPU where this process has no context."""
     driver, seen = cuda_driver.load(), []
     uuids = driver.uuids()
     for ordinal, uuid in enumerate(uuids):
@@ -121,7 +122,7 @@ def gpus() -> list[Gpu]:
 
 
 def host_available(root: Path = Path("/")) -> int:
-    """Bytes of host memory that the machine, and every cgroup of this process, still have."""
+    """Bytes of host memory that are free in the machine and in every cgroup of this process."""
     meminfo = (root / "proc/meminfo").read_text()
     line = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
     available = int(line[1]) * 1024 if line else 0
@@ -129,8 +130,8 @@ def host_available(root: Path = Path("/")) -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """The bytes that each cgroup of this process with a limit still has. What it has of files, such
-    as weights that were read, it gives back before it lacks memory."""
+    """The free bytes of each cgroup of this process that has a limit. Cached files, such as
+    weights, count as free: the kernel drops cached files before a cgroup runs out of memory."""
     listed = root / "proc/self/cgroup"
     own = re.search(r"^0::/(.*)", listed.read_text() if listed.exists() else "", re.MULTILINE)
     group = root / "sys/fs/cgroup" / (own[1] if own else "")

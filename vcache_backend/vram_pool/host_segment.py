@@ -12,10 +12,10 @@ from vcache_backend.seals import lacking, sealed
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """A sealed memfd of `nbytes` zero bytes, closed on exec, which the caller closes. OSError.
+    """A sealed memfd of `nbytes` zero bytes, closed on exec. The caller closes the memfd. OSError.
 
-    Pages are allocated when first written, so a segment larger than the machine's memory fails in
-    use, not here (`vcache doctor` compares the two)."""
+    The first write to a page allocates the page, so a segment larger than the machine's memory
+    fails in use, not here (`vcache doctor` compares both sizes)."""
     fd, memory = sealed(name, nbytes)
     memory.close()
     return fd
@@ -23,13 +23,13 @@ def allocate(name: str, nbytes: int) -> int:
 
 def map_fd(fd: int, nbytes: int) -> torch.Tensor:
     """Map `nbytes` of `fd`, shared, as a 1-D uint8 tensor. The mapping lasts as long as the tensor
-    or a view of it.
+    or a view of the tensor.
 
     SegmentError if the fd is no memfd, too small or not sealed; OSError."""
     check(fd, nbytes)
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    # torch keeps a reference to `memory` but exports no buffer, so `memory.close()` would unmap it
-    # under live views. Nobody calls it: the mapping goes with the last reference.
+    # torch keeps a reference to `memory` but exports no buffer, so `memory.close()` would unmap
+    # memory under live views. Nobody calls `close()`: the mapping ends with the last reference.
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

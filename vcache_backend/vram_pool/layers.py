@@ -49,7 +49,7 @@ class Arrangement:
 
 
 class LayerTensor:
-    """One layer's tensor, with its name for error messages."""
+    """A layer's tensor, with the layer's name for error messages."""
 
     def __init__(self, name: str, tensor: Tensor, block_size: int) -> None:
         self.name, self.tensor, self.block_size = name, tensor, block_size
@@ -141,7 +141,7 @@ class LayerTensor:
         )
 
     def _dense(self, axes: Sequence[int]) -> list[int] | None:
-        """`axes`, outermost in memory first and without those of size 1; None if they leave gaps in
+        """`axes` without axes of size 1, outermost in memory first; None if the axes leave gaps in
         memory."""
         shape, stride = self.tensor.shape, self.tensor.stride()
         order = sorted((axis for axis in axes if shape[axis] > 1), key=lambda axis: stride[axis])

@@ -7,8 +7,8 @@ import math
 from vcache_backend.config import ByteSize
 
 MAX_SHARE = 0.95
-"""The part of a GPU that pool and vLLM's gpu_memory_utilization may take together. The rest is for
-contexts, graphs and workspaces."""
+"""The part of a GPU that the pool and vLLM's gpu_memory_utilization may take together. Contexts,
+graphs and workspaces need the rest."""
 _ROUNDING = 1e-9
 
 
@@ -27,12 +27,12 @@ def most_segment(total: int, utilization: float) -> ByteSize:
 def shortfall(
     total: int, free: int, segment: int, new: int, utilization: float | None
 ) -> str | None:
-    """None if a pool of `segment` bytes fits on a GPU of `total` bytes, of which `free` are free
-    now; else what is wrong and what to set.
+    """Says what is wrong and what to set; None if a pool of `segment` bytes fits on a GPU of
+    `total` bytes, of which `free` are free now.
 
-    new: how many of the segment's bytes are not allocated yet. A segment that outlived its worker
-    is, but counts in the budget, too. utilization: vLLM's gpu_memory_utilization; None if it is
-    unknown or does not apply (kv_cache_memory_bytes)."""
+    new: bytes of the segment that are not allocated yet. A segment that outlived its worker is
+    allocated already, but counts in the budget, too. utilization: vLLM's gpu_memory_utilization;
+    None if it is unknown or does not apply (kv_cache_memory_bytes)."""
     size = ByteSize(segment)
     if not segment:
         return None

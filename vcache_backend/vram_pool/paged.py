@@ -1,10 +1,10 @@
 """Describes vLLM's paged KV cache for copies: pages of opaque bytes at raw addresses.
 
-A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, where they lie
-apart. A chunk holds its layers in order, for each layer its blocks, and for each block its parts:
+A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, if K and V lie
+apart. A chunk holds the layers in order, for each layer the blocks, and for each block the parts:
 the page of (layer, v-th block of the chunk, part) begins at `((layer * blocks_per_chunk + v) *
-parts + part) * page_bytes`. If layers differ in the size of their pages, a chunk holds the layers
-like the first one in this way, behind them the layers of the next kind, and so on."""
+parts + part) * page_bytes`. If layers differ in page size, a chunk first holds all layers of the
+first layer's kind in this way, then the layers of the next kind, and so on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_WORD = 16
 
 
 def alignment(*values: int) -> int:
-    """The largest power of two, up to 16, that divides all of `values`: how many bytes one access
+    """The largest power of two, up to 16, that divides all of `values`: the bytes that one access
     may move."""
     bits = MAX_WORD
     for value in values:
@@ -38,29 +38,29 @@ def alignment(*values: int) -> int:
 class Share(NamedTuple):
     """The part of a chunk that belongs to a group of layers with a block table of its own.
 
-    It has blocks of `block_size` tokens, of the chunk's last `tail` tokens; 0: of all."""
+    The part has blocks of `block_size` tokens, for the chunk's last `tail` tokens; 0: for all."""
 
     block_size: int
     tail: int = 0
 
     def of(self, chunk_size: int) -> int:
-        """The number of its blocks in a chunk of `chunk_size` tokens."""
+        """The number of the part's blocks in a chunk of `chunk_size` tokens."""
         return (self.tail or chunk_size) // self.block_size
 
 
 @dataclass(frozen=True, eq=False)
 class PagedKV:
-    """The geometry of one worker's KV cache, whose memory it keeps alive. Immutable; any thread.
+    """The geometry of one worker's KV cache. Keeps the cache's memory alive. Immutable; any thread.
 
-    dtype: of the numbers; all types with a + between, if there are several. name: the order of
-    bytes in a chunk as text, the same in all processes that may share; without the number of
-    blocks. pages: for each layer and part (layer-major) a uint8 view (num_blocks,
-    page_bytes) of vLLM's memory. planes: (layers * parts, 2) int64: the address of each view, and
-    the bytes from one of its blocks to the next. shares: one for each group of layers, if there are
-    several. They lie in the same planes, and each block belongs to one group at a time. A chunk
-    holds the blocks of the first group, then those of the second, and so on, like the blocks of one
-    group. others: the layers with pages of another kind, if there are any, kind by kind; `layers`,
-    `parts`, `page_bytes`, `pages` and `planes` are those of the first kind alone."""
+    dtype: the type of the numbers; several types are joined by +. name: the order of bytes in a
+    chunk as text, without the number of blocks; equal in all processes that may share. pages: for
+    each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) of vLLM's memory.
+    planes: (layers * parts, 2) int64: the address of each view, and the bytes from block to block.
+    shares: a Share for each group of layers, if there are several groups. All groups lie in the
+    same planes, and each block belongs to one group at a time. A chunk holds the blocks of the
+    first group, then the blocks of the second group, and so on. others: the layers of further
+    kinds, kind by kind; `layers`, `parts`, `page_bytes`, `pages` and `planes` describe the first
+    kind alone."""
 
     device: torch.device
     dtype: str
@@ -83,12 +83,12 @@ class PagedKV:
         *,
         axes: str | None = None,
     ) -> PagedKV:
-        """Recognise the layout of `kvcaches`, one tensor a layer, from shapes and strides.
+        """Recognise the layout of `kvcaches`, a tensor for each layer, from shapes and strides.
 
-        block_size: tokens of a block. axes: what each axis of the tensors is, in words of `KV_AXES`
-        with spaces between, such as `"part block token head dim"`; needed if the shapes are
-        ambiguous. Raises LayoutError, which names the layer and what to pass: unknown, ambiguous,
-        not dense, or layers with other blocks or on another device."""
+        block_size: tokens of a block. axes: the names of the tensors' axes, words of `KV_AXES` with
+        spaces between, such as `"part block token head dim"`; needed if the shapes are ambiguous.
+        Raises LayoutError, which names the layer and what to pass: unknown, ambiguous, not dense,
+        or layers with other blocks or on another device."""
         named = (
             kvcaches.items()
             if isinstance(kvcaches, Mapping)
@@ -140,7 +140,7 @@ class PagedKV:
     def describe_groups(
         cls, groups: Sequence[tuple[Mapping[str, Tensor], Share]], *, axes: str | None = None
     ) -> PagedKV:
-        """Recognise several groups of layers. This worker may have no layers of a group. If their
+        """Recognise several groups of layers. This worker may have no layers of a group. If the
         pages have several sizes, a block of all layers is one page.
 
         Raises LayoutError like `describe`, and if the groups do not lie in the same memory."""
@@ -175,8 +175,8 @@ class PagedKV:
 
     @classmethod
     def _side_by_side(cls, groups: Sequence[Mapping[str, Tensor]], block_size: int) -> PagedKV:
-        """Describe groups whose blocks have the layers' pages side by side, each group in its own
-        order. Raises LayoutError if a block is not one piece of memory."""
+        """Describe groups whose blocks hold the layers' pages side by side, in an order of each
+        group. Raises LayoutError if a block is not one piece of memory."""
         tensors = [tensor for layers in groups for tensor in layers.values()]
         first = min(tensors, key=Tensor.data_ptr)
         base, storage = first.data_ptr(), first.untyped_storage()
@@ -218,8 +218,8 @@ class PagedKV:
     def with_states(self, groups: Sequence[Mapping[str, Tensor]], split: int) -> PagedKV:
         """This KV cache with further groups, whose layers keep a state in each block's page.
 
-        split: how many blocks of this KV cache make one of theirs. Raises LayoutError if they do
-        not lie in the same planes."""
+        split: how many blocks of this KV cache make a block of the states. Raises LayoutError if
+        the states do not lie in the same planes."""
         pages, stride, room = list(self.pages), int(self.planes[0, 1]), split * self.page_bytes
         for layers in groups:
             for number, (layer, states) in enumerate(layers.items()):
@@ -245,13 +245,13 @@ class PagedKV:
 
     @property
     def pitch(self) -> tuple[torch.device, int, int, int]:
-        """What must be equal for groups that lie in the same memory."""
+        """The properties that groups in the same memory have in common."""
         return self.device, self.parts, self.page_bytes, self.num_blocks
 
     @cached_property
     def kinds(self) -> tuple[PagedKV, ...]:
-        """The layers kind by kind. Layers of one kind have pages of one size, and are copied in one
-        launch."""
+        """The layers, kind by kind. Layers of the same kind have equal pages, and one launch copies
+        them."""
         if not self.others:
             return (self,)
         size, shares = self.block_size, self.shares
@@ -286,6 +286,6 @@ class PagedKV:
 
 
 def _span(block: Tensor) -> int:
-    """Bytes from the beginning of a block's first number to the end of its last."""
+    """Bytes from the beginning of a block's first number to the end of the last number."""
     steps = zip(block.shape, block.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * block.element_size()

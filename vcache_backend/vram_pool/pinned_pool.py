@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
@@ -19,19 +19,19 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 30
-"""The size of the segments in which memory is lent: the first is there after some seconds."""
+"""The size of the segments in which memory is lent: some seconds until the first is ready."""
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for what the driver is doing."""
+"""How long `close` waits for the driver's work."""
 
 
 class PinnedPool(Pool):
     """A `Pool` for a `device` of host memory that a GPU reads.
 
-    A thread maps segments, and allocates and locks their pages first, which takes some 0.5 s a GiB;
-    until then this process does not use them. What this worker lends comes in pieces of
+    A thread allocates and locks the pages of each segment, in some 0.5 s a GiB, and maps the
+    segment; until then this process does not use the segment. This worker lends memory in pieces of
     `PIECE_BYTES`. If memory or the driver fails, the pieces lent so far stay, and the log and
-    `vcache status` say why there are no more."""
+    `vcache status` say why no more follow."""
 
     _busy = False
     """Whether the thread runs."""
@@ -39,7 +39,7 @@ class PinnedPool(Pool):
 
     @contextmanager
     def trial(self, nbytes: int) -> Iterator[SlotView]:
-        """Memory like the pool's, to try copies before the pool is there. SegmentError."""
+        """Memory like the pool's, to try copies before the pool is ready. SegmentError."""
         with (
             segments.create(self.device, nbytes) as owned,
             segments.map_segment(owned.info, owned.fd, self.device) as mapped,
@@ -47,8 +47,8 @@ class PinnedPool(Pool):
             yield SlotView.over(mapped.whole[:nbytes], local=False)
 
     def close(self) -> None:
-        """See `Pool`. Also waits for what the driver is doing, some seconds at most, since the
-        process must not end in the middle of it."""
+        """See `Pool`. Also waits some seconds for the driver's work: the process must not end in
+        the middle of a driver call."""
         super().close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -66,7 +66,7 @@ class PinnedPool(Pool):
         self._thread.start()
 
     def _prepare(self) -> None:
-        """The thread. It ends when there is nothing to do; a later heartbeat starts another."""
+        """The thread, which ends when no work is left. A later heartbeat starts another thread."""
         try:
             cuda_driver.load().beside_captures()
             pinned_segment.move_near(self.device.ordinal or 0)
@@ -91,15 +91,12 @@ class PinnedPool(Pool):
     def _no_more(self, error: SegmentError) -> None:
         lent = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)
         part = f"{ByteSize(lent).about} of {ByteSize(self._segment_bytes).about}"
-        said = f"{self.device} lends {part}: {error}"
-        log.error("%s", said)
-        with suppress(VCacheError):
-            self._client.report("error", said)
+        self._tell(f"{self.device} lends {part}: {error}")
 
     def _level(self) -> int:
-        """WARNING for the first only: what is wrong with one segment is wrong with all."""
+        """WARNING for the first failure only: all segments fail for the same reason."""
         return logging.DEBUG if self._unreadable else logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """None if it is not mapped yet: the thread maps it, and nobody waits for that."""
+        """None if the segment is not mapped yet: nobody waits for the thread that maps it."""
         return self._mapped.get(id_)

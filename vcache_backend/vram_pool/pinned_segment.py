@@ -1,9 +1,9 @@
 """Segments in host memory whose pages are allocated and locked, so that a GPU of this process can
 read and write them in place.
 
-Each is registered with the driver in steps. Kernels may cross from one step to the next, but the
-driver's own copies may not, so slots are copied by kernels only. The registration ends with the
-mapping."""
+Each segment is registered with the driver in steps. A kernel may cross from one step's memory to
+the next, but the driver's own copies may not, so only kernels copy slots. The registration ends
+with the mapping."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from vcache_backend.vram_pool import cuda_driver, devices, host_segment
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 
 SPARE_BYTES = 1 << 30
-"""The bytes of host memory that a new segment leaves to others."""
+"""The bytes of host memory that stay free beside a new segment."""
 GROW_SECONDS = 20.0
-"""How long to wait for more host memory: a virtual machine may get it only as it uses it."""
+"""How long to wait for more host memory: a virtual machine may grow only as memory is used."""
 _STEP_BYTES = 256 << 20
-"""Bytes that are allocated and locked at a time. Locking them takes some 50 ms, in which the driver
-lets nobody launch work."""
+"""Bytes that are allocated and locked at a time. Locking takes some 50 ms, in which the driver lets
+no thread launch work."""
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB, in which
-    other threads go on.
+    """Like `host_segment.allocate`, with all pages allocated, in some 0.3 s a GiB. Other threads go
+    on.
 
     SegmentError if less than `SPARE_BYTES` would be left after `GROW_SECONDS`; OSError."""
     with ExitStack() as undo:
@@ -63,12 +63,12 @@ def _wait_for_room(nbytes: int) -> None:
 
 
 def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
-    """Like `host_segment.map_fd`, and registered with the driver: GPU `ordinal` has the memory at
-    the same address.
+    """Like `host_segment.map_fd`, and registers the memory with the driver: GPU `ordinal` uses the
+    same address.
 
-    Takes some 0.2 s a GiB, step by step. Threads that launch work on a GPU wait for one step at
-    most, others not at all. The mapping lasts as long as the tensor or a view of it, and its end
-    waits for the GPU's work. Raises SegmentError, which says what to change."""
+    Takes some 0.2 s a GiB, step by step. A thread that launches work on a GPU waits for one step at
+    most; other threads do not wait. The mapping lasts as long as the tensor or a view of the
+    tensor; unmapping waits for the GPU's work. Raises SegmentError, which says what to change."""
     host_segment.check(fd, nbytes)
     unallocated = nbytes - 512 * os.fstat(fd).st_blocks
     if unallocated > 0 and (available := devices.host_available()) < SPARE_BYTES + unallocated:
@@ -83,14 +83,14 @@ def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
         with driver.current(context), ExitStack() as registered:
             for at in range(0, nbytes, _STEP_BYTES):
                 address, size = held.ctypes.data + at, min(_STEP_BYTES, nbytes - at)
-                # Allocated first, so that the driver only locks the pages while it holds its own
-                # lock.
+                # Allocate first, so that the driver holds its own lock only while it locks the
+                # pages.
                 _populate(address, size)
                 _register(driver, ordinal, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
                 registered.callback(driver.unregister, address)
             undo.callback(driver.end, context, registered.pop_all(), "host memory stays locked")
-        # The array keeps the mapping, so this runs before the memory is unmapped. At exit the
-        # driver frees everything itself.
+        # The array keeps the mapping, so the finalizer runs before the memory is unmapped. At exit
+        # the driver frees all memory by itself.
         weakref.finalize(held, undo.pop_all().close).atexit = False
     return torch.from_numpy(held)
 
@@ -110,8 +110,8 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
 
 
 def move_near(ordinal: int) -> None:
-    """Run this thread on the CPUs near the GPU from now on, if its process may: pages that it
-    allocates then lie on that NUMA node."""
+    """Move this thread to the CPUs near the GPU, if the process may use them: pages that the thread
+    allocates then lie on the GPU's NUMA node."""
     with suppress(OSError, ValueError, SegmentError):
         cpus = (
             Path("/sys/bus/pci/devices") / cuda_driver.load().bus(ordinal) / "local_cpulist"
@@ -125,10 +125,10 @@ def move_near(ordinal: int) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Allocate all pages of a mapping; large ones, which are locked faster, if the system gives
-    them on request (`shmem_enabled: advise`).
+    """Allocate all pages of a mapping. If the system gives large pages on request (`shmem_enabled:
+    advise`), the pages are large, and locking is faster.
 
-    Through ctypes, since Python's `madvise` would hold the interpreter's lock. OSError."""
+    Calls C's `madvise`, since Python's would hold the interpreter's lock. OSError."""
     where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
     _libc.madvise(where, size, mmap.MADV_HUGEPAGE)
     if _libc.madvise(where, size, _MADV_POPULATE_WRITE) == 0:

@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 
 MAX_WAITS = 30
-"""For how many heartbeats lending is tried again after a restarted server did not take segments
-back: their memory is free only once every process has unmapped them."""
+"""For how many heartbeats a worker tries again to lend, after a restarted server did not take
+segments back: their memory is free only once every process has unmapped the segments."""
 
 
 class Pool:
-    """Segments of the node, mapped for `device`. Any thread.
+    """The segments of the node, mapped for `device`. Any thread.
 
-    It follows the server's list of segments on construction, and in the client's background thread
-    after every server start and heartbeat. It lends what the own device's share lacks (a segment
-    whose worker has died counts), maps new segments before the first hit needs them, and unmaps
-    dropped ones."""
+    The pool follows the server's list of segments: on construction, and in the client's background
+    thread after every server start and heartbeat. It lends memory until the own device's share is
+    complete (a dead worker's segment counts), maps new segments before the first hit needs them,
+    and unmaps dropped segments."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Pool:
         segment_bytes: int,
         over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
     ) -> None:
-        """segment_bytes: what the pool should have on this device in all; 0 lends nothing. An
+        """segment_bytes: the size that the pool should have on this device; 0 lends nothing. An
         absent server is no error.
 
-        over_budget: called before memory is lent, with `segment_bytes` and how many bytes are to be
-        allocated now. If it returns a reason, nothing is lent."""
+        over_budget: called before memory is lent, with `segment_bytes` and the bytes to allocate
+        now. If the call returns a reason, nothing is lent."""
         self.device = device
         self._client = client
         self._segment_bytes, self._over_budget = int(segment_bytes), over_budget
@@ -64,7 +64,7 @@ class Pool:
     def slots(self, locations: Sequence[Location]) -> list[SlotView]:
         """Views of the leading locations that this process can read. Maps new segments.
 
-        Each view keeps its mapping alive: keep them until the copy is over."""
+        A view keeps the segment mapped: keep all views until the copy is over."""
         views: list[SlotView] = []
         wholes: dict[SegmentId, tuple[torch.Tensor, int, bool, int]] = {}
         for location in locations:
@@ -119,8 +119,8 @@ class Pool:
             self._agree(infos)
 
     def _offer_again(self, absent: list[SegmentId]) -> None:
-        """Hand segments to a server that knows them from an earlier server's ledger. The call runs
-        outside the lock, for which loads and stores wait."""
+        """Hand segments to a server that knows them from an earlier server's ledger. Runs outside
+        the lock, since loads and stores wait for the lock."""
         for id_ in absent:
             with self._lock:
                 mapped = self._mapped.get(id_)
@@ -136,7 +136,7 @@ class Pool:
                 os.close(fd)
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
-        """Map new segments, and lend what the device's share lacks."""
+        """Map new segments, and lend memory if the device's share is not complete."""
         for info in infos:
             if self._is_new(info):
                 self._open(info)
@@ -148,10 +148,10 @@ class Pool:
         return info.state == "live" and info.medium == self.device.medium
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
-        """Once in each life of the server, see to it that the pool has the own device's share.
+        """Complete the own device's share of the pool, once for each server process.
 
-        Of several workers on the device, the one that the server allows to lends it, and the others
-        ask again until it is there. A segment that is dropped later is not replaced."""
+        The server allows one of the device's workers to lend; the other workers ask again until the
+        share is complete. A segment that is dropped later is not replaced."""
         epoch = self._client.epoch
         if self._contributed == epoch:
             return
@@ -169,7 +169,7 @@ class Pool:
             self._contributed = epoch
 
     def _lend(self, nbytes: int) -> bool:
-        """Make a segment, and hand it to the server. False if it should be tried again."""
+        """Make a segment, and hand it to the server. False if the worker should try again."""
         try:
             reason = self._over_budget(self._segment_bytes, nbytes)
             if reason is not None:
@@ -195,10 +195,16 @@ class Pool:
 
     def _no_more(self, error: SegmentError) -> None:
         others = "chunks go to its other devices, if there are any"
-        log.error("%s lends nothing to the pool: %s; %s", self.device, error, others)
+        self._tell(f"{self.device} lends nothing to the pool: {error}; {others}")
+
+    def _tell(self, said: str) -> None:
+        """Log an error, and report it to the server, for `vcache status` and `vcache doctor`."""
+        log.error("%s", said)
+        with suppress(VCacheError):
+            self._client.report("error", said)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on. False, and it is closed, if the pool is closed."""
+        """Use a mapped segment from now on. If the pool is closed: close it, and return False."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
@@ -210,15 +216,15 @@ class Pool:
         return logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """Map a segment that appeared after the last heartbeat; None if that fails."""
+        """Map a segment that appeared after the last heartbeat; None if mapping fails."""
         with self._lock:
             if id_ in self._mapped or id_ in self._unreadable:
                 return self._mapped.get(id_)
             return self._open(SegmentInfo(id_, "", self.device.medium, 0))
 
     def _open(self, info: SegmentInfo) -> MappedSegment | None:
-        """Ask the server for a segment, and map it. None if that fails, which is logged unless the
-        server is the cause."""
+        """Ask the server for a segment, and map it. Returns None and logs a failure; a failure of
+        the server is only a debug message."""
         try:
             info, fd = self._client.open_segment(info.id)
             try:

@@ -23,8 +23,8 @@ from vcache_backend.vram_pool.devices import Device
 
 
 class _WithDescriptor:
-    """A segment's fd, and what else `undo` gives back, once. Close it from one thread at a time;
-    the destructor closes it, too."""
+    """A segment's fd and the resources that `undo` gives back, once. Close it from one thread at a
+    time; the destructor closes it, too."""
 
     def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
         self.info, self.id, self.device, self.nbytes = info, info.id, info.device, info.nbytes
@@ -32,14 +32,14 @@ class _WithDescriptor:
 
     @property
     def fd(self) -> int:
-        """The fd, to be sent with SCM_RIGHTS; it stays this object's. Raises SegmentError once
-        closed: the number may be another file's."""
+        """The fd, to be sent with SCM_RIGHTS; this object keeps it. Raises SegmentError once
+        closed: another file may have the number."""
         if self._closed:
             raise SegmentError(f"segment {self.id} is closed")
         return self._fd
 
     def close(self) -> None:
-        """Give back what this object holds. Idempotent."""
+        """Give back the object's resources. Idempotent."""
         self._closed = True
         self._undo.close()
 
@@ -55,18 +55,18 @@ class _WithDescriptor:
 
 
 class OwnedSegment(_WithDescriptor):
-    """An allocation made by this process. Its memory lives as long as anybody holds an fd or a
-    mapping of it, so `close()` leaves it to those who were handed the fd. `nbytes` may be more than
-    was asked for (a GPU's granularity)."""
+    """An allocation made by this process. The memory lives as long as any process holds an fd or a
+    mapping, so after `close()` it belongs to the processes that got the fd. `nbytes` may be more
+    than was asked for (a GPU's granularity)."""
 
 
 class MappedSegment(_WithDescriptor):
     """An allocation at an address of this process, for one reader device. Any thread.
 
-    It has an fd of its own, so that the segment can be offered again if the metadata server has
-    lost its fd. `close()` gives back the fd and the reference to the mapping, which goes with the
-    last tensor over it: no tensor ever dangles. Raw addresses are not counted, so wait for work on
-    them first. On a GPU, unmapping waits for the reader device's work."""
+    The object has its own fd, to offer the segment again if the metadata server has lost the
+    server's fd. `close()` gives back the fd and the reference to the mapping; the mapping ends with
+    the last tensor over it, so no tensor ever dangles. Raw addresses are not counted: wait for work
+    on raw addresses before `close()`. On a GPU, unmapping waits for the reader device's work."""
 
     def __init__(self, info: SegmentInfo, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
         super().__init__(info, fd, undo)
@@ -74,7 +74,8 @@ class MappedSegment(_WithDescriptor):
 
     @property
     def whole(self) -> torch.Tensor:
-        """All bytes, and perhaps more at the end, as 1-D uint8. Raises SegmentError once closed."""
+        """The segment's bytes, perhaps with padding, as 1-D uint8. Raises SegmentError once
+        closed."""
         if self._whole is None:
             raise SegmentError(f"segment {self.id} is closed")
         return self._whole
@@ -108,8 +109,8 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
 def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
     """Map a segment for `reader`, readable and writable. `fd` stays the caller's.
 
-    `info` and `fd` may come from a peer: sizes and the kind of fd are checked before the kernel or
-    the driver acts on them. Raises SegmentError, and leaves nothing behind: other medium, no peer
+    `info` and `fd` may come from a peer, so sizes and the kind of fd are checked before the kernel
+    or the driver gets them. Raises SegmentError, and leaves nothing behind: other medium, no peer
     access, forged fd, out of memory."""
     _check_size(info.id, nbytes := info.nbytes)
     if info.medium != reader.medium:

@@ -10,8 +10,8 @@ from torch import Tensor
 class SlotView(NamedTuple):
     """`nbytes` bytes at `address`, mapped for as long as this view is held.
 
-    local: they lie on the KV cache's device. whole, offset: a contiguous 1-D uint8 tensor, and the
-    byte of it with which they begin."""
+    local: the bytes lie on the KV cache's device. whole, offset: a contiguous 1-D uint8 tensor, and
+    the index in `whole` of the first byte."""
 
     address: int
     nbytes: int
@@ -21,7 +21,7 @@ class SlotView(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The bytes as contiguous 1-D uint8. Made on demand: kernels need only the address."""
+        """The bytes as contiguous 1-D uint8. Built on demand: kernels need only the address."""
         return self.whole[self.offset : self.offset + self.nbytes]
 
     @classmethod

@@ -1,11 +1,10 @@
 """Watches vLLM's block pool: changes a block's generation before the block may be written again, or
-its bytes change meaning.
-"""
+its bytes change meaning."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter
@@ -16,18 +15,23 @@ from vcache_backend.resident.generations import VOID, Generations
 log = logging.getLogger("vllm.vcache")
 NUMBERS, GENERATIONS = "I", "Q"
 """Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes;
-slicing a list touches every number.
-"""
+slicing a list touches every number."""
 
 
 class KVBlocks:
     """The scheduler half's access to vLLM's `BlockPool`: blocks by number, and the queue of free
     blocks. Runs in the scheduler's thread. Only this module touches vLLM's pool.
 
-    pool: vLLM's."""
+    pool: vLLM's, of which `get_new_blocks` is replaced. give_way: called before so many blocks are
+    handed out, to move others to the front. on_taken: called with the blocks that vLLM has handed
+    out, before it can launch work that writes them. None of these may raise."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
+        self.give_way: Callable[[int], None] = lambda count: None
+        self.on_taken: list[Callable[[Sequence[Any]], None]] = []
+        self._get = pool.get_new_blocks
+        pool.get_new_blocks = self._get_new_blocks
 
     @property
     def count(self) -> int:
@@ -61,18 +65,6 @@ class KVBlocks:
         """The blocks that a request has, or that vLLM's own prefix cache finds."""
         blocks = (block for block in self.pool.blocks if not block.is_null)
         return {block.block_id for block in blocks if block.ref_cnt or block.block_hash}
-
-    def on_taken(self, taken: Callable[[Iterable[int]], None]) -> None:
-        """Have `taken`, which must not raise, called with the blocks that vLLM hands out, before it
-        can launch work that writes them."""
-        get = self.pool.get_new_blocks
-
-        def get_new_blocks(num_blocks: int) -> Any:
-            blocks = get(num_blocks)
-            taken(block.block_id for block in blocks)
-            return blocks
-
-        self.pool.get_new_blocks = get_new_blocks
 
     def head(self, most: int) -> list[int]:
         """The next blocks, `most` of them, that vLLM will hand out, in order."""
@@ -119,9 +111,16 @@ class KVBlocks:
     def _first(self) -> Any:
         return self.pool.free_block_queue.fake_free_list_head.next_free_block
 
+    def _get_new_blocks(self, num_blocks: int) -> Any:
+        self.give_way(num_blocks)
+        blocks = self._get(num_blocks)
+        for act in self.on_taken:
+            act(blocks)
+        return blocks
+
 
 class ResidentPool:
-    """Replaces methods of vLLM's `BlockPool` to count generations. Runs in the scheduler's thread.
+    """Watches vLLM's `BlockPool` to count generations. Runs in the scheduler's thread.
 
     vLLM's own results and exceptions come through unchanged. If our part fails, the whole table is
     given up first, so that nobody reads a block whose next owner was not counted. broken: the table
@@ -129,26 +128,20 @@ class ResidentPool:
     blocks."""
 
     def __init__(
-        self,
-        pool: Any,
-        generations: Generations,
-        on_reset: Callable[[], None],
-        give_way: Callable[[int], None] | None = None,
+        self, blocks: KVBlocks, generations: Generations, on_reset: Callable[[], None]
     ) -> None:
-        """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the
-        prefix cache is to be reset, even if vLLM then declines. give_way: called before so many
-        blocks are handed out, to move others to the front; must not raise.
-        """
-        self._give_way = give_way
+        """blocks: of a pool that has not handed out a block. on_reset: called when the prefix cache
+        is to be reset, even if vLLM then declines."""
         self.broken, self.resets, self.evicted = False, 0, 0
         # Void all blocks, the null block included: a block holds a request's bytes only once it
         # was handed out and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
-        self._get = pool.get_new_blocks
+        blocks.on_taken.append(self._take)
+        pool = blocks.pool
         self._evict = pool.evict_blocks
         self._reset = pool.reset_prefix_cache
-        pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
+        pool.evict_blocks = self._evict_blocks
         pool.reset_prefix_cache = self._reset_prefix_cache
 
     def void_all(self) -> None:
@@ -156,31 +149,25 @@ class ResidentPool:
         self.resets += 1
         self._generations.void_all()
 
-    def _get_new_blocks(self, num_blocks: int) -> Any:
-        """Change the blocks' generations before vLLM can launch work that writes them."""
-        if self._give_way is not None:
-            self._give_way(num_blocks)
-        blocks = self._get(num_blocks)
-        self._surely(self._take, blocks)
-        return blocks
+    def _take(self, blocks: Sequence[Any]) -> None:
+        """Change the blocks' generations: see `KVBlocks.on_taken`."""
+        self._surely(self._void, blocks)
 
-    def _take(self, blocks: list[Any]) -> None:
+    def _void(self, blocks: Sequence[Any]) -> None:
         counters = self._generations.counters.data
         for block in blocks:
             counters[block.block_id] = VOID
 
     def _evict_blocks(self, block_ids: Any) -> Any:
         """Void blocks that vLLM evicts: after a failed load vLLM recomputes into them without
-        allocating them anew.
-        """
+        allocating them anew."""
         self.evicted += 1
         self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
         """Void all blocks even if vLLM cannot reset its cache now: its caller changes the weights
-        in any case.
-        """
+        in any case."""
         self._surely(self.void_all)
         self._surely(self._on_reset)
         return self._reset()

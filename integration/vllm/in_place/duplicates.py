@@ -1,6 +1,5 @@
 """Frees duplicates first: chunks that another KV cache holds as well, so that this one can give up
-its copy.
-"""
+its copy."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from math import inf
 from time import monotonic
-from typing import NamedTuple
 
 import numpy as np
 
-from vcache_backend.metadata_server.messages import ChunkKey, Copy
+from vcache_backend.metadata_server.messages import COPY, Copies, InstanceId
 from vcache_backend.resident.generations import VOID, Generations, GenerationView, put
 
 from ..scheduler.tracked import Tracked
@@ -43,26 +41,16 @@ MOST_WAITING = 64
 chunks leave the cache later."""
 
 
-Ends = tuple[int, int, int]
-"""A chunk's last block here, which leaves first, that block's generation, and its first block."""
-NOWHERE = 0, 0, 0
-"""The place of a chunk that was not published: vLLM's null block never has this generation."""
-
-
-class _Duplicate(NamedTuple):
-    """Another's copy of a chunk that lies here, too, and when the last two requests ended that used
-    it here since this was heard of."""
-
-    copy: Copy
-    used: float = -inf
-    before: float = -inf
+_Duplicate = tuple[InstanceId, tuple[int, ...], float, float]
+"""An instance, a chunk (`COPY`) that lies there and here, and when the last two requests ended that
+used it here since this was heard of."""
+UNUSED = -inf
 
 
 class Duplicates:
     """The chunks of this instance that other instances hold as well. Each instance that is short of
     blocks may give its copy up, as long as the other's is intact. Runs in the scheduler's thread,
-    except `hear`.
-    """
+    except `hear`."""
 
     def __init__(
         self,
@@ -70,22 +58,19 @@ class Duplicates:
         generations: Generations,
         each: int,
         view: Callable[[bytes], GenerationView | None],
-        ends: Callable[[ChunkKey], Ends | None],
         reachable: Callable[[], bool],
     ) -> None:
         """pool: vLLM's. each: blocks of a chunk. view: another instance's generations; None if it
-        is gone. ends: where this instance has published a chunk last; None if it has not.
-        reachable: whether the server can be asked where chunks are.
-        """
+        is gone. reachable: whether the server can be asked where chunks are."""
         self._pool, self._generations, self._each = pool, generations, each
-        self._view, self._ends, self._reachable = view, ends, reachable
-        self._waiting = deque[list[Copy]](maxlen=MOST_WAITING)
-        self._copies = OrderedDict[ChunkKey, _Duplicate]()
-        """Those that may be given up, in the order in which requests that used them here have
-        ended, or in which they were heard of. No more than fit into the KV cache."""
+        self._view, self._reachable = view, reachable
+        self._waiting = deque[list[Copies]](maxlen=MOST_WAITING)
+        self._copies = OrderedDict[int, _Duplicate]()
+        """Those that may be given up, by their last block here, in the order in which requests that
+        used them here have ended, or in which they were heard of. No more than fit into the KV
+        cache."""
         self._in_use: dict[int, _Duplicate] = {}
-        """Those that were in use, or lay in pieces, when they were to be given up, by their last
-        block here."""
+        """Those that were in use, or lay in pieces, when they were to be given up."""
         self._used = np.full(generations.blocks, monotonic())
         """By block: when the last request ended that used it, without those in `_ended`."""
         self._ended: list[tuple[array[int], float]] = []
@@ -99,20 +84,25 @@ class Duplicates:
         """How many chunks may be given up."""
         return len(self._copies)
 
-    def hear(self, copies: list[Copy]) -> None:
+    def hear(self, copies: list[Copies]) -> None:
         """Note which chunks others hold as well, for the next `learn`. Any thread."""
         self._waiting.append(copies)
 
     def learn(self) -> bool:
         """Act on the first message that `hear` noted. True if more wait. Never raises."""
+        copies, blocks = self._copies, self._generations.blocks
         if self._waiting:
-            for copy in self._waiting.popleft():
-                duplicate = self._copies.pop(copy.key, None)
-                self._copies[copy.key] = (
-                    duplicate._replace(copy=copy) if duplicate else _Duplicate(copy)
-                )
-            while len(self._copies) * self._each > self._generations.blocks:
-                self._copies.popitem(last=False)
+            for news in self._waiting.popleft():
+                for copy in COPY.iter_unpack(news.packed):
+                    last, generation, first, _, _ = copy
+                    if last < blocks and first < blocks:
+                        old = copies.pop(last, None)
+                        if old is None or old[1][1] != generation:
+                            copies[last] = news.instance, copy, UNUSED, UNUSED
+                        else:
+                            copies[last] = news.instance, copy, *old[2:]
+            while len(copies) * self._each > blocks:
+                copies.popitem(last=False)
         return bool(self._waiting)
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
@@ -124,14 +114,11 @@ class Duplicates:
         if len(self._ended) >= MOST_ENDED:
             self._note_used()
         copies, in_use = self._copies, self._in_use
-        if in_use:
-            for last in row[self._each - 1 :: self._each]:
-                if (duplicate := in_use.pop(last, None)) is not None:
-                    copies.setdefault(duplicate.copy.key, duplicate)
         # A prefix is given up from its end.
-        for key in reversed(tracked.lookup.keys):
-            if (duplicate := copies.pop(key, None)) is not None:
-                copies[key] = _Duplicate(duplicate.copy, now, duplicate.used)
+        for last in reversed(row[self._each - 1 :: self._each]) if copies or in_use else ():
+            duplicate = copies.pop(last, in_use.pop(last, None))
+            if duplicate is not None:
+                copies[last] = duplicate[0], duplicate[1], now, duplicate[2]
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
@@ -139,8 +126,7 @@ class Duplicates:
 
         No more than these blocks need: what is given up is handed out at once, so the other
         instance sees that its own copy is the last one. Waits for the server only to open another
-        instance's table for the first time. Never raises.
-        """
+        instance's table for the first time. Never raises."""
         try:
             short = self._ahead < count and (self._copies or self._waiting)
             # Without a server nothing could be loaded again.
@@ -171,32 +157,29 @@ class Duplicates:
         """Move `needed` chunks to the head of the free queue that are intact, free, and not
         `YOUNG`. Returns how many were moved; ends after `MOST_LOOKED` others. instead: the
         block that would leave else."""
-        self._note_used()
-        now = monotonic()
-        latest = now - (now - float(self._used[instead])) / YOUNG
+        latest = 0.0
         copies, pool, each = self._copies, self._pool, self._each
         own = self._generations.counters.data
         others: dict[bytes, memoryview[int]] = {}
         moved, looks, young = 0, MOST_LOOKED, MOST_YOUNG
         while moved < needed and copies and looks and young:
-            key, duplicate = copies.popitem(last=False)
-            copy = duplicate.copy
-            last, generation, first = self._ends(key) or NOWHERE
+            last, duplicate = copies.popitem(last=False)
+            instance, (_, generation, first, block, their_generation), _, before = duplicate
             if own[last] != generation:
                 pass
             elif not pool.together(last, first, each):
                 self._in_use[last] = duplicate
-            elif duplicate.before > latest:
-                copies[key] = duplicate
+            elif before > 0 and before > (latest := latest or self._latest(instead)):
+                copies[last] = duplicate
                 young -= 1
             else:
                 # Void it first: if the other gives its copy up now, one of both sees that.
                 own[last] = VOID
-                if copy.instance not in others:
-                    others[copy.instance] = self._counters(copy.instance)
-                theirs = others[copy.instance]
+                if instance not in others:
+                    others[instance] = self._counters(instance)
+                theirs = others[instance]
                 # Its last block leaves first, and so tells of the others.
-                if -1 < copy.block < len(theirs) and theirs[copy.block] == copy.generation:
+                if block < len(theirs) and theirs[block] == their_generation:
                     pool.to_head(last, first)
                     moved += 1
                     continue
@@ -204,6 +187,12 @@ class Duplicates:
                 own[last] = generation
             looks -= 1
         return moved
+
+    def _latest(self, instead: int) -> float:
+        """The last use of a duplicate that just leaves before the block `instead`: see `YOUNG`."""
+        self._note_used()
+        now = monotonic()
+        return now - (now - float(self._used[instead])) / YOUNG
 
     def _counters(self, instance: bytes) -> memoryview[int]:
         """Another instance's generations; of no block if it is gone."""

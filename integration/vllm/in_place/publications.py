@@ -1,6 +1,5 @@
 """The scheduler's half of sharing in place: the generations of this instance's blocks, and the
-chunks published in them.
-"""
+chunks published in them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from vcache_backend.resident.generations import (
 from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, KVBlocks, ResidentPool
-from .duplicates import Duplicates, Ends
+from .duplicates import Duplicates
 
 
 class Publications:
@@ -42,8 +41,7 @@ class Publications:
 
     def __init__(self, blocks: int, each: int, loads: bool) -> None:
         """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. loads: the
-        instance's role allows loads. SegmentError if memory for the table is lacking.
-        """
+        instance's role allows loads. SegmentError if memory for the table is lacking."""
         self._loads = loads
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
@@ -52,8 +50,9 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
-        self._told: dict[ChunkKey, Ends] = {}
-        """By chunk, the place where it was published last and others look for it."""
+        self._told: dict[ChunkKey, tuple[int, int, int]] = {}
+        """By chunk, the place where it was published last and others look for it: its last block,
+        which leaves first, that block's generation, and its first block."""
         self._pool: ResidentPool | None = None
         self.duplicates: Duplicates | None = None
         """Made when vLLM has shown its pool, if the instance could load again what it gives up."""
@@ -61,20 +60,17 @@ class Publications:
         """Whether the server can be asked where chunks are."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
         """Returns another instance's generations; None if the instance is gone, or no server is
-        known yet.
-        """
+        known yet."""
 
     @property
     def watches(self) -> bool:
         """Whether vLLM has shown its block pool. Without the pool the blocks' contents
-        are unknown.
-        """
+        are unknown."""
         return self._pool is not None
 
     def watch(self, pool: KVBlocks) -> None:
         """Watch vLLM's pool, which vLLM shows before the first request. ValueError if its size
-        differs from the KV cache's.
-        """
+        differs from the KV cache's."""
         if pool.count != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
         if self._loads:
@@ -83,11 +79,10 @@ class Publications:
                 self.generations,
                 self.each,
                 lambda instance: self.view(instance),
-                self._told.get,
                 lambda: self.reachable(),
             )
-        give_way = self.duplicates.give_way if self.duplicates is not None else None
-        self._pool = ResidentPool(pool.pool, self.generations, self._reset, give_way)
+            pool.give_way = self.duplicates.give_way
+        self._pool = ResidentPool(pool, self.generations, self._reset)
 
     def reset(self) -> None:
         """Void all that was published, and all that the steps under way compute."""

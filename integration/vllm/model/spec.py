@@ -51,7 +51,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of every chunk.
 
-    kv_layout, dtype, layers, parts, page_bytes: see `PagedKV`. block_size: tokens of the tensors'
+    kv_layout, dtype, layers: see `PagedKV`. block_size: tokens of the tensors'
     blocks, maybe fewer than vLLM's. chunk_bytes: this worker's part of a chunk. attention: the
     backends' names. layer_names: a digest of the names, in order. problem: why this worker must not
     cache; then the rest may be missing."""
@@ -61,8 +61,6 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str = ""
     dtype: str = ""
     layers: int = 0
-    page_bytes: int = 0
-    parts: int = 0
     block_size: int = 0
     chunk_bytes: int = 0
     attention: str = ""
@@ -140,8 +138,6 @@ def read_shard(
         kv_layout=kv.name,
         dtype=kv.dtype,
         layers=kv.layers,
-        page_bytes=kv.page_bytes,
-        parts=kv.parts,
         block_size=kv.block_size,
         chunk_bytes=kv.chunk_bytes(chunk_size),
         attention=attention(vllm_config, kv_caches),

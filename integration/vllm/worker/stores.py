@@ -65,16 +65,11 @@ class Stores:
 
     def promote(self, load: Loading) -> None:
         """Store chunks in the pool again that a load has brought from the offload tier."""
-        chunks, worker, spec = load.to_promote(), load.worker, load.spec
-        if not chunks:
-            return
-        each, blocks = worker.per_chunk, list[int]()
-        for chunk in chunks:
-            blocks += spec.blocks[chunk * each : (chunk + 1) * each]
-        keys = [load.keys[chunk] for chunk in chunks]
-        prefix = [*worker.session.own(spec.prefix), *load.keys[: chunks[0]]]
-        how = {"tenant": spec.tenant, "fetched_in": load.epoch}
-        self._store("promote", worker, keys, blocks, prefix, **how)
+        worker, spec = load.worker, load.spec
+        if chunks := load.to_promote():
+            prefix, blocks = worker.session.own(spec.prefix), spec.blocks
+            how = {"tenant": spec.tenant, "fetched_in": load.epoch}
+            self._store("promote", worker, load.keys, blocks, prefix, chunks, **how)
 
     def save(
         self,
@@ -118,11 +113,12 @@ class Stores:
         keys: list[ChunkKey],
         blocks: list[int],
         prefix: Sequence[ChunkKey] = (),
+        chunks: Sequence[int] | None = None,
         **how: Any,
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
-        for the copy. what: for the log. prefix, how: see `transfer.store`."""
-        session, chunks = worker.session, range(len(keys))
+        for the copy. what: for the log. chunks: None: all. prefix, how: see `transfer.store`."""
+        session, chunks = worker.session, range(len(keys)) if chunks is None else chunks
         try:
             places = worker.places(blocks)
             pending = store(session, places, keys, chunks, prefix, beside=True, **how)

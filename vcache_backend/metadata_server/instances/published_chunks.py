@@ -1,8 +1,10 @@
-"""The chunks that one instance has published, and those of them that others hold as well. Pure."""
+"""The chunks that an instance has published, and copies of them in other instances. Pure."""
 
 from __future__ import annotations
 
 import struct
+from collections import deque
+from collections.abc import Iterable
 from itertools import islice, repeat
 
 import msgspec
@@ -12,13 +14,13 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Steps
 
 RETRACT_LOOKS = 4096
-"""How many of the newest publications a retraction examines. It drops all older publications
-unexamined; a chunk dropped without need is a miss."""
+"""How many of the newest publications a retraction examines. A retraction drops all older
+publications unexamined; a chunk dropped without need is a miss."""
 CHUNK_BYTES, BLOCK_BYTES = 320, 136
 """Bytes of server memory for each chunk, besides its block numbers and generations, and for each
 block of an instance. The latter pays for `holders` and both tables, which never shrink."""
 MAX_COPIES = 2048
-"""The most copies that an instance has yet to be told of. Beyond it the oldest are dropped."""
+"""The most copies of which an instance has yet to be told. Older copies are dropped."""
 
 
 class PublishedChunk(msgspec.Struct, gc=False, eq=False):
@@ -31,15 +33,14 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
     sequence: int
     agreed: int
 
-    def end(self) -> tuple[int, int]:
-        """The number and the generation of its last block."""
-        return (
-            int.from_bytes(self.blocks[-m.NUMBER_BYTES :], "little"),
-            int.from_bytes(self.generations[-m.GENERATION_BYTES :], "little"),
-        )
+    def end(self) -> bytes:
+        """The number and the generation of the chunk's last block, packed."""
+        return self.blocks[-m.NUMBER_BYTES :] + self.generations[-m.GENERATION_BYTES :]
 
 
 Table = dict[m.ChunkKey, PublishedChunk]
+News = tuple[m.InstanceId, m.ChunkKey, bytes]
+"""An instance, a chunk that this instance holds, too, and the chunk's `COPY`."""
 
 
 class InstancePublications:
@@ -56,13 +57,13 @@ class InstancePublications:
         self.awaited: Table = {}
         """Chunks that some ranks have published, but not yet all."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
-        """For each block the last publication that named it; void if it is in neither table."""
-        self._copies: dict[m.ChunkKey, m.Copy] = {}
-        """Chunks that another instance holds as well, of which this one has yet to be told."""
+        """For each block the last publication that named it, void if in neither table."""
+        self._copies = deque[News](maxlen=MAX_COPIES)
+        """The oldest first."""
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
         self.counted = 0
-        """The bytes that `ResidentDirectory.nbytes` has of these publications."""
+        """The bytes of these publications that `ResidentDirectory.nbytes` includes."""
         self._kept = 0
         """The number of chunks in memory: chunks in the tables, and void chunks that `forget` has
         yet to remove."""
@@ -81,7 +82,7 @@ class InstancePublications:
     def publish(self, rank: int, request: m.Publish, most: int) -> int:
         """Take chunks that a rank publishes. Returns how many were taken.
 
-        most: by how many chunks it may grow. At the limit a chunk only takes another's place."""
+        most: by how many chunks the instance may grow; then a chunk must replace another."""
         each, sequence = self.each, request.sequence
         numbers = self._numbers(rank, request)
         if sequence < self._floor:
@@ -98,7 +99,7 @@ class InstancePublications:
         return taken
 
     def retract(self, sequence: int) -> tuple[Table, Table]:
-        """Void publications with a lower sequence. Returns them, for `forget`."""
+        """Void publications with a lower sequence. Returns the void chunks, for `forget`."""
         self._floor = max(self._floor, sequence)
         self.complete, complete = _split(self.complete, sequence)
         self.awaited, awaited = _split(self.awaited, sequence)
@@ -119,23 +120,24 @@ class InstancePublications:
                 self._kept -= 1
                 yield from repeat(None, 1 + self.each // 8)
 
-    def copy(self, instance: m.InstanceId, key: m.ChunkKey) -> m.Copy:
-        """Describe a complete chunk to others that hold it as well. instance: this one."""
-        return m.Copy(key, instance, *self.complete[key].end())
+    def note_copies(
+        self, instance: m.InstanceId, theirs: Table, keys: Iterable[m.ChunkKey]
+    ) -> None:
+        """Note that `instance` holds these chunks, too. theirs: its complete chunks."""
+        # Packed here, and not when they are told: a scheduler waits for that.
+        for key in keys:
+            own = self.complete[key]
+            packed = own.end() + own.blocks[: m.NUMBER_BYTES] + theirs[key].end()
+            self._copies.append((instance, key, packed))
 
-    def note_copies(self, others: dict[m.ChunkKey, m.Copy]) -> None:
-        """Note the copies that others hold."""
-        self._copies.update(others)
-        self.take_copies(len(self._copies) - MAX_COPIES)
-
-    def take_copies(self, most: int) -> list[m.Copy]:
+    def take_copies(self, most: int) -> list[News]:
         """Take the oldest notes, at most `most`."""
-        return [self._copies.pop(key) for key in list(islice(self._copies, max(0, most)))]
+        return [self._copies.popleft() for _ in range(min(most, len(self._copies)))]
 
     # ---- inside
 
     def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
-        """Unpack a request's block numbers. Refuse what does not fit this instance."""
+        """Unpack a request's block numbers. Refuse a request that does not fit this instance."""
         due, namespace = len(request.keys) * self.each, self.namespace
         sizes = len(request.blocks), len(request.generations)
         if sizes != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
@@ -206,8 +208,8 @@ class InstancePublications:
 
 
 def _split(table: Table, sequence: int) -> tuple[Table, Table]:
-    """Split a table into chunks whose sequence is at least `sequence`, and older chunks. Reuses the
-    table as one of the two."""
+    """Split a table into chunks whose sequence is at least `sequence`, and older chunks. The given
+    table becomes one of the two results."""
     newest = list(islice(reversed(table.values()), RETRACT_LOOKS))
     kept = {chunk.key: chunk for chunk in reversed(newest) if chunk.sequence >= sequence}
     if len(table) > 2 * RETRACT_LOOKS:

@@ -1,5 +1,5 @@
-"""The interface of copiers, which run plans, and the copier for host memory. The one for GPUs is in
-cuda_copier.py."""
+"""The interface of copiers, which run copy plans, and the copier for host memory. The GPU copier is
+in cuda_copier.py."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -38,49 +38,49 @@ class Completion(Protocol):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that the bytes took, without tables and queues; None while the copy runs or if it
-        is not known."""
+        """Seconds that the bytes took, without tables and queues; None while the copy runs, or if
+        the time is not known."""
         ...
 
 
 class Mark(Protocol):
-    """A point in a stream's work: after all that was queued before the mark. Any thread."""
+    """A point in a stream's work, behind everything queued so far. Any thread."""
 
     def reached(self) -> bool:
-        """Whether all work before it is done. Never waits. VCacheError if the device failed."""
+        """Whether all work before the mark is done. Never waits. VCacheError: the device failed."""
         ...
 
 
 class Copier(Protocol):
-    """Moves bytes into and out of one KV cache. Used by one worker, in any of its threads.
+    """Moves bytes into and out of one KV cache. One worker uses it, in any thread.
 
     slots: the request's, in the order of the plan's slot indices. `gather` and `scatter` raise
-    LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or the plan or the
-    device is not the KV cache's. After any VCacheError nothing of the copy runs. After any other
-    error (torch's RuntimeError, a Triton error) it may be running, and the slots must not be used
-    again.
+    LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or if the plan or
+    the device does not match the KV cache. After a VCacheError no part of the copy runs. After
+    another error (torch's RuntimeError, a Triton error) the copy may be running, and the slots must
+    not be used again.
 
-    after: let the caller's stream go on beside the copy, which starts once the work before this
-    mark is done. The caller then sees to it that nothing else touches the blocks until the copy is
-    over, or queues a `fence`."""
+    after: the copy starts once the work before this mark is done, and the caller's stream goes on
+    beside the copy. The caller must let no other work touch the blocks until the copy is over, or
+    queue a `fence`."""
 
     def prepare(self, kv: PagedKV) -> None:
-        """Make ready for copies of `kv`, so that no request waits for that. Optional; before the
+        """Prepare copies of `kv`, so that no request waits for compilation. Optional; before the
         first copy."""
         ...
 
     def gather(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
     ) -> Completion:
-        """Copy KV blocks into slots: what work queued before this call has written. Work queued
-        after it may overwrite the blocks."""
+        """Copy KV blocks into slots, with the bytes that work queued before this call writes. Work
+        queued afterwards may overwrite the blocks."""
         ...
 
     def scatter(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
     ) -> Completion:
-        """Copy slots into KV blocks. Work queued before this call reads the old bytes, work queued
-        after it the new ones."""
+        """Copy slots into KV blocks. Work queued before this call reads the old bytes; work queued
+        afterwards reads the new bytes."""
         ...
 
     def pull(
@@ -98,11 +98,10 @@ class Copier(Protocol):
         rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes)
         int64: the page of plane p of row r begins at address `origins[r's origin, p] + r's offset`.
         If the KV cache has several kinds of layers, `planes` are those of all kinds, and each
-        further kind has a column of offsets behind the block.
-        Addresses are not checked: the caller sees to it that they stay readable until the copy is
-        over. keep: an object to hold until then. local: all pages are on the KV cache's device.
-        Raises LayoutError, and moves nothing, if a row names a block or an origin that does not
-        exist."""
+        further kind has a column of offsets behind the block. Addresses are not checked: the caller
+        keeps the pages readable until the copy is over. keep: an object to hold until the copy is
+        over. local: all pages are on the KV cache's device. Raises LayoutError, and moves nothing,
+        if a row names a block or an origin that does not exist."""
         ...
 
     def mark(self) -> Mark:
@@ -110,8 +109,8 @@ class Copier(Protocol):
         ...
 
     def fence(self, copy: Completion) -> None:
-        """Have the current stream wait for `copy`, one of this copier's, before later work. The
-        host never waits."""
+        """Make the current stream wait for `copy`, made by this copier, before later work. The host
+        never waits."""
         ...
 
     def close(self) -> None:
@@ -132,7 +131,7 @@ class Finished:
         return True
 
     def reached(self) -> bool:
-        """True: as a Mark it stands for work that was done before."""
+        """True: used as a Mark, it stands for finished work."""
         return True
 
 

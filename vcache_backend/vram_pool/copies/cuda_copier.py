@@ -26,13 +26,13 @@ from vcache_backend.vram_pool.slots import SlotView
 CLOSE_SECONDS = 5.0
 """How long `CudaCopier.close` waits for the copies of each stream."""
 _TABLE_ROWS = 1024
-"""The least rows of a new table: 4,096 tokens of a model of 64 layers in blocks of 16 need 384."""
+"""The fewest rows of a new table: 4,096 tokens in blocks of 16, of 64 layers, need 384 rows."""
 _SPIN_SECONDS = 0.005
 _SLEEP_SECONDS = 0.0001
 
 
 class CudaMark(NamedTuple):
-    """The work that a stream of this process had when `event` was recorded on it."""
+    """The work that was queued on a stream when `event` was recorded on this stream."""
 
     event: torch.cuda.Event
 
@@ -42,9 +42,9 @@ class CudaMark(NamedTuple):
 
 
 class CudaCompletion:
-    """A copy on a stream of `device`, over once `end` is reached. Any thread.
+    """A copy on a stream of `device`; the copy is over once the stream reaches `end`. Any thread.
 
-    held: what the copy uses, kept until then. give_back: called once, when it is over."""
+    held: objects that the copy uses, kept until the end. give_back: called once at the end."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class CudaCompletion:
 
 
 class _Slots:
-    """A copy between a KV cache and slots, which it keeps alive. Raises LayoutError."""
+    """A copy between a KV cache and slots. Keeps both alive. Raises LayoutError."""
 
     origins = 1
 
@@ -111,8 +111,8 @@ class _Rows:
         self._rows, self._bases, self._keep = rows, origins, keep
 
     def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
-        """Write the kernel's table for each kind of layers. Returns the alignments of the pages
-        that are read."""
+        """Write the kernel's table for each kind of layers. Returns the alignments of the pages to
+        read."""
         return [
             kernels.fill_table(kind, rows, bases, table[first:end])
             for (kind, rows, bases), (_, first, end) in zip(
@@ -122,13 +122,13 @@ class _Rows:
 
 
 class CudaCopier:
-    """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for
-    scatters and pulls.
+    """Copies with the Triton kernel on two streams of GPU `ordinal`: a stream for gathers, and a
+    stream for scatters and pulls.
 
-    Each copy starts after the work of the caller's current stream, and that stream then waits for
-    the copy's end, unless the caller gave a mark. Both wait on the device; the host never waits.
-    max_ctas: the most thread blocks of a copy from or to other memory than the own GPU's; 0: the
-    tuned number."""
+    Each copy starts after the work of the caller's current stream, and the current stream then
+    waits for the copy, unless the caller gave a mark. Both streams wait on the device; the host
+    never waits. max_ctas: the most thread blocks of a copy from or to memory outside this GPU; 0:
+    the tuned number."""
 
     def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
         self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
@@ -138,10 +138,10 @@ class CudaCopier:
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
         self._lock = threading.Lock()
-        """Guards `_under_way`: one thread may add a copy while another removes some."""
+        """Guards `_under_way`: a thread may add a copy while another thread removes copies."""
 
     def prepare(self, kv: PagedKV) -> None:
-        """Compile the kernels for `kv`: up to a second each, a few of them."""
+        """Compile the few kernels for `kv`, each in up to a second."""
         with torch.cuda.device(self.device):
             for kind in kv.kinds:
                 table = torch.empty((len(kind.planes), 3), dtype=torch.int64, device=self.device)
@@ -218,17 +218,18 @@ class CudaCopier:
                 pairs = zip(parts, alignments, strict=True)
                 start, end = self._launch(side, job, table, pairs, after, to_origin)
             except BaseException:
-                # The current stream may not be waiting for the kernel, and the caller does not know
-                # of it: nothing may be left running.
+                # The current stream may not be waiting for the kernel, and the caller has no
+                # completion: no kernel may be left running.
                 side.synchronize()
                 raise
         completion = CudaCompletion(
             self.device, start, end, job, lambda: self._tables.append(table)
         )
-        # What a kernel uses must live until it ends, even if the caller drops the completion.
+        # A kernel's memory must live until the kernel ends, even if the caller drops the
+        # completion.
         with self._lock:
             self._under_way.append(completion)
-            # A VCacheError from here would mean that nothing of this copy runs. If the device
+            # A VCacheError from here would mean that no part of this copy runs. If the device
             # failed, the completion says so.
             with suppress(VCacheError):
                 self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
@@ -243,8 +244,8 @@ class CudaCopier:
         after: Mark | None,
         to_origin: bool,
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Queue the kernels on `side`, one for each part with its alignment. Returns the events
-        before and behind them."""
+        """Queue a kernel on `side` for each part and alignment. Returns the events before and after
+        the kernels."""
         current, start = torch.cuda.current_stream(), torch.cuda.Event(enable_timing=True)
         if isinstance(after, CudaMark):
             side.wait_event(after.event)
@@ -272,14 +273,15 @@ class CudaCopier:
         return start, end
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
-        """A table of at least `rows` rows that no copy uses: an earlier copy's, or a new one."""
+        """A table of at least `rows` rows that no copy uses; an earlier copy's if possible."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()
                 if table.rows >= rows:
                     return table
-        # Its memory comes from the side stream's pool. Memory from the caller's stream may still be
-        # used by work queued there, and the table is written without waiting for that.
+        # The table's memory comes from the side stream's pool: work queued on the caller's stream
+        # may still use memory of that stream, and the table is written without waiting for such
+        # work.
         with torch.cuda.stream(side):
             return kernels.Table(
                 max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver

@@ -9,15 +9,15 @@ Its input is one int64 table with rows of three numbers, on the KV cache's devic
               (in words) of its origin's first base
     origins   the bases of each origin, one origin after the other; left out if there is only one
 
-An origin is memory in which the planes of a block lie at fixed distances: a KV cache, whose bases
-are addresses and whose offsets are multiples of its stride; or all slots of all segments, whose
-bases are the planes' offsets in a chunk and whose offsets are addresses. Addresses are raw, so an
-origin may lie on any device that the executing one can reach. A copy with one origin reads its
-bases from the rows of the planes: another look-up before the first byte would slow down small
-copies.
+An origin is memory in which the planes of a block lie at fixed distances. Either the origin is a KV
+cache: its bases are addresses, and the offsets are multiples of the cache's stride. Or the origin
+is all slots of all segments: its bases are the planes' offsets in a chunk, and the offsets are
+addresses. Addresses are raw, so an origin may lie on any device that the executing device can
+reach. If a copy has one origin, the rows of the planes hold the origin's bases: another look-up
+before the first byte would slow down small copies.
 
 A fixed number of programs strides over (plane, row, piece of a page). Pages are software-pipelined:
-while one piece is written, the next ones and their table rows are being read, which hides NVLink's
+while a piece is written, the next pieces and their table rows are being read, which hides NVLink's
 two microseconds."""
 
 # Triton's decorator has no types, and its arguments are Triton's own.
@@ -50,10 +50,10 @@ class Tuning:
     `benchmarks/sweep_copy.py`).
 
     ctas: thread blocks of a launch. block_bytes: bytes that a thread block moves at a time, a power
-    of two. num_warps: warps of 32 threads in a thread block. stages: 1 keeps the piece that is
-    being read in registers; n >= 2 keeps n - 1 such pieces in shared memory, so that `(stages - 1)
-    * block_bytes` must stay under the 227 KiB of an SM. Cache modifiers and eviction hints were
-    part of the sweep and made no difference beyond noise."""
+    of two. num_warps: warps of 32 threads in a thread block. stages: 1 keeps the piece being read
+    in registers; n >= 2 keeps n - 1 pieces in shared memory, so that `(stages - 1) * block_bytes`
+    must stay under the 227 KiB of an SM. Cache modifiers and eviction hints were part of the sweep
+    and made no difference beyond noise."""
 
     ctas: int
     block_bytes: int = 16 << 10
@@ -70,12 +70,12 @@ docs/benchmarks.md."""
 
 HOST = Tuning(ctas=16)
 """For slots in host memory. 16 programs, with 48 KiB in flight in each, keep a PCIe link busy, and
-leave the other SMs to the model. 8, 32 and 64 are as fast on an H200, see docs/benchmarks.md;
-vLLM's own kernel for this takes 12."""
+leave the other SMs to the model. 8, 32 and 64 programs are as fast on an H200, see
+docs/benchmarks.md; vLLM's own kernel for host memory uses 12."""
 
 
 def tuning_for(*, local: bool, host: bool = False, max_ctas: int = 0) -> Tuning:
-    """The tuning of a copy. local: all of it is on the KV cache's GPU. host: some is in host
+    """The tuning of a copy. local: all pages are on the KV cache's GPU. host: some are in host
     memory. max_ctas: limits `ctas`, unless 0."""
     chosen = LOCAL if local else HOST if host else PEER
     return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
@@ -94,8 +94,8 @@ class Table:
         self.ready = driver.event()
 
     def upload(self, rows: int, driver: Driver, stream: int) -> None:
-        """Queue the copy of the first `rows` rows to the device. They must not change until
-        `stream` has done it."""
+        """Queue the copy of the first `rows` rows to the device. The rows must not change until
+        `stream` has copied them."""
         driver.copy_async(*self._addresses, rows * 24, stream)
 
 
@@ -105,7 +105,7 @@ def table_rows(kv: PagedKV, blocks: int, origins: int = 1) -> int:
 
 
 class TablePart(NamedTuple):
-    """The rows [first, end) of a copy's table: those of the launch for one kind of layers."""
+    """The rows [first, end) of a copy's table, for the launch that copies one kind of layers."""
 
     kv: PagedKV
     first: int
@@ -116,7 +116,7 @@ def table_parts(kv: PagedKV, blocks: int, origins: int = 1) -> list[TablePart]:
     """Where the table of each of `kv.kinds` lies in the table of a copy of `blocks` blocks."""
     parts, end = list[TablePart](), 0
     for kind in kv.kinds:
-        # The kernel is compiled for tables that are aligned to 16 bytes, and a row has 24.
+        # The kernel is compiled for tables aligned to 16 bytes, and a row has 24 bytes.
         first = end + end % 2
         end = first + table_rows(kind, blocks, origins)
         parts.append(TablePart(kind, first, end))
@@ -125,7 +125,7 @@ def table_parts(kv: PagedKV, blocks: int, origins: int = 1) -> list[TablePart]:
 
 def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
     """Like `fill_table`, for a copy to or from slots, in half the time. addresses: (slots,) int64,
-    of the plan's slots."""
+    the addresses of the plan's slots."""
     planes = len(kv.planes)
     table[:planes, :2] = kv.planes
     table[:planes, 2] = plane_offsets(
@@ -164,14 +164,14 @@ def launch(
     aligned: int = 16,
     stream: int | None = None,
 ) -> None:
-    """Launch a copy of `blocks` blocks on the current device, which must be the KV cache's.
-    Compiles at the first use.
+    """Launch a copy of `blocks` blocks on the current device, which must hold the KV cache. The
+    first use compiles the kernel.
 
-    table: (rows, 3) int64, filled by `fill_table` or `fill_slots`, contiguous, on that device; it
-    must live until the kernel has run. aligned: what these returned. many: the table has several
-    origins. to_origin: copy out of the KV cache (gather); else into it. stream: a stream's handle;
-    None: the current one. Returns at once. Raises LayoutError for a copy of some 2^31 pieces or
-    more."""
+    table: (rows, 3) int64, filled by `fill_table` or `fill_slots`, contiguous, on the current
+    device; the table must live until the kernel has run. aligned: the result of `fill_table` or
+    `fill_slots`. many: the table has several origins. to_origin: copy out of the KV cache (gather),
+    otherwise into the KV cache. stream: a stream's handle; None: the current stream. Returns at
+    once. Raises LayoutError for a copy of some 2^31 pieces or more."""
     planes = len(kv.planes)
     kernel = _compiled(
         kv.page_bytes, tuning, alignment(kv.aligned, aligned), planes, to_origin, many, kv.device
@@ -190,8 +190,8 @@ def launch(
 
 
 class _Kernel(NamedTuple):
-    """The kernel for one KV cache and tuning. shape: its compile-time arguments. constants: the
-    same in the launcher's order.
+    """The kernel for a KV cache and a tuning. shape: the compile-time arguments. constants: the
+    same arguments in the launcher's order.
 
     compiled: None under Triton's interpreter."""
 
@@ -210,8 +210,8 @@ def _compiled(
     many: bool,
     device: torch.device,
 ) -> _Kernel:
-    """The kernel, compiled. Cached, since `copy_kernel[grid]` would bind and specialise its
-    arguments, and look it up, at each launch."""
+    """The compiled kernel. Cached, since at each launch `copy_kernel[grid]` would bind and
+    specialise the arguments and look up the kernel."""
     shape = _shape(page_bytes, tuning, aligned) | {
         "PLANES": planes,
         "TO_ORIGIN": to_origin,
@@ -225,8 +225,8 @@ def _compiled(
 
 
 def _shape(page_bytes: int, tuning: Tuning, aligned: int) -> dict[str, Any]:
-    """The kernel's compile-time sizes. Words are the widest, up to 8 bytes, that divide all sizes
-    and addresses."""
+    """The kernel's compile-time sizes. Words are as wide, up to 8 bytes, as all sizes and addresses
+    allow."""
     word = min(8, aligned)
     block_bytes = _piece(page_bytes, tuning.block_bytes)
     return {
@@ -245,17 +245,17 @@ _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def _piece(nbytes: int, most: int) -> int:
-    """How much of `nbytes` contiguous bytes to move at a time: a power of two up to `most`. One
-    that divides `nbytes` needs no mask, and is taken unless it is less than half as large as
-    another."""
+    """How many of `nbytes` contiguous bytes to move at a time: a power of two up to `most`. A
+    divisor of `nbytes` needs no mask, and is taken unless it is less than half of the largest
+    possible size."""
     exact, enough = nbytes & -nbytes, min(most, triton.next_power_of_2(nbytes))
     return int(min(exact, enough) if 2 * exact >= enough else enough)
 
 
 @triton.jit
 def _words(address, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
-    # The hints are on the pointers. On an address that a loop carries they would be lost, and with
-    # them the 16-byte accesses.
+    # The hints are on the pointers. Triton would lose hints on an address that a loop carries, and
+    # with the hints the 16-byte accesses.
     pointers = address.to(tl.pointer_type(WORD)) + offsets
     return tl.max_contiguous(tl.multiple_of(pointers, ALIGN), offsets.shape[0])
 
@@ -272,8 +272,8 @@ def _locate(
     TO_ORIGIN: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Source address, destination address and number within its page of piece `unit` of the copy;
-    of piece `last` for larger numbers."""
+    """The source address, the destination address and the number within the page of the copy's
+    piece `unit`; a `unit` above `last` counts as `last`."""
     unit = tl.minimum(unit, last)
     piece = unit % PIECES
     rest = unit // PIECES
@@ -368,8 +368,8 @@ def _blocks_through_shared_memory(
     BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
     total = rows * PLANES * PIECES
     offsets = tl.arange(0, BLOCK)
-    # With num_stages the compiler makes the loads of table and data asynchronous copies, several
-    # iterations ahead.
+    # With num_stages the compiler turns the loads of table and data into asynchronous copies,
+    # several iterations ahead.
     for unit in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         source, target, piece = _locate(
             table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
@@ -378,8 +378,8 @@ def _blocks_through_shared_memory(
         _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
 
 
-# Without specialisation: otherwise a count of 1 or a multiple of 16 would compile anew, and a
-# request would wait for that.
+# Without specialisation: otherwise a count of 1 or a multiple of 16 would compile the kernel again
+# while a request waits.
 @triton.jit(do_not_specialize=["blocks"])
 def copy_kernel(
     table,

@@ -17,11 +17,11 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """What one launch moves between slots and a KV cache. Immutable; any thread.
+    """The blocks that one launch moves between slots and a KV cache. Immutable; any thread.
 
     blocks: (n, 3) int64: slot index, byte offset in the slot of the block's first page (layer 0,
-    part 0, of the first kind), block id in the KV cache. nbytes: bytes read, and as many are
-    written. tokens: whose blocks are moved; of several groups only the first group's blocks count.
+    part 0, of the first kind), block id in the KV cache. nbytes: bytes to read, and to write.
+    tokens: tokens whose blocks move; with several groups, only the first group's blocks count.
     each: blocks of a chunk."""
 
     chunk_size: int
@@ -33,13 +33,13 @@ class CopyPlan:
 
     def complete(self, slots: int) -> Bools:
         """Shape (slots,): which slots have all their blocks in the plan. A store must skip every
-        chunk that does not."""
+        other chunk."""
         whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
         return whole
 
     def of(self, kv: PagedKV, number: int) -> tuple[CopyPlan, int]:
-        """The part of this plan for kind `number` of `kv.kinds`, with offsets in that part of a
-        chunk, and where it begins in a chunk."""
+        """The plan for kind `number` of `kv.kinds`, with offsets in this kind's part of a chunk,
+        and where the part begins in a chunk."""
         if not number:
             return self, 0
         blocks, kind = self.blocks.copy(), kv.kinds[number]
@@ -51,12 +51,12 @@ class CopyPlan:
 def whole_blocks(
     kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequence[int], skip: int = 0
 ) -> Int64s:
-    """The KV cache's block for each block of the chunks whose tokens are `slot_mapping[starts[i] :
-    starts[i] + chunk_size]`; -1: none.
+    """The KV cache's block for each block of the chunks with tokens `slot_mapping[starts[i] :
+    starts[i] + chunk_size]`; -1: no block.
 
     slot_mapping: (tokens,) int64, `block id * block_size + token in block`, -1 for no place. A
-    block has a place if all its tokens lie in one block of the KV cache, in order: how a backend
-    arranges a block is unknown, so blocks are not split. Blocks with a token before
+    block has a place if all tokens of the block lie in one block of the KV cache, in order. A
+    backend's arrangement of a block is unknown, so blocks are not split. Blocks with a token before
     `slot_mapping[skip]` get -1. Raises LayoutError: a place outside of the KV cache, a chunk
     outside of the mapping, a chunk size that is not a multiple of the block size."""
     each, size = kv.blocks_in(chunk_size), kv.block_size
@@ -90,12 +90,12 @@ def whole_blocks(
 def plan_blocks(
     kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, *, holes: bool = False
 ) -> CopyPlan:
-    """Plan the copy of whole blocks: block `i` of the chunks in slots 0, 1, ..., counted through,
-    and block `ids[i]` of the KV cache.
+    """Plan the copy of whole blocks, between block `i` of the chunks in slots 0, 1, ..., counted
+    through all slots, and block `ids[i]` of the KV cache.
 
-    Only the blocks from `first` on are moved. holes: blocks with a negative id are not moved, which
-    always holds if there are several groups; otherwise a negative id is an error. Raises
-    LayoutError for ids outside of the KV cache."""
+    Only the blocks from `first` on are moved. With `holes`, or with several groups, blocks with a
+    negative id are not moved; otherwise a negative id is an error. Raises LayoutError for ids
+    outside of the KV cache."""
     if not 0 <= first <= len(ids):
         raise LayoutError(f"blocks from {first} on are wanted of {len(ids)}")
     each, stride = kv.blocks_in(chunk_size), kv.parts * kv.page_bytes
@@ -103,7 +103,7 @@ def plan_blocks(
     rows, ids = _rows(each, stride, many)[first : len(ids)], ids[first:]
     if (kv.shares or holes) and (missing := ids < 0).any():
         rows, ids = rows[~missing], ids[~missing]
-    # As unsigned numbers negative ids are large: one pass finds all wrong ids.
+    # Negative ids are large as unsigned numbers: one pass finds all wrong ids.
     if int(np.maximum.reduce(ids.view(np.uint64), initial=0)) >= kv.num_blocks and len(ids):
         raise _outside(kv, int(ids.min()), int(ids.max()))
     blocks = rows.copy()

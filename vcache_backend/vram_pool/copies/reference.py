@@ -1,8 +1,8 @@
 """The copies in plain torch and numpy, for tests of the kernels and for `HostCopier`.
 
-In host memory a copy is over when the call returns; on a GPU it runs in order on the current
-stream. `slots` are contiguous 1-D uint8 tensors, one for each slot index of the plan, each at least
-a chunk long."""
+In host memory a copy is over when the call returns; on a GPU the copy runs in order on the current
+stream. `slots`: for each slot index of the plan a contiguous 1-D uint8 tensor of at least a
+chunk."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
 
 
 def _rows_at(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.void]:
-    """`count` rows of `nbytes` bytes at raw addresses, `step` bytes apart; they may overlap. Only
-    rows that are read are touched."""
+    """`count` rows of `nbytes` bytes at raw addresses, `step` bytes apart; rows may overlap. Memory
+    is only touched when a row is read."""
     memory = {
         "data": (address, True),
         "shape": (count,),
@@ -75,11 +75,11 @@ def _rows_at(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np
 
 
 def _rows(table: Tensor) -> npt.NDArray[np.void]:
-    """A (rows, words) tensor in host memory as a numpy array of opaque rows, which numpy copies
-    with one memcpy a row, in this thread.
+    """A (rows, words) tensor in host memory as a numpy array of opaque rows. Numpy copies each row
+    with one memcpy, in this thread.
 
-    torch's own copies start threads that wait for each other, which takes a hundred times as long
-    beside a busy core."""
+    torch's own copies start threads that wait for each other: beside a busy core a copy takes a
+    hundred times as long."""
     array = table.numpy()
     rows: npt.NDArray[np.void] = array.view(np.dtype((np.void, array.shape[1] * array.itemsize)))[
         :, 0
@@ -96,8 +96,8 @@ def _as_slice(places: Int64s) -> Int64s | slice:
 def _block_pairs(
     kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Int64s, Int64s]]:
-    """For each slot and plane: pages (num_blocks, words), the slot's (blocks, words), block ids,
-    and places in the slot."""
+    """For each slot and plane: the KV cache's pages (num_blocks, words), the slot's pages (blocks,
+    words), block ids, and places in the slot."""
     for number, kind in enumerate(kv.kinds):
         part, begin = plan.of(kv, number)
         for index, rows in _by_slot(part.blocks):

@@ -1,1 +1,1 @@
-"""Memory for a KV cache that other processes can map: of a GPU, and of the host."""
+"""GPU and host memory for a KV cache that other processes can map."""

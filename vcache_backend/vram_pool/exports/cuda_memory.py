@@ -1,11 +1,11 @@
-"""GPU memory for vLLM's KV cache that other processes can read: a memory pool of torch whose
-allocator is ours, and exports POSIX fds.
+"""GPU memory for vLLM's KV cache, readable by other processes: a memory pool of torch with our
+allocator, which exports POSIX fds.
 
-torch calls `_allocate` and `_free` from C, holding its allocator's lock. So they must not raise,
-and must not make or drop tensors; nor may the garbage collector within them. They take the
-interpreter's lock. So while vLLM makes its KV cache no other thread may drop a CUDA tensor: it
-would hold the interpreter's lock and wait for torch's. vLLM's own sleep mode allocates in the same
-way."""
+torch calls `_allocate` and `_free` from C and holds the lock of torch's allocator meanwhile. So
+both functions must not raise, and neither they nor the garbage collector may make or drop tensors
+meanwhile. Both functions take the interpreter's lock. So while vLLM makes its KV cache, no other
+thread may drop a CUDA tensor: that thread would hold the interpreter's lock and wait for torch's
+lock. vLLM's sleep mode allocates in the same way."""
 
 # torch.cuda's pools have no types.
 # mypy: allow-untyped-calls
@@ -34,15 +34,15 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, 
 
 
 class _MappedRegion(NamedTuple):
-    """undo: unmaps and frees it; to be closed in its device's context."""
+    """undo: unmaps and frees the allocation; to be closed in the device's context."""
 
     allocation: Region
     undo: ExitStack
 
 
 class CudaExportable:
-    """Like `HostExportable`, in GPU memory. It must live as long as the process, since torch may
-    free its memory at any time."""
+    """Like `HostExportable`, in GPU memory. The object must live as long as the process, since
+    torch may free the memory at any time."""
 
     def __init__(self, ordinal: int) -> None:
         """Raises SegmentError if GPU `ordinal` cannot export memory."""
@@ -52,15 +52,15 @@ class CudaExportable:
             raise SegmentError(f"cuda:{ordinal} has {lacks}")
         self._driver, self._live, self.problem = driver, dict[int, _MappedRegion](), ""
         self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
-        # Never freed: torch may call them until the process ends.
+        # Never freed: torch may call the callbacks until the process ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callbacks))
 
     @contextmanager
     def context(self) -> Iterator[None]:
         """A context in which this thread's allocations on the current device are exportable.
         SegmentError if torch takes no allocator."""
-        # While a pool is in use and memory runs out, torch fails instead of giving back what it has
-        # cached.
+        # If memory runs out while a pool is in use, torch fails instead of giving back cached
+        # memory.
         torch.cuda.empty_cache()
         allocate, free = (
             ctypes.cast(callback, ctypes.c_void_p).value for callback in self._callbacks
@@ -68,15 +68,15 @@ class CudaExportable:
         pool = torch.cuda.MemPool(_torch_allocator(allocate, free))
         with torch.cuda.use_mem_pool(pool):
             yield
-        # The pool is dropped here: its memory goes back to the GPU once the tensors are gone and
-        # torch empties its cache.
+        # The pool is dropped here: the GPU gets the memory back once the tensors are gone and torch
+        # empties its cache.
 
     def allocations(self) -> list[Region]:
         return [piece.allocation for piece in list(self._live.values())]
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
-        """Called by torch: the address of at least `nbytes` bytes; 0 if that fails, and torch then
-        raises that there is no memory."""
+        """Called by torch: the address of at least `nbytes` bytes; 0 for a failure, which makes
+        torch raise an out-of-memory error."""
         try:
             with _no_garbage(), self._driver.on(ordinal):
                 piece = _make(self._driver, ordinal, nbytes)
@@ -89,13 +89,13 @@ class CudaExportable:
             return 0
 
     def _free(self, address: int, nbytes: int, ordinal: int, stream: int | None) -> None:
-        """Called by torch: free an allocation. Work that still uses it may be queued, so this waits
-        for the device."""
+        """Called by torch: free an allocation. Queued work may still use the memory, so the call
+        waits for the device."""
         try:
             piece = self._live.pop(address)
             os.close(piece.allocation.fd)
             with _no_garbage(), self._driver.on(ordinal):
-                # Unlike cudaFree, unmapping waits for nobody.
+                # Unlike cudaFree, unmapping does not wait for queued work.
                 self._driver.synchronize()
                 piece.undo.close()
         except BaseException as error:  # noqa: BLE001 - it would go on into C
@@ -105,7 +105,7 @@ class CudaExportable:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """A context in which the garbage collector does not run, in any thread."""
+    """A context in which the garbage collector runs in no thread."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -120,15 +120,15 @@ def _torch_allocator(allocate: int | None, free: int | None) -> Any:
     if make is None:
         raise SegmentError(f"torch {torch.__version__} takes no memory from others")
     made = make(allocate, free)
-    # Never freed: in older releases torch's pools hold it by a plain pointer, and free memory
-    # through it until the end.
+    # Never freed: in older releases torch's pools hold the allocator by a plain pointer, and free
+    # memory through this pointer until the end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     return made
 
 
 def _make(driver: Driver, ordinal: int, nbytes: int) -> _MappedRegion:
-    """Allocate and map `nbytes`, rounded up, on the GPU whose context is current. Raises
-    DriverError, and leaves nothing behind then."""
+    """Allocate and map `nbytes`, rounded up, on the GPU of the current context. Raises DriverError,
+    and then leaves nothing behind."""
     rounded = driver.rounded(ordinal, nbytes)
     with ExitStack() as undo:
         handle = driver.create(ordinal, rounded, undo)

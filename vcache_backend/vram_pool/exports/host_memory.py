@@ -1,8 +1,8 @@
-"""Host memory for vLLM's KV cache that other processes can read: sealed memfds.
+"""Host memory for vLLM's KV cache, readable by other processes: sealed memfds.
 
-It replaces `torch.zeros` of int8 only, with which every known vLLM allocates its KV cache. The
-alternative was to map a memfd over pages from malloc, but those may begin within a tensor or belong
-to other objects, too, and `free` may hand them on."""
+Only `torch.zeros` of int8 is replaced, since every known vLLM allocates its KV cache with that
+call. The alternative was to map a memfd over pages from malloc, but such a page may begin within a
+tensor or also hold other objects, and `free` may hand it on."""
 
 # torch's modes have no types.
 # mypy: allow-untyped-calls
@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, sealed
@@ -29,8 +28,8 @@ _MADV_POPULATE_WRITE = 23
 
 
 class HostExportable:
-    """Host memory that others can map, from which torch allocates within `context`. problem: why an
-    allocation did not become exportable; empty if all did."""
+    """Host memory that other processes can map. Within `context`, torch allocates from this memory.
+    problem: why an allocation did not become exportable; empty if all allocations did."""
 
     def __init__(self) -> None:
         self._live: dict[int, Region] = {}
@@ -39,13 +38,9 @@ class HostExportable:
     @contextmanager
     def context(self) -> Iterator[None]:
         """A context in which this thread's `torch.zeros` of int8 on the CPU are exportable;
-        ordinary memory if that fails. May be left from another thread, and before later ones."""
-        mode = _Zeros(self._zeros)
-        overrides._push_mode(mode)
-        try:
+        ordinary memory if that fails."""
+        with _Zeros(self._zeros):
             yield
-        finally:
-            _leave(mode)
 
     def allocations(self) -> list[Region]:
         return list(self._live.values())
@@ -65,12 +60,12 @@ class HostExportable:
 
 
 class _Zeros(TorchFunctionMode):
-    """Replaces `torch.zeros` of int8 in host memory by `make(bytes)`; where that returns None torch
+    """Replaces `torch.zeros` of int8 in host memory by `make(bytes)`; if `make` returns None, torch
     makes the tensor."""
 
     def __init__(self, make: Callable[[int], torch.Tensor | None]) -> None:
         super().__init__()
-        self.make: Callable[[int], torch.Tensor | None] | None = make
+        self._make = make
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -79,36 +74,22 @@ class _Zeros(TorchFunctionMode):
             shape = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             device = given.get("device")
             place = torch.get_default_device() if device is None else torch.device(device)
-            if place.type == "cpu" and shape.numel() > 0 and self.make is not None:
-                made = self.make(shape.numel())
+            if place.type == "cpu" and shape.numel() > 0:
+                made = self._make(shape.numel())
                 if made is not None:
-                    return made if made.shape == shape else made.view(shape)
+                    return made.view(shape)
         return func(*args, **given)
 
 
-def _leave(mode: _Zeros) -> None:
-    """Disable `mode`, and take it from this thread's stack, wherever it is there."""
-    mode.make = None
-    above = []
-    while torch._C._len_torch_function_stack():
-        last = overrides._pop_mode()
-        if last is mode:
-            break
-        above.append(last)
-    for other in reversed(above):
-        overrides._push_mode(other)
-
-
 def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
-    """A memfd of whole zeroed pages, all of them allocated, and its mapping, the only one that can
-    be written. Raises OSError."""
+    """A memfd of allocated, zeroed, whole pages, and the only writable mapping of the memfd. Raises
+    OSError."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with ExitStack() as undo:
         fd, memory = sealed("kv", size, RESIZING | FUTURE_WRITE)
         undo.callback(os.close, fd)
         undo.callback(memory.close)
-        # Of malloc's memory a forked child has a copy. Here it would write into this process's
-        # memory.
+        # A forked child has a copy of malloc's memory, but would write into this process's memfd.
         memory.madvise(mmap.MADV_DONTFORK)
         _take(memory)
         undo.pop_all()
@@ -116,8 +97,8 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _take(memory: mmap.mmap) -> None:
-    """Allocate every page now, near this thread, as zeroing would. If there are too few, it fails
-    here and not in a later write."""
+    """Allocate every page now, near this thread, as zeroing would. A lack of memory then fails here
+    and not in a later write."""
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:

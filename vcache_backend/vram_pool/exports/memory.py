@@ -1,6 +1,7 @@
-"""Memory for torch's tensors that other processes can map, such as a KV cache's.
+"""Memory for torch's tensors that other processes can map, such as the memory of a KV cache.
 
-torch uses it as always. Every allocation has a descriptor that lives as long."""
+torch uses the memory as always. A descriptor of every allocation lives as long as the
+allocation."""
 
 from __future__ import annotations
 
