@@ -28,9 +28,9 @@ class Client(Channel):
     Any thread may call any method; requests take turns. Every call returns or raises within its
     deadline (`client.request_seconds`; control calls: `client.control_seconds`). ServerTimeout: the
     deadline passed. ServerUnavailable, at once: not connected (the breaker is open). Refused: the
-    server refused. After a failure a background thread reconnects. A lost connection ends its
-    reservations at once, and its leases after their grace. In a forked child every call raises
-    ServerUnavailable."""
+    server refused. After a failure a background thread reconnects. When a connection is lost, the
+    server voids the connection's reservations at once, and ends the leases after their grace. In a
+    forked child every call raises ServerUnavailable."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Client(Channel):
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         """Called with the server's segments every `heartbeat_seconds` and after a reconnection."""
         self.reads: Callable[[], list[m.Reads]] = list
-        """Called with every heartbeat: what this process has read in other instances so far."""
+        """Called with every heartbeat: how much this process has read from other instances."""
         self.unmappable: set[m.SegmentId] = set()
         """Segments that this process cannot map. The server hears of them with every heartbeat."""
         self._untold = Counter[str]()
@@ -70,7 +70,7 @@ class Client(Channel):
         return self.present(keys).present
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
-        """Like `contains`, with the epoch in which to ask the offload tier for the others."""
+        """Like `contains`, with the epoch in which to ask the offload tier for missing chunks."""
         replies = list(self._calls(map(m.Contains, _parts(keys)), m.Present))
         return msgspec.structs.replace(
             replies[0], present=[held for reply in replies for held in reply.present]
@@ -97,7 +97,7 @@ class Client(Channel):
         )
 
     def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
-        """Publish a reservation. The last `MAX_KEYS` of `prefix` become more recent than it."""
+        """Publish a reservation, then make the last `MAX_KEYS` chunks of `prefix` more recent."""
         return self._call(m.Commit(reservation, (prefix or [])[-m.MAX_KEYS :]), m.Count).count
 
     def abort(self, reservation: int) -> int:
@@ -111,7 +111,7 @@ class Client(Channel):
         return self._sum(map(m.Remove, _parts(keys)))
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
-        """Forget a namespace's chunks. Returns how many. reset: also void its offloaded ones."""
+        """Forget a namespace's chunks. Returns how many. reset: also void the offloaded chunks."""
         return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
 
     # ---- segments and the server
@@ -121,8 +121,8 @@ class Client(Channel):
         return self._call(m.Lend(nbytes), m.Count).count
 
     def add_segment(self, info: m.SegmentInfo, fd: int, again: bool = False) -> int:
-        """Register a segment by a copy of `fd`. again: an earlier server had it, and this one lists
-        it as absent. Returns how many chunks are back."""
+        """Register a segment by a copy of `fd`. again: an earlier server had the segment, and this
+        server lists it as absent. Returns how many chunks are back."""
         request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, again)
         return self._call(request, m.Count, self._config.control_seconds, [fd]).count
 
@@ -149,8 +149,8 @@ class Client(Channel):
 
     def count(self, asked: int = 0, found: int = 0, awaited: int = 0, waited_ms: int = 0) -> None:
         """Count look-ups and waits for the server's statistics: see `ListSegments`. The next
-        heartbeat sends the counts, to this server or the next. They count twice if the
-        heartbeat's answer is late."""
+        heartbeat sends the counts, to this server or the next. If the heartbeat's answer is late,
+        the counts are sent twice."""
         with self._telling:
             self._untold["asked"] += asked
             self._untold["found"] += found
@@ -170,7 +170,7 @@ class Client(Channel):
 
     # ---- instances that share in place
 
-    # Who calls keeps the fds that it passes, and closes those that it gets.
+    # The caller keeps the fds that it passes, and closes the fds that it gets.
 
     def join(
         self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int
@@ -182,23 +182,23 @@ class Client(Channel):
     def show_cache(
         self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
     ) -> None:
-        """Register a worker's KV cache, an fd a region. Repeat after each reconnection."""
+        """Register a worker's KV cache, an fd per region. Repeat after each reconnection."""
         request = m.ShowCache(m.InstanceId(instance), rank, shape)
         self._call(request, m.Count, self._config.control_seconds, fds)
 
     def publish(self, whole: m.Publish) -> int:
-        """Publish chunks of one rank, in several requests if many. Returns how many were taken."""
+        """Publish chunks of one rank, in several requests if necessary. Returns how many count."""
         count = len(whole.keys)
         packed_bytes = (len(whole.blocks) + len(whole.generations)) // max(1, count)
         most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + packed_bytes)))
         return self._sum(whole.cut(start, start + most) for start in range(0, count, most))
 
     def retract(self, instance: bytes, sequence: int) -> int:
-        """Void earlier publications, also those that arrive later. Returns how many chunks."""
+        """Void publications before `sequence`, late ones too. Returns how many were dropped."""
         return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
 
     def listen(self, instance: bytes) -> m.Heard:
-        """Fetch the news for the scheduler that joined on this connection."""
+        """Fetch news for the scheduler that joined on this connection."""
         return self._call(m.Listen(m.InstanceId(instance)), m.Heard)
 
     def find(self, whole: m.Find) -> m.Found:
@@ -220,7 +220,7 @@ class Client(Channel):
         return self._send(request, m.Found, seconds) if fits else None
 
     def promise(self, request: m.Promise) -> m.Promised:
-        """Promise as many of these chunks as one request may have. See `Promise`."""
+        """Promise the leading chunks, as many as fit into a request. See `Promise`."""
         some = request.keys[: _most_found(request)]
         return self._call(msgspec.structs.replace(request, keys=some), m.Promised)
 
@@ -230,7 +230,7 @@ class Client(Channel):
         return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
 
     def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, list[int]]:
-        """Open a worker's KV cache: its description, and an fd for each of its regions."""
+        """Open a worker's KV cache. Returns the description, and an fd for each region."""
         request = m.OpenCache(m.InstanceId(instance), rank)
         cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
         return cache.shape, fds
@@ -238,7 +238,7 @@ class Client(Channel):
     # ---- inside
 
     def _calls(self, requests: Iterable[m.Request], kind: type[R]) -> Iterator[R]:
-        """Make several calls by the deadline of one."""
+        """Make several calls within the deadline of one call."""
         deadline = time.perf_counter() + self._config.request_seconds
         for request in requests:
             yield self._call(request, kind, deadline - time.perf_counter())
@@ -252,7 +252,7 @@ class Client(Channel):
 
 
 def _parts(keys: list[m.ChunkKey]) -> list[list[m.ChunkKey]]:
-    """Split keys for requests; one without keys if there are none."""
+    """Split keys for requests. No keys make one request without keys."""
     starts = range(0, max(len(keys), 1), m.MAX_KEYS)
     return [keys[start : start + m.MAX_KEYS] for start in starts]
 

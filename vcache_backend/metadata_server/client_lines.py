@@ -23,7 +23,7 @@ class Caller(NamedTuple):
 
 
 LINES, SECONDS = 60, 10.0
-"""A client may write so many lines at once, and after that one every `SECONDS`."""
+"""A client may write `LINES` lines at once, and then a line every `SECONDS`."""
 _OTHERS = Caller(-1, 0)
 """All clients beyond `MAX_CALLERS`."""
 
@@ -50,11 +50,11 @@ class ClientLines(logging.Filter):
         super().__init__()
         self._now = now
         self._kept: dict[Caller, tuple[float, int]] = {}
-        """By client, when all of its lines are free again, and the lines left out since the last
-        written one."""
+        """By client, when the client may write `LINES` lines again, and how many lines were left
+        out since the last written line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write the line. A written line says how many before it were dropped."""
+        """Whether to write the line. A written line says how many earlier lines were dropped."""
         if (caller := CALLER.get()) is None:
             return True
         now = self._now()

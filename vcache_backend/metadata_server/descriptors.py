@@ -1,4 +1,4 @@
-"""The fds that the server keeps for others. Only who maps one checks that it can be mapped."""
+"""The fds that the server keeps for clients. Only a client that maps an fd checks the mapping."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from queue import SimpleQueue
 
 
 class Closer:
-    """A thread that closes fds for the server's loop; their numbers stay taken until then.
+    """A thread that closes fds for the server's loop. A number stays taken until its fd is closed.
 
     Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
-    host memory. Closing a socket may wait for hours, for somebody who reads nothing, if a client
-    has set it so (SO_LINGER)."""
+    host memory. Closing a socket may wait for hours for a client that reads nothing, if the client
+    has set SO_LINGER."""
 
     def __init__(self) -> None:
         self._fds = SimpleQueue[int]()
@@ -24,7 +24,7 @@ class Closer:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Interrupt a close for which other fds wait. (A signal ends such a wait.)"""
+        """Interrupt the present close if other fds wait. (A signal ends a close that waits.)"""
         if self._fds.qsize() and self._thread.ident is not None:
             signal.pthread_kill(self._thread.ident, signal.SIGURG)
 
@@ -41,7 +41,7 @@ def closing() -> Closer:
 
 
 class Descriptor:
-    """An open file, closed soon after its last user drops it: a table, or an unsent answer."""
+    """An open file, closed soon after the last user, a table or an unsent answer, drops it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

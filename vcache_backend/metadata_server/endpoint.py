@@ -1,4 +1,4 @@
-"""The server's socket: its folder, files beside it, rights, and whether its path is still ours."""
+"""The server's socket: the folder, files beside the socket, rights, and who owns the path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
-    """Explain why others than `trusted` could put a file at `path`, and what to do; or empty.
+    """Explain why a user outside of `trusted` could put a file at `path`, and what to do; or empty.
 
     OSError if the folder does not exist."""
     folder = path.parent
@@ -45,8 +45,8 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of a socket, for this user alone. ConfigError if others could put a file
-    there. OSError."""
+    """Make the folder of a socket, for this user alone. ConfigError if another user could put a
+    file there. OSError."""
     path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if fault := folder_fault(path, {os.getuid(), 0}):
@@ -54,8 +54,8 @@ def make_folder(path: Path) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file beside the socket. Returns its descriptor, with which the lock ends; None while
-    another process has the lock. OSError."""
+    """Lock a file beside the socket. Returns the file's descriptor, whose close ends the lock; None
+    while another process has the lock. OSError."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,10 +68,10 @@ def try_lock(path: Path) -> int | None:
 
 
 class Endpoint:
-    """A listening socket with its lock, which keeps other servers away. ConfigError if that fails.
+    """A listening socket, and a lock that keeps other servers away. ConfigError if either fails.
 
-    Only this user can reach the socket, or with `open_to_others` everybody: then `Admission` checks
-    who connects."""
+    Only this user can reach the socket. With `open_to_others` every user can, and `Admission`
+    checks who connects."""
 
     def __init__(self, path: Path, open_to_others: bool = False) -> None:
         self._path, self._open_to_others = path, open_to_others
@@ -126,7 +126,7 @@ class Endpoint:
 
     def _make_way(self) -> None:
         """Remove the socket of a server that is gone, and no other file. A server that still
-        listens there without its lock notices, and ends."""
+        listens on the socket without a lock notices the removal, and ends."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:

@@ -63,7 +63,7 @@ class Ledger:
     """The ledger of this server. One thread."""
 
     def __init__(self, epoch: int) -> None:
-        """`fd` is for clients; it stays this object's."""
+        """`fd` is for clients. This object closes it."""
         self._file, self._header = seals.sealed("ledger", mmap.PAGESIZE, _SEALS)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.fchmod(self._file, 0o600)
@@ -184,7 +184,7 @@ class EarlierLedger:
     """The ledger of an earlier server, from a client."""
 
     def __init__(self, fd: int) -> None:
-        """OSError unless a server of this user made the memory. `fd` stays the caller's.
+        """OSError unless a server of this user made the memory. The caller keeps `fd`.
 
         A client of another user cannot forge a ledger: the file would belong to that user. Nor can
         the client write a ledger to other memory of this user: only ledgers have the mode 0600."""
@@ -207,12 +207,12 @@ class EarlierLedger:
 
     @property
     def heir(self) -> int:
-        """The epoch of the server that took over; 0 if none has. The writer's own if it gave up."""
+        """The epoch of the server that took over; 0: none. A writer that gave up names itself."""
         return self._word(_ENDED)
 
     def take_over(self, epoch: int) -> bool:
-        """Mark the ledger as ended, so that no other server takes it over. False if one has, or if
-        the ledger's server still runs, stopped or not."""
+        """Mark the ledger as ended, so that no other server takes it over. False if a server has
+        taken it over, or if its writer still runs, even stopped."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -37,7 +37,7 @@ MAX_KINDS = 16
 MAX_PUBLISHED = 512
 """The most chunks of one publication; fewer if their blocks fill a message sooner."""
 MAX_UNMAPPABLE = 1024
-"""The most segments that a client says it cannot map: more than there can be."""
+"""The most segments that a client reports as unmappable: more than a server can have."""
 MAX_OWNERS = 64
 """The most rows of `ListSegments.reads`."""
 MAX_REPLICAS = 2
@@ -95,9 +95,9 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 GRACE_SECONDS = 0.25
-"""How long a lease holds after its grant or renewal in any case, unless it was granted for less:
-even if its holder's connection is lost, or the server dies and restarts. A copy that ends within
-this time needs no other proof."""
+"""How long a lease holds after its grant or renewal, unless it was granted for less, even if the
+holder's connection is lost, or the server dies and restarts. A copy that ends within this time
+needs no other proof."""
 Level = Literal["info", "warn", "error"]
 
 
@@ -118,7 +118,7 @@ def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
 
 
 class Refusal(IntEnum):
-    """Why a key got no slot. EXISTS and BUSY are no failures: it is stored, or being stored."""
+    """Why a key got no slot. EXISTS and BUSY are no failures: the chunk is or will be stored."""
 
     EXISTS = 0
     BUSY = 1
@@ -163,8 +163,8 @@ class Reported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
-    """A field in which connected instances of one model differ, so that they do not share.
-    `values`: each value with its instances. `advice`: what to do, if the name does not say it."""
+    """A field that keeps connected instances of one model from sharing, since their values differ.
+    `values`: each value with its instances. `advice`: what to set, unless the name says so."""
 
     model: str
     field: str
@@ -173,7 +173,7 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerKind(msgspec.Struct, frozen=True, array_like=True):
-    """Layers of a KV cache whose pages have one size. Sizes in bytes.
+    """Layers of a KV cache with pages of one size. Sizes in bytes.
 
     `parts`: pages of a layer's block. `stride`: from block to block, the same in all planes."""
 
@@ -184,12 +184,12 @@ class LayerKind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's paged KV cache, as readers must know it.
+    """A worker's paged KV cache, as described to readers.
 
-    `layout`: the order of bytes in a page; readers need the same. `kinds`: its layers, kind by
-    kind. `num_blocks`, `block_size` (tokens): of the tensors. `planes`: for each kind, layer and
-    part, in this order, the plane's region and the offset of its block 0. `regions`: how many bytes
-    of each fd a reader may map."""
+    `layout`: the order of bytes in a page; a reader needs the same layout. `kinds`: the layers,
+    kind by kind. `num_blocks`, `block_size` (tokens): of the tensors. `planes`: for each kind,
+    layer and part, in this order, the plane's region and the offset of its block 0. `regions`: how
+    many bytes of each fd a reader may map."""
 
     device: Field
     medium: Medium
@@ -233,12 +233,12 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
-    """One instance as the server knows it. `id`: in hex; empty if it shares through the pool only.
-    `device`: of its first worker. `pid`: of its scheduler, 0 if absent or not visible.
+    """An instance in the server. `id`: in hex; empty if the instance shares through the pool only.
+    `device`: of the first worker. `pid`: of the scheduler, 0 if absent or not visible.
 
     `resident`: chunks that look-ups can return once `missing` is empty. `missing`: the first part
-    that is not shown; look-ups skip the instance until all parts are. `name`: from its hello.
-    `namespace`: in hex. `silent`: seconds since the last message of any of its processes.
+    that is not shown; look-ups skip the instance until all parts are. `name`: from the hello.
+    `namespace`: in hex. `silent`: seconds since the last message of any process of the instance.
     `stopped`: the pid of a stopped process; 0 if none is stopped."""
 
     id: str
@@ -335,11 +335,11 @@ class DropSegment(Request, frozen=True, tag="drop_segment"):
 class ListSegments(Request, frozen=True, tag="list_segments"):
     """List the segments → `Segments`. A client's heartbeat, with news of the client.
 
-    What its instance has done since the last such message: `asked`, `found`: prompt tokens looked
-    up and found; `awaited`: tokens that another instance computed while a request waited for them;
-    `waited_ms`: the time of such waits. `reads`: how much the client has read out of other
-    instances' KV caches so far. `unmappable`: the segments that it cannot map; its reservations get
-    no slot there."""
+    `asked`, `found`, `awaited` and `waited_ms` count since the client's last heartbeat: prompt
+    tokens looked up, and found; tokens that another instance computed while a request waited; the
+    time of these waits. `reads`: how much the client has read out of other instances' KV caches so
+    far. `unmappable`: the segments that the client cannot map; its reservations get no slot
+    there."""
 
     asked: Tokens = 0
     found: Tokens = 0
@@ -351,7 +351,7 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
 class Reserve(Request, frozen=True, tag="reserve"):
     """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. Slots come from the
-    client's device, else from peers, else by eviction.
+    client's device, then from peers, then by eviction.
 
     `tenant`: for whom the chunks count, see `quotas.tenant_id`; b"" for nobody."""
 
@@ -361,17 +361,17 @@ class Reserve(Request, frozen=True, tag="reserve"):
 
 
 class Commit(Request, frozen=True, tag="commit"):
-    """Publish a reservation whose copies are over → `Count` of visible chunks (0: it was void).
+    """Publish a reservation whose copies are over → `Count` of visible chunks (0: void).
 
-    `prefix`: the stored chunks before these. They become more recent than these, so that the end of
-    a prefix is evicted first."""
+    `prefix`: stored chunks before the reservation's. The prefix becomes more recent than the
+    reservation, so that the end of a prefix is evicted first."""
 
     reservation: int
     prefix: Keys = []
 
 
 class Abort(Request, frozen=True, tag="abort"):
-    """Free the slots of a reservation of which no copy runs or will run → `Count` of slots."""
+    """Free a reservation's slots, into which no copy runs or will run → `Count` of slots."""
 
     reservation: int
 
@@ -426,8 +426,8 @@ class Clear(Request, frozen=True, tag="clear"):
 class Join(Request, frozen=True, tag="join"):
     """Register an instance's generation table, by its fd, from the scheduler → `Count` (1).
 
-    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk. Refused while
-    another process is the instance's scheduler."""
+    `blocks`: vLLM's number of blocks, the length of the table. `each`: blocks of a chunk. Refused
+    while another process is the instance's scheduler."""
 
     instance: Named
     namespace: Annotated[
@@ -483,7 +483,7 @@ class Publish(Request, frozen=True, tag="publish"):
     epoch: int = 0
 
     def cut(self, first: int, stop: int) -> Publish:
-        """Return a publication of the chunks [first, stop) of this one alone."""
+        """Return a publication of only the chunks [first, stop) of this publication."""
         packed = _part(self.blocks, self.generations, len(self.keys), first, stop)
         return Publish(self.instance, self.sequence, self.keys[first:stop], *packed, self.epoch)
 
@@ -503,19 +503,19 @@ class Listen(Request, frozen=True, tag="listen"):
 
 
 QUEUED_SECONDS = 0.1
-"""A promise that is not confirmed for this time is of a request that waits in its vLLM's queue. A
-request that begins has mostly asked at most 50 ms before, and confirms within 20 ms more."""
+"""If a promise is not confirmed for this time, its request waits in vLLM's queue. A request that
+begins has mostly asked at most 50 ms before, and confirms within 20 ms more."""
 
 
 class Find(Request, frozen=True, tag="find"):
     """Which leading chunks are in the pool for all `ranks` ranks, or resident in an instance (keys
-    of rank 0), and which of the following ones is another instance computing? → `Found`.
+    of rank 0), and which of the next chunks is another instance computing? → `Found`.
 
-    `instance`: the asker's own, which the answer leaves out; b"" if it has none. `pool_only`: leave
+    `instance`: the asker's instance, which the answer leaves out; b"" for none. `pool_only`: leave
     out all instances. `promise`: if no other instance has promised the first missing chunk, note
     all missing chunks as promised by this connection under this number (see `Promise`); 0: note
-    nothing. `begins`: vLLM is scheduling the request, so what a request that is still queued has
-    promised (`QUEUED_SECONDS`) passes to this one."""
+    nothing. `begins`: vLLM is scheduling the request, so it takes over promises of queued requests
+    (`QUEUED_SECONDS`)."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -526,13 +526,13 @@ class Find(Request, frozen=True, tag="find"):
 
 
 class Promise(Request, frozen=True, tag="promise"):
-    """A request has begun to compute these chunks (keys of rank 0), or will do so behind those that
-    it has begun to load (`begun` false) → `Promised`. Replaces what was promised under the same
+    """A request has begun to compute these chunks (keys of rank 0), or will compute them after the
+    chunks that it loads now (`begun` false) → `Promised`. Replaces the earlier promise of the same
     number. No keys: the request computes no more, or has ended.
 
     The server leaves out chunks that `instance` has published already, or that are in the pool for
-    all `ranks` ranks. `instance`: the client's own; b"" if it shares nothing in place. `epoch`: of
-    the namespace when the request began. With an old epoch the server promises nothing.
+    all `ranks` ranks. `instance`: the client's instance; b"" if it shares nothing in place.
+    `epoch`: of the namespace when the request began. With an old epoch the server promises nothing.
 
     `chunk_seconds`: how long the instance takes for a chunk; `step_seconds`: for a full step.
     0: not measured yet."""
@@ -553,7 +553,7 @@ class Stats(Request, frozen=True, tag="stats"):
 
 class Report(Request, frozen=True, tag="report"):
     """Send a line to the node's operator, such as why an instance caches nothing → `Count`: 1, or 0
-    if this connection has sent it before. The server logs and keeps the newest."""
+    if this connection has sent the line before. The server logs reports, and keeps the newest."""
 
     level: Level
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
@@ -568,8 +568,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Welcome(Reply, frozen=True, tag="welcome"):
     """The hello was accepted; the server's ledger comes along as an fd (see `ledger.Ledger`).
-    `epoch`: changes with every start of the server. `mismatches`: a line for each other namespace
-    of the model that says why the client cannot share with it."""
+    `epoch`: changes with every start of the server. `mismatches`: for each other namespace of the
+    model, a line that says why the client cannot share with it."""
 
     epoch: int
     mismatches: list[str]
@@ -638,11 +638,11 @@ class Cache(Reply, frozen=True, tag="cache"):
 
 class ResidentRun(NamedTuple):
     """Consecutive chunks in the KV cache of `instance`: `chunks` of a look-up or a load, from
-    number `first` on. They stay together from the server to the verdict, so that a long hit costs
-    as much as a short one.
+    number `first` on. A run stays together from the server to the verdict, so that a long hit costs
+    as much as a short hit.
 
-    blocks, generations: the owner's block numbers, and the blocks' generations at publication, of
-    all chunks in order, packed."""
+    blocks, generations: of all chunks in order, packed: the owner's block numbers, and their
+    generations at publication."""
 
     first: int
     chunks: int
@@ -655,7 +655,7 @@ class ResidentRun(NamedTuple):
         return self.first + self.chunks
 
     def cut(self, first: int, stop: int) -> ResidentRun:
-        """Return the run of the chunks [first, stop), which are some of this run's."""
+        """Return the run of the chunks [first, stop), a part of this run."""
         if (first, stop) == (self.first, self.stop):
             return self
         begin, end = first - self.first, stop - self.first
@@ -675,15 +675,15 @@ class ResidentRun(NamedTuple):
 def _part(
     blocks: bytes, generations: bytes, chunks: int, first: int, stop: int
 ) -> tuple[bytes, bytes]:
-    """Of the packed blocks and generations of some chunks those of [first, stop)."""
+    """Cut the packed blocks and generations of `chunks` chunks to the chunks [first, stop)."""
     number, counter = len(blocks) // chunks, len(generations) // chunks
     return blocks[first * number : stop * number], generations[first * counter : stop * counter]
 
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The `chunks` chunks after those found are promised by the connection `owner`. `begun`: a step
-    of the owner has confirmed the promise, or one of its chunks has arrived. `quiet`: seconds
-    since the promise was made or confirmed, or since its last chunk arrived. The other fields: see
+    """Connection `owner` has promised the `chunks` chunks after the found chunks. `begun`: a step
+    of the owner has confirmed the promise, or a promised chunk has arrived. `quiet`: seconds since
+    the promise was made or confirmed, or since its last chunk arrived. The other fields: see
     `Promise`."""
 
     chunks: int
@@ -708,11 +708,11 @@ class Copies(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Found(Reply, frozen=True, tag="found"):
-    """For each leading chunk, whether it is in the pool (a byte, 0 or 1). `residents`: the chunks
-    in instances, in the order of their first chunks; at most `MAX_REPLICAS` have the same chunk.
-    `epoch`: of the keys' namespace. `cut`: the answer is full; ask again for the remaining keys.
-    `coming`: None if no other instance has promised the next chunk. `copies`: as in `Heard`, if the
-    asker is the instance's scheduler."""
+    """For each leading chunk, whether it is in the pool (a byte, 0 or 1). `residents`: runs in
+    instances, ordered by first chunk; at most `MAX_REPLICAS` runs have the same chunk. `epoch`: of
+    the keys' namespace. `cut`: the answer is full; ask again for the remaining keys. `coming`: None
+    if no other instance has promised the next chunk. `copies`: as in `Heard`, if the asker is the
+    instance's scheduler."""
 
     pooled: bytes
     residents: list[ResidentRun] = []
@@ -723,8 +723,8 @@ class Found(Reply, frozen=True, tag="found"):
 
 
 class Heard(Reply, frozen=True, tag="heard"):
-    """`epoch`: of the instance's namespace. `copies`: chunks of the instance that another one holds
-    as well, as far as nobody was told."""
+    """`epoch`: of the instance's namespace. `copies`: chunks that another instance holds as well,
+    each told once."""
 
     epoch: int
     copies: list[Copies] = []
@@ -762,7 +762,7 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TenantStats(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant of `server.quotas`: its bytes of the pool, the most it may have, and how many of its
+    """A tenant of `server.quotas`: the tenant's bytes of the pool, its limit, and how many of its
     chunks were evicted."""
 
     name: str
@@ -773,7 +773,7 @@ class TenantStats(msgspec.Struct, frozen=True, array_like=True):
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by
-    request name. `reports`: the newest, oldest first.
+    request name. `reports`: the newest reports, oldest first.
 
     `quarantined_slots`: slots in quarantine, by the pid of their writer. `hits`: by namespace,
     prompt tokens that instances report as looked up and as found, in the pool, in KV caches or

@@ -24,7 +24,7 @@ SPIN_CORES = 2
 """With fewer cores, a spinning process would take the core from the process it waits for. (Measured
 on 2 cores: a look-up takes 24 µs at the median with spinning, 108 µs without.)"""
 MANY_CORES = 16
-"""With this many cores, spinning is worth a core: it saves each look-up the server's wake-up.
+"""With this many cores, spinning is worth a core: no look-up waits for the server's wake-up.
 (Measured on a virtual machine of 32 cores with two H200s: 0.02 ms instead of 0.3.)"""
 
 
@@ -78,8 +78,8 @@ def _fields_of(process: ProcessId) -> list[bytes]:
 
 
 def identity(pid: int, token: int = 0) -> ProcessId:
-    """Identify process `pid` for good. A process that is not visible here (pid 0) is identified by
-    the token it sent, or by a new one."""
+    """Identify process `pid` for good. An invisible process (pid 0) is identified by the token that
+    it sent, or by a new token."""
     return (
         ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))
     )
@@ -111,7 +111,7 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 def is_pidfd(fd: int, pid: int) -> bool:
     """Whether `fd` is a pidfd of process `pid`, or may be (pid 0: not visible; -1: ended)."""
-    # Linux 6.9 says `pidfd:[…]`. What is told of another file may be long.
+    # Linux 6.9 says `pidfd:[…]`. Another file's fdinfo may be long.
     if not os.readlink(f"/proc/self/fd/{fd}").startswith(("anon_inode:[pidfd]", "pidfd:[")):
         return False
     for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
@@ -121,7 +121,7 @@ def is_pidfd(fd: int, pid: int) -> bool:
 
 
 def namespaces() -> bytes:
-    """What this process's pids and start times are about: pid and time namespaces, and the boot."""
+    """The scope of this process's pids and start times: pid and time namespaces, and the boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     here = [os.readlink("/proc/self/ns/pid")]
     with suppress(FileNotFoundError):  # Linux before 5.6
@@ -144,13 +144,13 @@ def is_exhausted(error: OSError) -> bool:
 
 
 class Watch:
-    """pidfds of connected processes, and of processes whose end the server awaits."""
+    """The pidfds of connected processes, and of processes whose end the server awaits."""
 
     def __init__(self) -> None:
         self._pidfds: dict[ProcessId, Descriptor] = {}
 
     def keep(self, process: ProcessId, pidfd: Descriptor) -> None:
-        """Keep the pidfd that a process has sent, as long as `ended` is told of the process."""
+        """Keep the pidfd that a process has sent, as long as calls of `ended` name the process."""
         self._pidfds.setdefault(process, pidfd)
 
     def pidfd(self, process: ProcessId) -> Descriptor | None:
@@ -162,7 +162,7 @@ class Watch:
         return pidfd
 
     def ended(self, wanted: set[ProcessId], connected: set[ProcessId]) -> list[ProcessId]:
-        """Which of the `wanted` processes have ended. Forgets all but these and the connected."""
+        """Which of the `wanted` processes have ended. Forgets all other unconnected processes."""
         for process in self._pidfds.keys() - connected - wanted:
             del self._pidfds[process]
         gone, watched, poll = list[ProcessId](), dict[int, ProcessId](), select.poll()

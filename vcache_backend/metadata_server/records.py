@@ -43,7 +43,7 @@ class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
-    """A reservation, of chunks in prefix order: from now on `process` may write its slots."""
+    """A reservation of chunks in prefix order: from now on `process` may write to the slots."""
 
     reservation: int
     process: ProcessId
@@ -81,15 +81,15 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The first record of a ledger: all generations up to this one may have been used, and the
-    ledgers of these earlier servers, named by their epochs, are in this ledger, too."""
+    """The first record of a ledger: all generations up to `generation` may have been used. The
+    ledger includes the ledgers of the earlier `servers`, named by their epochs."""
 
     generation: int
     servers: list[int] = []
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """All namespaces' epochs, see `epochs.Epochs`. b"" stands for those not listed."""
+    """All namespaces' epochs, see `epochs.Epochs`. b"" stands for namespaces not listed."""
 
     epochs: dict[bytes, int]
 
@@ -110,8 +110,8 @@ Record = (
 
 class LedgerState(msgspec.Struct):
     """The content of a ledger: segments, locations of committed chunks (the least recently used
-    first), open reservations, the newest generation, and the earlier servers whose ledgers are in
-    it."""
+    first), open reservations, the newest generation, and the earlier servers whose ledgers are
+    included."""
 
     generation: int = 0
     segments: dict[SegmentId, SegmentAdded] = {}
@@ -120,8 +120,8 @@ class LedgerState(msgspec.Struct):
     epochs: dict[bytes, int] = {}
     servers: list[int] = []
     spaces: dict[bytes, set[ChunkKey]] | None = None
-    """The keys of each namespace, some gone since. The first `Cleared` builds it, so that no later
-    one goes through all chunks."""
+    """The keys of each namespace, some gone since. The first `Cleared` builds the table; later ones
+    need not go through all chunks."""
 
     def apply(self, record: Record) -> None:
         """Apply the next record."""
@@ -181,8 +181,8 @@ class LedgerState(msgspec.Struct):
             spaces.setdefault(key[:NAMESPACE_BYTES], set()).add(key)
 
     def hide_processes(self) -> None:
-        """Make all pids anonymous, since they belong to another pid namespace: nothing here tells
-        whether these processes have ended."""
+        """Make all pids anonymous, since the pids belong to another pid namespace: this server
+        cannot tell whether these processes have ended."""
         hidden: dict[ProcessId, ProcessId] = {}
         for number, held in self.held.items():
             process = held.process

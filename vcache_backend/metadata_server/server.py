@@ -1,7 +1,7 @@
 """The server process: one thread with an epoll loop over its socket and connections.
 
-Each turn of the loop reads and answers requests, then writes the ledger, then sends the answers. So
-the ledger holds every promise before its answer leaves."""
+Each turn of the loop handles requests, writes the ledger, then sends the answers. So the ledger
+holds every change before the answer leaves."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ PATH_SECONDS = 0.01
 EVENTS_A_TURN = 64
 """The most connections to read from in one turn, one request each."""
 SPARE_BYTES = 64 << 20
-"""The address space that must be free. Without any, CPython's handling of a MemoryError may never
-end."""
+"""The address space that must be free. Without free address space, CPython's handling of a
+MemoryError may never end."""
 BACKLOG_STEPS = 256
 """About how many steps of the backlog each turn does."""
 
@@ -124,8 +124,8 @@ class Server:
         self._stopping = True
 
     def _check_path(self) -> None:
-        """Stop if another server has the path, since that server may have this server's segments:
-        send no more answers. Works after a SIGSTOP, too."""
+        """Stop, and send no more answers, if another server has the path: that server may have this
+        server's segments. Works after a SIGSTOP, too."""
         now = time.monotonic()
         if now < self._looked + PATH_SECONDS:
             return
@@ -180,8 +180,8 @@ def serve(config: ServerConfig) -> None:
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    # They interrupt a close that waits: SIGURG in the closer's thread, SIGALRM here, where only fds
-    # that there are no descriptors for are closed.
+    # Both signals interrupt a close that waits: SIGURG in the closer's thread, SIGALRM in this
+    # thread, which closes fds only when no descriptors are left.
     for number in (signal.SIGURG, signal.SIGALRM):
         signal.signal(number, lambda *_: None)
     if not os.isatty(2):  # in a terminal the server ends with the terminal

@@ -1,5 +1,5 @@
-"""Starts a metadata server for workers that are configured to, unless one serves already. The
-server outlives the workers, as the pool does.
+"""Starts a metadata server for workers whose configuration asks for it, unless a server answers.
+The server outlives the workers, as the pool does.
 
 A lock lets only one of several workers start the server. The server has its own session, parent and
 log, so neither a signal to the worker's group nor the end of the worker's parent reaches it."""
@@ -29,7 +29,7 @@ SECONDS = 30.0
 """How long a new server may take to answer: its interpreter starts slowly on a busy machine."""
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
-"""After our server has ended, how long to wait for one that was started at the same moment."""
+"""After our server has ended, how long to wait for a server that another process started."""
 _ASKING_SECONDS = 1.0
 _DETACH = (
     "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, "
@@ -40,11 +40,11 @@ The server reads the helper's stdin, and writes its log to the helper's stderr."
 
 
 def ensure(config: Config, seconds: float = SECONDS) -> str:
-    """Make sure that a server answers at `config.server.path`: the present server, or a new one
+    """Make sure that a server answers at `config.server.path`: the present server, or a new server
     that outlives this process.
 
-    Returns which. ConfigError if no server is possible; ServerUnavailable, with the end of the new
-    server's log, if none answers within `seconds`."""
+    Returns a line that says which. ConfigError if no server is possible; ServerUnavailable, with
+    the end of the new server's log, if no server answers within `seconds`."""
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
     trusted = config.client.server_uid
     present = f"the metadata server at {path} is already running"
@@ -59,8 +59,8 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
 
 
 def try_ensure(config: Config) -> None:
-    """Call `ensure` for an integration, which serves without a server, too: every look-up is then a
-    miss. Logs the outcome."""
+    """Call `ensure` for an integration, and log the outcome. Without a server the integration goes
+    on, and every look-up is a miss."""
     try:
         log.info("vcache: %s", ensure(config))
     except Exception as error:  # noqa: BLE001 - nothing of ours raises into who serves
@@ -84,7 +84,7 @@ def _start(config: Config, path: Path, deadline: float) -> str:
 
 
 def _silence(path: Path, trusted: int | None) -> str:
-    """Why no server of this user, root or the trusted user answers at `path`; empty if one does."""
+    """Why no server of this user, root or the trusted user answers at `path`; empty if any does."""
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         return client.trouble
@@ -93,7 +93,7 @@ def _silence(path: Path, trusted: int | None) -> str:
 @contextmanager
 def _alone(path: Path, deadline: float) -> Iterator[None]:
     """Hold the lock under which a process starts a server; ServerUnavailable at the deadline. The
-    lock ends with its process."""
+    lock ends with the process."""
     while (lock := try_lock(path)) is None:
         if time.monotonic() > deadline:
             raise ServerUnavailable(f"another process holds {path} and has not started one yet")

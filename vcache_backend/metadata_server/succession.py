@@ -12,28 +12,28 @@ from vcache_backend.metadata_server.pool.directory import Directory
 log = logging.getLogger(__name__)
 
 MAX_SERVERS = 256
-"""How many earlier servers a ledger names, the latest ones."""
+"""How many earlier servers a ledger names: the latest."""
 
 
 class Predecessors:
     """Takes over the ledgers of earlier servers, in any order.
 
-    A ledger is the whole truth about its segments once its server has ended, as long as no server
-    has taken it over: no other server gave out their slots. Memory in no such ledger is never used
-    again. A server that may have missed resets repeats all of them. A ledger that is in one of
-    those taken over tells of no other resets."""
+    Once a server has ended, its ledger is the whole truth about its segments, as long as no server
+    has taken the ledger over: no other server gave out the slots. Segments of any other ledger are
+    never used again. A server that may have missed resets repeats all resets. A ledger that is
+    included in a ledger taken over has no further resets."""
 
     def __init__(self, directory: Directory, epoch: int, seconds: float) -> None:
-        """epoch: this server's. seconds: how long to wait for ledgers, and then for segments."""
+        """epoch: of this server. seconds: how long to wait for ledgers, and then for segments."""
         self._directory, self._epoch, self._seconds = directory, epoch, seconds
         self.until = time.monotonic() + seconds
         self._heard = {epoch}
-        """The servers whose ledgers are in this server's, and this server, by their epochs."""
+        """The epochs of this server, and of the servers whose ledgers its own ledger includes."""
         self._forgotten = False
 
     def hear(self, fd: int) -> None:
-        """Read the ledger that a client brings of its previous server. OSError if this process has
-        no descriptor for it: the client may bring it again."""
+        """Read the previous server's ledger, which a client brings. OSError if this process has no
+        descriptor left: the client may bring the ledger again."""
         try:
             ledger = EarlierLedger(fd)
         except OSError as error:

@@ -14,7 +14,7 @@ from vcache_backend.metadata_server import messages as m
 
 _FD_SPACE = socket.CMSG_SPACE(m.MAX_FDS * 4)
 _TRUNCATED, _LACKS_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
-"""Plain numbers: `&` with the enumeration's runs three functions of Python for each message."""
+"""Plain numbers: `&` with members of the enumeration calls three Python functions a message."""
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(m.AnyRequest)
@@ -38,8 +38,8 @@ def encode(message: m.Request | m.Reply) -> bytes:
 class Receiver:
     """Receives from many sockets into one buffer, without allocating. One thread at a time.
 
-    lacks_fds: the last message had more fds than this process had descriptors for. too_long: it was
-    longer than MAX_MESSAGE_BYTES, and is cut."""
+    lacks_fds: the last message had more fds than this process had free descriptors. too_long: the
+    message was longer than MAX_MESSAGE_BYTES, and is cut."""
 
     def __init__(self) -> None:
         self.lacks_fds = self.too_long = False
@@ -47,8 +47,8 @@ class Receiver:
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:
-        """Read the next message, valid until the next call, and its fds, closed on exec, which the
-        caller closes.
+        """Read the next message, valid until the next call, and the message's fds, closed on exec.
+        The caller closes the fds.
 
         Empty at the end of the connection; no message is empty. Fewer fds arrive than were sent if
         this process reaches its limit of descriptors: the caller counts them. OSError from

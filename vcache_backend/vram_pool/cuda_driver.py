@@ -123,8 +123,7 @@ class Driver:
         return all(self.call("cuDeviceGetAttribute", attribute, device) for attribute in attributes)
 
     def can_access_peer(self, reader: int, owner: int) -> bool:
-        """Whether kernels on `reader` can read `owner`'s memory; a GPU can always read its own
-        memory."""
+        """Whether kernels on `reader` can read `owner`'s memory. Any GPU can read its own."""
         return reader == owner or bool(
             self.call("cuDeviceCanAccessPeer", self._device(reader), self._device(owner))
         )
@@ -151,8 +150,7 @@ class Driver:
     # ---- contexts
 
     def retain(self, ordinal: int) -> Any:
-        """Hold the device's primary context until `release_context`; makes the context if nobody
-        holds it."""
+        """Hold the device's primary context, made if necessary, until `release_context`."""
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -212,15 +210,13 @@ class Driver:
         return handle
 
     def export(self, handle: Any) -> int:
-        """A new fd, closed on exec. The fd alone keeps the memory alive; the caller closes the
-        fd."""
+        """A new fd, closed on exec, which keeps the memory alive. The caller closes the fd."""
         fd = int(self.call("cuMemExportToShareableHandle", handle, self._posix, 0))
         os.set_inheritable(fd, False)
         return fd
 
     def import_fd(self, fd: int, undo: ExitStack) -> Any:
-        """A handle to the memory behind `fd`, which the caller keeps. `undo` releases the
-        handle."""
+        """A handle to the memory behind the caller's `fd`. `undo` releases the handle."""
         handle = self.call("cuMemImportFromShareableHandle", fd, self._posix)
         undo.callback(self.attempt, "cuMemRelease", handle)
         return handle

@@ -1,8 +1,7 @@
 """Segments in GPU memory: allocations of CUDA's virtual memory management, passed on as POSIX fds.
 
-The fd alone keeps the memory alive, so the process that made the segment keeps no handle, and maps
-the segment like every other process. The GPU gets the memory back once the last fd and the last
-mapping are closed."""
+The fd alone keeps the memory alive: the segment's maker keeps no handle, and maps the segment like
+every other process. The GPU gets the memory back once the last fd and mapping are closed."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def alignment(*values: int) -> int:
 class Share(NamedTuple):
     """The part of a chunk that belongs to a group of layers with a block table of its own.
 
-    The part consists of blocks of `block_size` tokens, for the chunk's last `tail` tokens; 0: for
-    all tokens."""
+    The part has blocks of `block_size` tokens, for the chunk's last `tail` tokens; 0: for all."""
 
     block_size: int
     tail: int = 0

@@ -19,8 +19,7 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 30
-"""The size of the segments in which memory is lent: the first segment is ready after some
-seconds."""
+"""The size of the segments in which memory is lent: some seconds until the first is ready."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for the driver's work."""
@@ -67,8 +66,7 @@ class PinnedPool(Pool):
         self._thread.start()
 
     def _prepare(self) -> None:
-        """The thread's body. The thread ends when no work is left; a later heartbeat starts another
-        thread."""
+        """The thread, which ends when no work is left. A later heartbeat starts another thread."""
         try:
             cuda_driver.load().beside_captures()
             pinned_segment.move_near(self.device.ordinal or 0)
@@ -100,6 +98,5 @@ class PinnedPool(Pool):
         return logging.DEBUG if self._unreadable else logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """None if the segment is not mapped yet: the thread maps it, and nobody waits for the
-        thread."""
+        """None if the segment is not mapped yet: nobody waits for the thread that maps it."""
         return self._mapped.get(id_)

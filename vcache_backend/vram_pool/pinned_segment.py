@@ -27,8 +27,7 @@ from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 SPARE_BYTES = 1 << 30
 """The bytes of host memory that stay free beside a new segment."""
 GROW_SECONDS = 20.0
-"""How long to wait for more host memory: a virtual machine may get memory only as memory is
-used."""
+"""How long to wait for more host memory: a virtual machine may grow only as memory is used."""
 _STEP_BYTES = 256 << 20
 """Bytes that are allocated and locked at a time. Locking takes some 50 ms, in which the driver lets
 no thread launch work."""
@@ -129,8 +128,7 @@ def _populate(address: int, nbytes: int) -> None:
     """Allocate all pages of a mapping. If the system gives large pages on request (`shmem_enabled:
     advise`), the pages are large, and locking is faster.
 
-    Calls `madvise` through ctypes, since Python's `madvise` would hold the interpreter's lock.
-    OSError."""
+    Calls C's `madvise`, since Python's would hold the interpreter's lock. OSError."""
     where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
     _libc.madvise(where, size, mmap.MADV_HUGEPAGE)
     if _libc.madvise(where, size, _MADV_POPULATE_WRITE) == 0:

@@ -204,8 +204,7 @@ class Pool:
             self._client.report("error", said)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on. If the pool is closed, close the segment and return
-        False."""
+        """Use a mapped segment from now on. If the pool is closed: close it, and return False."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped

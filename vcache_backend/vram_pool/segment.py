@@ -74,8 +74,8 @@ class MappedSegment(_WithDescriptor):
 
     @property
     def whole(self) -> torch.Tensor:
-        """All bytes of the segment, perhaps with padding at the end, as 1-D uint8. Raises
-        SegmentError once closed."""
+        """The segment's bytes, perhaps with padding, as 1-D uint8. Raises SegmentError once
+        closed."""
         if self._whole is None:
             raise SegmentError(f"segment {self.id} is closed")
         return self._whole

@@ -1,6 +1,5 @@
 """Watches vLLM's block pool: changes a block's generation before the block may be written again, or
-its bytes change meaning.
-"""
+its bytes change meaning."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from vcache_backend.resident.generations import VOID, Generations
 log = logging.getLogger("vllm.vcache")
 NUMBERS, GENERATIONS = "I", "Q"
 """Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes;
-slicing a list touches every number.
-"""
+slicing a list touches every number."""
 
 
 class KVBlocks:
@@ -133,8 +131,7 @@ class ResidentPool:
         self, blocks: KVBlocks, generations: Generations, on_reset: Callable[[], None]
     ) -> None:
         """blocks: of a pool that has not handed out a block. on_reset: called when the prefix cache
-        is to be reset, even if vLLM then declines.
-        """
+        is to be reset, even if vLLM then declines."""
         self.broken, self.resets, self.evicted = False, 0, 0
         # Void all blocks, the null block included: a block holds a request's bytes only once it
         # was handed out and written.
@@ -163,16 +160,14 @@ class ResidentPool:
 
     def _evict_blocks(self, block_ids: Any) -> Any:
         """Void blocks that vLLM evicts: after a failed load vLLM recomputes into them without
-        allocating them anew.
-        """
+        allocating them anew."""
         self.evicted += 1
         self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
         """Void all blocks even if vLLM cannot reset its cache now: its caller changes the weights
-        in any case.
-        """
+        in any case."""
         self._surely(self.void_all)
         self._surely(self._on_reset)
         return self._reset()

@@ -1,6 +1,5 @@
 """Frees duplicates first: chunks that another KV cache holds as well, so that this one can give up
-its copy.
-"""
+its copy."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ UNUSED = -inf
 class Duplicates:
     """The chunks of this instance that other instances hold as well. Each instance that is short of
     blocks may give its copy up, as long as the other's is intact. Runs in the scheduler's thread,
-    except `hear`.
-    """
+    except `hear`."""
 
     def __init__(
         self,
@@ -63,8 +61,7 @@ class Duplicates:
         reachable: Callable[[], bool],
     ) -> None:
         """pool: vLLM's. each: blocks of a chunk. view: another instance's generations; None if it
-        is gone. reachable: whether the server can be asked where chunks are.
-        """
+        is gone. reachable: whether the server can be asked where chunks are."""
         self._pool, self._generations, self._each = pool, generations, each
         self._view, self._reachable = view, reachable
         self._waiting = deque[list[Copies]](maxlen=MOST_WAITING)
@@ -129,8 +126,7 @@ class Duplicates:
 
         No more than these blocks need: what is given up is handed out at once, so the other
         instance sees that its own copy is the last one. Waits for the server only to open another
-        instance's table for the first time. Never raises.
-        """
+        instance's table for the first time. Never raises."""
         try:
             short = self._ahead < count and (self._copies or self._waiting)
             # Without a server nothing could be loaded again.

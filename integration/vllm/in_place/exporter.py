@@ -41,8 +41,7 @@ class Exporter:
 
     def context(self) -> AbstractContextManager[None] | None:
         """Return the context in which vLLM makes its KV cache, for `get_mem_pool_context`. None
-        without exportable memory.
-        """
+        without exportable memory."""
         return self._around(self._memory) if self._memory is not None else None
 
     def region(self, kv_caches: Mapping[str, torch.Tensor]) -> Region:
@@ -109,6 +108,5 @@ def _memory(device_type: str) -> Exportable:
 @functools.cache
 def _gpu(ordinal: int) -> CudaExportable:
     """Make the exporter's memory for one GPU. It is never freed: torch may free tensors in it until
-    the process ends.
-    """
+    the process ends."""
     return CudaExportable(ordinal)

@@ -1,12 +1,11 @@
 """The scheduler's half of sharing in place: the generations of this instance's blocks, and the
-chunks published in them.
-"""
+chunks published in them."""
 
 from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import eq
 
@@ -42,8 +41,7 @@ class Publications:
 
     def __init__(self, blocks: int, each: int, loads: bool) -> None:
         """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. loads: the
-        instance's role allows loads. SegmentError if memory for the table is lacking.
-        """
+        instance's role allows loads. SegmentError if memory for the table is lacking."""
         self._loads = loads
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
@@ -62,20 +60,17 @@ class Publications:
         """Whether the server can be asked where chunks are."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
         """Returns another instance's generations; None if the instance is gone, or no server is
-        known yet.
-        """
+        known yet."""
 
     @property
     def watches(self) -> bool:
         """Whether vLLM has shown its block pool. Without the pool the blocks' contents
-        are unknown.
-        """
+        are unknown."""
         return self._pool is not None
 
     def watch(self, pool: KVBlocks) -> None:
         """Watch vLLM's pool, which vLLM shows before the first request. ValueError if its size
-        differs from the KV cache's.
-        """
+        differs from the KV cache's."""
         if pool.count != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
         if self._loads:
@@ -120,7 +115,7 @@ class Publications:
         self.epoch = heard
         return True
 
-    def loads(self, blocks: array[int]) -> None:
+    def loads(self, blocks: Sequence[int]) -> None:
         """Note that a load will fill these blocks. vLLM caches them only if it does."""
         if self._pool is not None:
             self.generations.filled(blocks)

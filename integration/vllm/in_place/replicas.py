@@ -1,6 +1,5 @@
 """Chooses which chunks to read in other instances' KV caches: checks the server's answer against
-the instances' tables of generations.
-"""
+the instances' tables of generations."""
 
 from __future__ import annotations
 

@@ -47,12 +47,10 @@ class Victims:
         self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
         self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
         """By block: the first block of its chunk (`_first`), and the generation of its
-        publication.
-        """
+        publication."""
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
         """By a chunk's first block: the generation in which the chunk was saved; 0 once a block of
-        the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)
-        """
+        the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)"""
         self._left = 0
         """How many of the examined blocks are at least still in the queue."""
 

@@ -1,6 +1,5 @@
 """The worker's half of sharing in place: shows its KV cache to others, maps theirs, and publishes
-the chunks that its steps compute.
-"""
+the chunks that its steps compute."""
 
 from __future__ import annotations
 
@@ -27,13 +26,11 @@ from .exporter import Exporter
 
 class InPlace:
     """Runs in the worker's main thread. neighbours: other instances' KV caches; None before `open`.
-    publisher: None before `show`.
-    """
+    publisher: None before `show`."""
 
     def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
         """each: blocks of a chunk. shows: others read this worker's KV cache. With MLA all ranks
-        hold the same KV, and only the first shows it.
-        """
+        hold the same KV, and only the first shows it."""
         self.exporter, self._each, self._shows = exporter, each, shows
         self.neighbours: Neighbours | None = None
         self._shown: OwnCache | None = None
@@ -41,8 +38,7 @@ class InPlace:
 
     def open(self, session: Session, kv: PagedKV, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Get ready to read other KV caches, once the worker has joined the pool. kv: the geometry
-        of its `kv_caches`. LayoutError or SegmentError if others cannot map them.
-        """
+        of its `kv_caches`. LayoutError or SegmentError if others cannot map them."""
         device = session.device
         if device.medium == "host" and kv.device.type != "cpu":
             device = devices.resolve(str(kv.device))
@@ -59,8 +55,7 @@ class InPlace:
 
     def publish(self, session: Session, specs: Sequence[PublicationSpec]) -> None:
         """Publish chunks once the step has computed them. All of the step's model run must be
-        queued.
-        """
+        queued."""
         if self.publisher is None or not specs:
             return
         written = session.copier.mark()
@@ -69,8 +64,7 @@ class InPlace:
 
     def save(self, worker: Attached, victims: Publish, stores: Stores) -> None:
         """Store those chunks in the pool that are published. A chunk that loses a block during the
-        copy is dropped.
-        """
+        copy is dropped."""
         publisher = self.publisher
         if publisher is None:
             return

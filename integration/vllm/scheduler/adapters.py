@@ -1,6 +1,5 @@
 """Identifies LoRA adapters by their files, for both integrations: a folder may get a newly trained
-adapter.
-"""
+adapter."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Adapters:
         _watch(getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None))
         self._first: dict[object, tuple[object, str, str] | None] = {}
         """By number, and by the prefix cache's name: (that name, path, content). None once a number
-        or name has stood for several adapters.
-        """
+        or name has stood for several adapters."""
 
     def content(self, lora_request: Any) -> str:
         """Return the adapter's content as text: a digest of file names, sizes and times, or the
@@ -123,8 +121,7 @@ def _known_as(lora_request: Any) -> object:
 
 def _content(path: str) -> str:
     """Identify the files at `path` as vLLM finds them: a path, or a repository in the hub's cache.
-    Empty if absent.
-    """
+    Empty if absent."""
     try:
         identity = located(str(Path(path).expanduser()))
         if identity is None and not path.startswith(("/", "~")):

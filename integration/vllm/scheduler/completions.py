@@ -1,6 +1,5 @@
 """Finds the chunks that each step completes, and has them stored or published after the step.
-Tracks which blocks requests get.
-"""
+Tracks which blocks requests get."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Completions:
         doubts: Doubts,
     ) -> None:
         """stores: the instance's role allows stores. hash_block: tokens of one vLLM hash.
-        spec_kind: the kind of KV cache, for events.
-        """
+        spec_kind: the kind of KV cache, for events."""
         self._size, self._block = config.engine.chunk_size, groups.block
         self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
         self._spec_kind = spec_kind
@@ -51,8 +49,7 @@ class Completions:
         self._doubts = doubts
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """For the step being planned: the states in vLLM's prefix cache, by request, as (group,
-        block, tokens).
-        """
+        block, tokens)."""
         self._watched = set[str]()
         self._spare = 0.0
         """Requests that ran on in earlier steps, and how many tokens none of them reaches its
@@ -104,8 +101,7 @@ class Completions:
 
     def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
         """Note blocks that vLLM assigned to the request, by block table. anew: they replace all
-        earlier blocks.
-        """
+        earlier blocks."""
         if anew:
             tracked.store.rows = [array(NUMBERS, row) for row in rows]
         else:
@@ -124,8 +120,7 @@ class Completions:
 
     def expect(self, tracked: Tracked, first: int, stop: int) -> None:
         """Prepare KV events for the request's chunks [first, stop), which may be stored, if anybody
-        listens.
-        """
+        listens."""
         announcer, size = self._instance.announcer, self._size
         if announcer is None:
             return
@@ -201,8 +196,7 @@ class Completions:
 
     def _keep_states(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
         """Store the layers' states at the ends of chunks that the step reaches, except the loaded
-        state.
-        """
+        state."""
         request, groups = tracked.request, self._groups
         ends = groups.ended(tracked.store.rows, reached, self._offered.get(request.request_id, ()))
         limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens

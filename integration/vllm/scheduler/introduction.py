@@ -1,6 +1,5 @@
 """Collects the workers' shards, derives the namespace from them, and opens the scheduler's
-connection.
-"""
+connection."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ log = logging.getLogger("vllm.vcache")
 
 INTRODUCTION_SECONDS = 10.0
 """How long the first request waits for the workers' shards, which arrive with the first step. The
-first step runs no model.
-"""
+first step runs no model."""
 
 
 class Introduction:
@@ -89,8 +87,7 @@ class Introduction:
 
     def waits(self) -> bool:
         """Whether requests must wait for the workers' shards. After `INTRODUCTION_SECONDS` the
-        instance is refused.
-        """
+        instance is refused."""
         if self.keys is not None or self.over:
             return False
         self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
@@ -105,8 +102,7 @@ class Introduction:
         self, shards: Mapping[tuple[int, int], model_spec.ShardSpec], links: Mapping[int, Link]
     ) -> None:
         """Note the workers' reports. shards: by (pipeline rank, tensor rank), a worker's shard, or
-        why it stopped caching. links: by worker number, the connection to the offload tier.
-        """
+        why it stopped caching. links: by worker number, the connection to the offload tier."""
         if shards and not self.refused:
             self._shards |= shards
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
@@ -176,8 +172,7 @@ class Introduction:
 
     def _listen(self) -> None:
         """Ask for resets by others, and for chunks that others hold as well. Runs in either
-        thread.
-        """
+        thread."""
         publications, client = self.publications, self.client
         if publications is None or client is None:
             return

@@ -16,8 +16,7 @@ from .tracked import Tracked
 
 class LoadSpecs:
     """Runs in the scheduler's thread. rows: a request's block numbers, one list for each block
-    table.
-    """
+    table."""
 
     def __init__(
         self, config: Config, stores: bool, groups: Groups, instance: Introduction
@@ -29,8 +28,7 @@ class LoadSpecs:
 
     def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
         """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
-        ValueError if the chunks do not fit vLLM's blocks.
-        """
+        ValueError if the chunks do not fit vLLM's blocks."""
         size, end = self._size, tracked.supplied
         answer, below = tracked.lookup.answer, self._instance.offload
         first, stop = tracked.local // size, -(-end // size)

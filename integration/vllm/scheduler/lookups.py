@@ -46,8 +46,7 @@ class Lookups:
     again for the answer; twice, if the first answer names the promise of a queued request. `find`
     waits for whole server calls if the keys or the answer exceed one message, if the model keeps
     states, if the answer came while vLLM did not ask for it, and to open another instance's table
-    for the first time; and for one look-up in the offload tier.
-    """
+    for the first time; and for one look-up in the offload tier."""
 
     def __init__(
         self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0
@@ -76,8 +75,7 @@ class Lookups:
 
     def name(self, tracked: Tracked, whole: int) -> bool:
         """Compute the keys of the request's first `whole` chunks. False if its adapter cannot be
-        identified.
-        """
+        identified."""
         request, adapter, made = tracked.request, b"", len(tracked.lookup.keys)
         if request.lora_request is not None:
             content = self._adapters.content(request.lora_request)
@@ -92,8 +90,7 @@ class Lookups:
 
     def send(self, tracked: Tracked, first: int, stop: int) -> None:
         """Ask the server for the chunks [first, stop) and return. `name` must have made the keys;
-        `find` reads the answer.
-        """
+        `find` reads the answer."""
         client = self._instance.client
         if client is not None and tracked.lookup.question is None:
             try:
@@ -104,8 +101,7 @@ class Lookups:
     def find(self, tracked: Tracked, first: int, whole: int) -> Answer | None:
         """Look up the chunks [first, whole). `name` must have made the keys. None: the answer is
         late, so call again in the next step. No hits if the server does not answer within the
-        deadline of a call.
-        """
+        deadline of a call."""
         lookup, client, now = tracked.lookup, self._instance.client, monotonic()
         if lookup.question is not None and not lookup.since:
             # A late answer may be older, since vLLM has asked for it.
@@ -132,8 +128,7 @@ class Lookups:
         self, client: Client | None, tracked: Tracked, answer: Answer, first: int, whole: int
     ) -> None:
         """Count one look-up. Count each token once, though vLLM asks again while the request waits
-        for blocks.
-        """
+        for blocks."""
         answer.counted = True
         lookup, hits = tracked.lookup, max(min(answer.hits, whole) - first, 0)
         asked = max(whole - first - lookup.asked, 0) * self._size
@@ -237,8 +232,7 @@ class Lookups:
         started: float,
     ) -> Answer:
         """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
-        the offload tier's hits.
-        """
+        the offload tier's hits."""
         instance = self._instance
         self.epoch = reply.epoch
         residents: list[ResidentRun] = []
@@ -266,8 +260,7 @@ class Lookups:
 
     def _with_state(self, client: Client, keys: list[ChunkKey]) -> int:
         """Shorten a hit to end at a chunk for which all ranks have stored the state, too. Returns
-        the number of chunks left.
-        """
+        the number of chunks left."""
         ranks = self._instance.ranks
         try:
             stored = client.contains(of_ranks(state_keys(keys, self._parts), ranks))

@@ -36,8 +36,7 @@ class OffloadLookup:
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
         """Return how many leading chunks pool and offload tier have. found: how many of them the
-        pool has.
-        """
+        pool has."""
         try:
             return self._tier.extend(client, keys, self._ranks, found) if self.usable else found
         except VCacheError as error:

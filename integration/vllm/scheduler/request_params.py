@@ -37,8 +37,7 @@ DEFAULT = RequestParams()
 
 def read(params: object) -> RequestParams:
     """Read the settings from `kv_transfer_params`, which may be whatever a client sends. ValueError
-    names an unknown key or an impossible value, in one line that can be logged.
-    """
+    names an unknown key or an impossible value, in one line that can be logged."""
     params = params or {}
     if not isinstance(params, Mapping):
         raise ValueError(f"kv_transfer_params: Expected an object, got {type(params).__name__}")

@@ -14,8 +14,7 @@ log = logging.getLogger("vllm.vcache")
 
 class Resets:
     """Runs in the scheduler's thread. clearing: a reset is under way; look nothing up until it is
-    over. last: a reset was made, and no request has begun since.
-    """
+    over. last: a reset was made, and no request has begun since."""
 
     def __init__(
         self,
@@ -27,8 +26,7 @@ class Resets:
     ) -> None:
         """numbers: for echoes. drop: called on a reset to forget answers of look-ups. doubt:
         called on a reset to doubt the KV that vLLM has. rename: called when keys change, to
-        forget those of requests.
-        """
+        forget those of requests."""
         self._instance, self._drop, self._doubt = instance, drop, doubt
         self._rename = rename
         self._numbers = numbers

@@ -74,8 +74,7 @@ class SchedulerSide:
         """This instance's publications; None with `connector.share: pool`."""
         self.victims: Victims | None = None
         """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
-        KV caches shared in place.
-        """
+        KV caches shared in place."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
@@ -143,8 +142,7 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """Ask the server for a new request's chunks now, so that the answer has arrived when vLLM
-        schedules the request.
-        """
+        schedules the request."""
         if self.instance.keys is None and not self.instance.open():
             return
         tracked, (tokens, chunks) = self._track(request), self._loadable(request)
@@ -179,8 +177,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Prepare the load of `external` tokens into `blocks`, which vLLM has reserved for the
-        request.
-        """
+        request."""
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
@@ -192,8 +189,7 @@ class SchedulerSide:
 
     def lost(self, request: Any) -> None:
         """Have the workers report a failed load: `allocated` raised, but vLLM waits for
-        the load.
-        """
+        the load."""
         self._loads.append(LoadSpec(request.request_id))
 
     def begin(self) -> StepMetadata:
@@ -204,8 +200,7 @@ class SchedulerSide:
 
     def quiet(self, output: Any) -> bool:
         """Note that the step that `output` describes is planned. Returns whether it does nothing
-        for the workers, as most steps: then neither `begin` nor `plan` is called for it.
-        """
+        for the workers, as most steps: then neither `begin` nor `plan` is called for it."""
         # There are many steps: keep it short.
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         publications, most = self.publications, max(scheduled.values(), default=0)
@@ -225,8 +220,7 @@ class SchedulerSide:
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
-        owner.
-        """
+        owner."""
         requests, cached = self._requests, output.scheduled_cached_reqs
         publications = self.publications
         begun: list[Beginning] = []
@@ -266,8 +260,7 @@ class SchedulerSide:
 
     def stop_stores(self, meta: StepMetadata) -> None:
         """Store no more chunks of the present requests, after `plan` raised: their blocks are
-        unknown.
-        """
+        unknown."""
         meta.stores = []
         meta.publications = []
         meta.victims = None
@@ -339,8 +332,7 @@ class SchedulerSide:
 
     def _has(self, request: Any, token: int) -> bool:
         """Whether vLLM's prefix cache has the block with this token, and therefore all blocks
-        before it.
-        """
+        before it."""
         blocks, block = self.blocks, self._groups.block
         if blocks is None or block != self._hash_block or not self._groups.plain:
             return False
@@ -385,8 +377,7 @@ class SchedulerSide:
 
     def _matched(self, tracked: Tracked, local: int) -> int | None:
         """Look up how many tokens after the first `local` can be loaded. None: the answer is late,
-        or the request waits for more.
-        """
+        or the request waits for more."""
         if (
             not tracked.loads
             or self.resets.clearing
@@ -437,14 +428,13 @@ class SchedulerSide:
             # Once loaded, these chunks are published as if computed here.
             size = self._groups.block
             loaded = slice(tracked.local // size, tracked.supplied // size)
-            self.publications.loads(array(NUMBERS, rows[0][loaded]))
+            self.publications.loads(rows[0][loaded])
         if partial:
             self._completions.expect(tracked, first, end)
 
     def _loadable(self, request: Any) -> tuple[int, int]:
         """Return how many of the request's tokens may be loaded, and how many chunks hold them.
-        vLLM always computes the last token.
-        """
+        vLLM always computes the last token."""
         size, whole = self._size, self._groups.whole
         tokens = (request.num_tokens - 1) // whole * whole
         chunks = min(len(request.block_hashes) // self._hashes, -(-tokens // size))

@@ -1,1 +1,1 @@
-"""The client's side of a connection: a socket, and what reconnects by itself."""
+"""The client's side of a connection: a socket, and a channel that reconnects by itself."""

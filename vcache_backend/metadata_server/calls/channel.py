@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 KILLED_SECONDS = 3.0
 """How long a killed server must stay away before this client starts another."""
 AGAIN_SECONDS = 60.0
-"""The shortest time between two such starts, if the servers do not last."""
+"""The shortest time between two such starts, in case the servers do not last."""
 
 R = TypeVar("R", bound=m.Reply)
 
 
 class Sent(Generic[R]):
-    """A request whose answer is still to be read, by `answer` or by the next call on the channel.
+    """A request whose answer will be read by `answer` or by the next call on the channel.
 
-    The next call reads the answer and discards it if nobody has asked for it. So call `answer` for
-    a lease, or it is held to its end. `received`: a list for the answer's fds."""
+    The next call reads the answer into this object. Call `answer` for a lease: an unread lease is
+    held until it expires. `received`: a list for the answer's fds."""
 
     def __init__(
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
@@ -52,11 +52,11 @@ class Sent(Generic[R]):
 
     @property
     def over(self) -> bool:
-        """Whether the answer has arrived, or never will."""
+        """Whether the answer has arrived, or will never arrive."""
         return self.reply is not None or bool(self.lost)
 
     def arrives(self, seconds: float) -> bool:
-        """Wait for the answer, but only for `seconds`. The connection stays if it is late."""
+        """Wait for the answer for `seconds`. A late answer does not end the connection."""
         if not self.over:
             try:
                 self._channel._collect(self, seconds, drops=False)
@@ -65,7 +65,7 @@ class Sent(Generic[R]):
         return self.over
 
     def answer(self, seconds: float | None = None) -> R:
-        """Wait for the answer as a call does, until its deadline or for `seconds`."""
+        """Wait for the answer for `seconds`; None: for the time of a call."""
         if not self.over:
             self._channel._collect(self, seconds)
         if isinstance(self.reply, self.kind):
@@ -92,14 +92,14 @@ class Channel:
         """Called in the background thread to start another server, after a killed server has stayed
         away. A server that was stopped removed its socket, and is not replaced."""
         self.on_return: list[Callable[[], None]] = []
-        """Called after each reconnection, to register what belongs to the connection. Runs in the
+        """Called after each reconnection, to register the client's state again. Runs in the
         background thread; hooks may make calls, and their errors are logged."""
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
         """Called with each answer, in any thread; must neither raise nor make calls."""
         self._killed_at = math.inf
-        """Since when the server has been away, if it was killed; else infinite."""
+        """Since when a killed server has been away; infinite if no server was killed."""
         self._start_after = 0.0
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -126,7 +126,7 @@ class Channel:
             link.interrupt()
         if self._keeper is not None and self._keeper is not threading.current_thread():
             self._keeper.join(self._config.connect_seconds + self._config.control_seconds)
-        # In a forked child a thread that does not exist may hold the lock.
+        # In a forked child, a thread of the parent may hold the lock for ever.
         if forked or self._lock.acquire(timeout=self._config.control_seconds):
             if self._link is not None:
                 self._drop(self._link, "the client was closed")
@@ -140,7 +140,7 @@ class Channel:
 
     @property
     def trouble(self) -> str:
-        """Why the client is not connected, and what to do about it; empty while it is."""
+        """Why the client is not connected, and what to do about it; empty while connected."""
         return "" if self.connected else self._down
 
     def require(self) -> None:
@@ -158,7 +158,7 @@ class Channel:
         fds: Sequence[int] = (),
         received: list[int] | None = None,
     ) -> R:
-        """Send a request with `fds`, and wait for the answer, whose fds go into `received`."""
+        """Send a request with `fds`, and wait for the answer. `received` gets the answer's fds."""
         data, sent = wire.encode(request), Sent(self, request, kind, received)
         self._exchange(sent, seconds, data=data, fds=fds)
         return sent.answer()
@@ -166,8 +166,8 @@ class Channel:
     def _open(
         self, request: m.Request, kind: type[R], due: Callable[[R], int]
     ) -> tuple[R, list[int]]:
-        """Send a request whose answer brings fds, which the caller closes. due: how many fds a
-        reply should bring. ProtocolError if it brings another number."""
+        """Send a request whose answer brings fds, which the caller closes. due: the number of fds
+        that a reply should bring. ProtocolError if the number is wrong."""
         fds: list[int] = []
         try:
             reply = self._call(request, kind, received=fds)
@@ -186,7 +186,7 @@ class Channel:
         return self._config.request_seconds
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
-        """Send a request within `seconds`. Its answer is read later."""
+        """Send a request within `seconds`. The answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
         self._exchange(sent, seconds, drops=False, data=data, reads=False)
         return sent
@@ -222,9 +222,9 @@ class Channel:
         fds: Sequence[int] = (),
         reads: bool = True,
     ) -> None:
-        """Send `data` with `fds`, if there is any, and read answers up to that to `sent` if `reads`
-        says so: under the lock, by a deadline. Drops the connection if that fails. drops: also if
-        it is late."""
+        """Send `data` with `fds`, unless empty, and read answers up to the answer to `sent`
+        (`reads`): under the lock, by a deadline. A failure drops the connection; with `drops`,
+        lateness does, too."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
         self.require()
@@ -249,8 +249,8 @@ class Channel:
                 self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
                 raise ServerUnavailable(self._down) from error
             except BaseException:
-                # A signal handler raised: the answer is still to come, and must not be taken for
-                # the next call's.
+                # A signal handler raised: the answer will still come, and must not be taken for the
+                # next call's answer.
                 self._drop(link, f"a call to the metadata server at {self._path} was interrupted")
                 raise
         finally:
@@ -286,12 +286,12 @@ class Channel:
         return True
 
     def _keep_ledger(self, fds: list[int]) -> None:
-        """Keep the ledger of the server that welcomed this client, and close the previous one's."""
+        """Keep the ledger of the server that welcomed this client. Close the previous ledger."""
         wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
         self._ledger = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
-        """Why the client is not connected and what to do about it, as far as is known."""
+        """Why the client is not connected, and what to do about it, as far as known."""
         at = whole(self._path)
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
@@ -336,7 +336,7 @@ class Channel:
             self._wake.set()
 
     def _keep(self) -> None:
-        """The thread: heartbeats while connected, else attempts with growing pauses."""
+        """The thread: heartbeats while connected, otherwise attempts with growing pauses."""
         pause = self._config.retry_seconds
         while not self._stop.is_set():
             if self._link is not None:

@@ -35,10 +35,10 @@ class ServerLink:
     def open(
         self, path: Path, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.Welcome:
-        """Connect, say hello and wait for the welcome. OSError, also if another user serves at the
-        path, or could, or if the server refuses.
+        """Connect, say hello and wait for the welcome. OSError, also if another user serves or
+        could serve at the path, or if the server refuses.
 
-        Sends nothing before it knows the server's user. ledger: the previous server's, sent with
+        Sends nothing before the server's user is known. ledger: of the previous server, sent with
         the hello. The new server's ledger is put into `received`."""
         if fault := folder_fault(path, self._trusted):
             raise ConnectionError(f"{fault}, or name its user in client.server_uid if it is meant")
@@ -114,8 +114,8 @@ class ServerLink:
         return bool(message)
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
-        """Receive once. An answer that has not arrived mostly comes before a sleeping thread would
-        wake: so first look for it without sleeping."""
+        """Receive once. Polls first, without sleeping: an answer mostly comes before a sleeping
+        thread would wake."""
         try:
             return self._receiver.receive(self._socket)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What the server must know of a client as long as they are connected."""
+"""Facts that the server must know of a client for the whole connection."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class Standing:
-    """Tells the server something until `close`: at once, in the caller's thread; after every
+    """Tells the server a fact until `close`: at once, in the caller's thread; after every
     reconnection, and with every heartbeat while the server refuses it, in the client's thread.
 
-    trouble: why the server does not know it now, or empty. Each new refusal is logged."""
+    trouble: why the server does not know the fact now, or empty. Each new refusal is logged."""
 
     def __init__(self, client: Channel, tell: Callable[[], object], refused: str) -> None:
-        """tell: one or several requests. refused: what a refusal means, for the log."""
+        """tell: sends one or several requests. refused: the meaning of a refusal, for the log."""
         self._client, self._tell, self._refused = client, tell, refused
         self._lock = threading.Lock()
         self._closed = False
@@ -29,7 +29,7 @@ class Standing:
         self._now()
 
     def close(self) -> None:
-        """Tell the server no more. It forgets when the connection closes. Idempotent."""
+        """Stop telling. The server forgets the fact when the connection closes. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True

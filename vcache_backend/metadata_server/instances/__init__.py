@@ -1,1 +1,1 @@
-"""Instances that share in place: the memory that they share, and the chunks resident in it."""
+"""Instances that share in place: the shared memory, and the chunks resident in it."""

@@ -1,4 +1,4 @@
-"""The chunks that one instance has published, and those of them that others hold as well. Pure."""
+"""The chunks that an instance has published, and copies of them in other instances. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Steps
 
 RETRACT_LOOKS = 4096
-"""How many of the newest publications a retraction examines. It drops all older publications
-unexamined; a chunk dropped without need is a miss."""
+"""How many of the newest publications a retraction examines. A retraction drops all older
+publications unexamined; a chunk dropped without need is a miss."""
 CHUNK_BYTES, BLOCK_BYTES = 320, 136
 """Bytes of server memory for each chunk, besides its block numbers and generations, and for each
 block of an instance. The latter pays for `holders` and both tables, which never shrink."""
 MAX_COPIES = 2048
-"""The most copies that an instance has yet to be told of. Beyond it the oldest are dropped."""
+"""The most copies of which an instance has yet to be told. Older copies are dropped."""
 
 
 class PublishedChunk(msgspec.Struct, gc=False, eq=False):
@@ -34,13 +34,13 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
     agreed: int
 
     def end(self) -> bytes:
-        """The number and the generation of its last block, packed."""
+        """The number and the generation of the chunk's last block, packed."""
         return self.blocks[-m.NUMBER_BYTES :] + self.generations[-m.GENERATION_BYTES :]
 
 
 Table = dict[m.ChunkKey, PublishedChunk]
 News = tuple[m.InstanceId, m.ChunkKey, bytes]
-"""A chunk of which another instance has a copy, too, that one, and the chunk's `COPY`."""
+"""An instance, a chunk that this instance holds, too, and the chunk's `COPY`."""
 
 
 class InstancePublications:
@@ -57,13 +57,13 @@ class InstancePublications:
         self.awaited: Table = {}
         """Chunks that some ranks have published, but not yet all."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
-        """For each block the last publication that named it; void if it is in neither table."""
+        """For each block the last publication that named it, void if in neither table."""
         self._copies = deque[News](maxlen=MAX_COPIES)
         """The oldest first."""
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
         self.counted = 0
-        """The bytes that `ResidentDirectory.nbytes` has of these publications."""
+        """The bytes of these publications that `ResidentDirectory.nbytes` includes."""
         self._kept = 0
         """The number of chunks in memory: chunks in the tables, and void chunks that `forget` has
         yet to remove."""
@@ -82,7 +82,7 @@ class InstancePublications:
     def publish(self, rank: int, request: m.Publish, most: int) -> int:
         """Take chunks that a rank publishes. Returns how many were taken.
 
-        most: by how many chunks it may grow. At the limit a chunk only takes another's place."""
+        most: by how many chunks the instance may grow; then a chunk must replace another."""
         each, sequence = self.each, request.sequence
         numbers = self._numbers(rank, request)
         if sequence < self._floor:
@@ -99,7 +99,7 @@ class InstancePublications:
         return taken
 
     def retract(self, sequence: int) -> tuple[Table, Table]:
-        """Void publications with a lower sequence. Returns them, for `forget`."""
+        """Void publications with a lower sequence. Returns the void chunks, for `forget`."""
         self._floor = max(self._floor, sequence)
         self.complete, complete = _split(self.complete, sequence)
         self.awaited, awaited = _split(self.awaited, sequence)
@@ -137,7 +137,7 @@ class InstancePublications:
     # ---- inside
 
     def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
-        """Unpack a request's block numbers. Refuse what does not fit this instance."""
+        """Unpack a request's block numbers. Refuse a request that does not fit this instance."""
         due, namespace = len(request.keys) * self.each, self.namespace
         sizes = len(request.blocks), len(request.generations)
         if sizes != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
@@ -208,8 +208,8 @@ class InstancePublications:
 
 
 def _split(table: Table, sequence: int) -> tuple[Table, Table]:
-    """Split a table into chunks whose sequence is at least `sequence`, and older chunks. Reuses the
-    table as one of the two."""
+    """Split a table into chunks whose sequence is at least `sequence`, and older chunks. The given
+    table becomes one of the two results."""
     newest = list(islice(reversed(table.values()), RETRACT_LOOKS))
     kept = {chunk.key: chunk for chunk in reversed(newest) if chunk.sequence >= sequence}
     if len(table) > 2 * RETRACT_LOOKS:

@@ -1,7 +1,7 @@
 """The instances that share their KV caches in place: the parts that their processes show, with fds.
 
-An instance has a part for its scheduler (the generation table) and one for each rank (a worker's KV
-cache). A part ends at once with its connection. Look-ups skip an instance until all of its parts
+An instance has a part for its scheduler (the generation table) and a part for each rank (a worker's
+KV cache). A part ends at once with its connection. Look-ups skip an instance until all of its parts
 are shown again. An instance is removed when its last process disconnects."""
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 64
 MAX_READS = 256
-"""The most reads in the statistics. Those of the most bytes come first."""
+"""The most reads in the statistics; the reads with the most bytes come first."""
 
 
 class ShownPart(msgspec.Struct):
-    """What one connection shows of an instance: a scheduler's generation table, or the regions of a
-    worker's KV cache."""
+    """The part of an instance that a connection shows: a scheduler's generation table, or the
+    regions of a worker's KV cache."""
 
     peer: Peer
     fds: list[Descriptor]
@@ -48,7 +48,7 @@ class SharedInstance:
         self.join: m.Join | None = None
         self.shapes: dict[int, m.CacheShape] = {}
         self.shown: dict[int, object] = {}
-        """For each part the process and the memory that its publications are about."""
+        """For each part the process and the memory to which its publications refer."""
 
     def missing(self) -> str:
         """Name the first part that is not shown; empty if all parts are shown."""
@@ -85,7 +85,7 @@ def liveness(peers: Iterable[Peer], stopped: Callable[[ProcessId], bool]) -> dic
 
 
 class InstanceRegistry:
-    """All instances. Called from the server's loop. Raises Refused for what cannot be granted."""
+    """All instances. Called from the server's loop. Raises Refused for an impossible request."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class InstanceRegistry:
         return sum(len(part.fds) for _, part in self._parts())
 
     def processes(self) -> set[ProcessId]:
-        """Processes whose end removes their parts, even if a child holds the connection open."""
+        """Processes whose end removes their parts, even if a child keeps the connection open."""
         return {part.peer.process for _, part in self._parts()}
 
     # ---- shown
@@ -160,7 +160,7 @@ class InstanceRegistry:
         return m.Count(self._residents.retract(request.instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
-        """Return the instance's namespace. Refuse who is not the instance's scheduler."""
+        """Return the instance's namespace. Refuse any client but the instance's scheduler."""
         join = self._of[instance].join if self.owns(client, instance, m.SCHEDULER) else None
         if join is None:
             raise Refused("this connection has shown no generations of it")
@@ -201,7 +201,7 @@ class InstanceRegistry:
     # ---- statistics
 
     def reads(self, clients: Iterable[Peer]) -> list[m.ReadStats]:
-        """What these clients said of their reads: the rows with the most bytes."""
+        """The reads that these clients reported: the rows with the most bytes."""
         rows = ((read, client) for client in clients for read in client.reads)
         most = nlargest(MAX_READS, rows, key=lambda row: (row[0].nbytes, row[0].refused))
         names = {part.peer.id: id_ for id_, part in self._parts()}
@@ -233,7 +233,7 @@ class InstanceRegistry:
         return self._of[instance].parts.get(rank) if instance in self._of else None
 
     def _check(self, client: Peer, instance: m.InstanceId, rank: int, fds: int) -> None:
-        """Refuse a part that another process shows, or for which there is no room."""
+        """Refuse a part that another process shows, or that exceeds a limit."""
         part = self._part(instance, rank)
         if part is not None and part.peer.process != client.process:
             pid = part.peer.process.pid
@@ -244,7 +244,7 @@ class InstanceRegistry:
             raise Refused(f"{self.descriptors} fds of instances are kept; raise ulimit -n")
 
     def _is_new(self, client: Peer, instance: m.InstanceId, rank: int, memory: object) -> bool:
-        """Whether the part's process or memory is another than that of its publications."""
+        """Whether the part's process or memory differs from that of the publications."""
         shown = self._of[instance].shown.get(rank) if instance in self._of else None
         return shown is not None and shown != (client.process, memory)
 

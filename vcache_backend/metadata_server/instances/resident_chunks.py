@@ -1,5 +1,5 @@
-"""The chunks in the instances' own KV caches, as the instances have published them. A pure state
-machine: no socket, no fd.
+"""The chunks that instances have published in their KV caches. A pure state machine: no socket, no
+fd.
 
 An answer promises nothing, since an instance may reuse a block at any time. A reader checks the
 instance's generation table before and after it reads."""
@@ -28,13 +28,13 @@ from vcache_backend.metadata_server.pool.chunks import Chunks
 MAX_BYTES = 1 << 30
 """About the most server memory for all instances together."""
 MAX_CELLS = 16_384
-"""The most keys times instances in one look-up. Keys beyond it need another look-up."""
+"""The most keys times instances in one look-up. Further keys need another look-up."""
 COPY_BYTES = m.INSTANCE_BYTES + m.COPY.size + 8
 """The most bytes of a copy in a message."""
 MAX_TOLD = 256
 """The most copies in one answer."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192 - MAX_TOLD * COPY_BYTES
-"""Bytes for the resident chunks in one answer; the rest of the message is for its other fields."""
+"""Bytes for the resident chunks in one answer. The message's other fields take the rest."""
 _RESIDENT_BYTES = 36
 """The most bytes of a `ResidentRun` in a message, besides its blocks and generations."""
 
@@ -44,7 +44,7 @@ Column = list[PublishedChunk | None]
 
 
 class ResidentDirectory:
-    """The published chunks of all instances. `max_chunks`: the most of them together."""
+    """The published chunks of all instances, at most `max_chunks`."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class ResidentDirectory:
         return () if publications is None else publications.complete
 
     def open(self, join: m.Join) -> None:
-        """Add an instance. Its earlier publications stay, unless the request has changed. Refuse an
-        instance for whose blocks there is no room."""
+        """Add an instance. Earlier publications stay, unless the request has changed. Refuse an
+        instance whose blocks exceed the server's memory."""
         earlier = self._of.get(join.instance)
         if earlier is None or earlier.join != join:
             self.close(join.instance)
@@ -108,8 +108,8 @@ class ResidentDirectory:
         return taken
 
     def retract(self, instance: m.InstanceId, sequence: int) -> int:
-        """Void an instance's publications with a lower sequence, also those that arrive later.
-        Returns how many chunks were voided."""
+        """Void an instance's publications with a lower sequence, including late arrivals. Returns
+        how many chunks were voided."""
         publications = self._of.get(instance)
         if publications is None:
             return 0
@@ -128,7 +128,7 @@ class ResidentDirectory:
         return dropped
 
     def _forget(self, publications: InstancePublications, tables: tuple[Table, Table]) -> None:
-        """Remove void chunks from memory in later turns. They count until then."""
+        """Remove void chunks from memory in later turns. Until then the chunks count."""
         if any(tables):  # an empty task would let clients fill the backlog for nothing
             self._backlog.later(self._forgetting(publications, tables))
 
@@ -159,8 +159,8 @@ class ResidentDirectory:
     def _note_copies(
         self, instance: m.InstanceId, publications: InstancePublications, keys: list[m.ChunkKey]
     ) -> None:
-        """Note which of these chunks, which an instance has just published, others have, too: both
-        are told. The end of a prefix comes first, and so leaves first."""
+        """Note which of an instance's newly published chunks other instances hold, too, for both
+        sides. The end of a prefix comes first, and so leaves first."""
         others = self._alike(instance, publications.namespace, publications.ranks)
         room, holders = MAX_CELLS // max(1, len(keys)), dict[m.ChunkKey, m.InstanceId]()
         keys = keys[::-1]
@@ -177,7 +177,7 @@ class ResidentDirectory:
     def _alike(
         self, instance: m.InstanceId, namespace: bytes, ranks: int
     ) -> list[tuple[m.InstanceId, InstancePublications]]:
-        """The instances besides `instance` whose chunks it may read."""
+        """The other instances whose chunks `instance` may read."""
         return [
             (other, there)
             for other, there in self._of.items()
@@ -213,7 +213,7 @@ class ResidentDirectory:
 
 
 def _column(published: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey]) -> Column:
-    """One instance's publication for each key; empty if the instance holds none of them."""
+    """One instance's publication for each key; empty if the instance holds no such chunk."""
     column = list(map(published.get, keys))
     return column if column.count(None) < len(column) else []
 
@@ -226,7 +226,7 @@ class _Run(msgspec.Struct):
     stop: int
 
     def packed(self, column: Column) -> m.ResidentRun:
-        """column: the instance's."""
+        """column: of the run's instance."""
         chunks = [chunk for chunk in column[self.first : self.stop] if chunk is not None]
         blocks = b"".join([chunk.blocks for chunk in chunks])
         generations = b"".join([chunk.generations for chunk in chunks])
@@ -237,9 +237,9 @@ def _assemble(present: list[bool], columns: dict[m.InstanceId, Column], each: in
     """Build the answer, up to the first chunk that is nowhere or that no longer fits the message.
     `each`: the most blocks of a chunk.
 
-    Of at most `MAX_REPLICAS` instances that have a chunk, those come first that had the chunks
-    before. Goes from one chunk at which that changes to the next."""
-    # Behind the last chunk all end, and later ones begin.
+    For each chunk, at most `MAX_REPLICAS` instances are named; instances that had the earlier
+    chunks come first. Each turn of the loop goes on to the next chunk where instances change."""
+    # A sentinel: behind the last chunk every run ends, and every later run begins.
     held = {name: bytes(map(bool, column)) + b"\0\1" for name, column in columns.items()}
     pooled, found, runs, going = bytes(present) + b"\0", 0, list[_Run](), dict[m.InstanceId, _Run]()
     left = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES))

@@ -11,8 +11,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 ALIGNMENT = 256
-"""Slots start and end on multiples of this: 16-byte vector accesses stay aligned, and 256 is CUDA's
-allocation alignment."""
+"""Slots start and end on multiples of 256, CUDA's allocation alignment: 16-byte vector accesses
+stay aligned."""
 
 
 def padded(nbytes: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 AT_ONCE = 1024
-"""Steps of a task in the turn that begins it. Most tasks finish within them."""
+"""Steps of a task in the turn that begins it. Most tasks need no more steps."""
 SHARE = 32
 """Steps of a task in a later turn, before the next task runs."""
 Steps = Iterator[None]
@@ -15,7 +15,7 @@ Steps = Iterator[None]
 
 
 class Backlog:
-    """Unfinished tasks. They take turns of `SHARE` steps, so none waits for another to finish."""
+    """Unfinished tasks, which take turns of `SHARE` steps: no task waits for another's end."""
 
     def __init__(self) -> None:
         self._tasks: deque[Steps] = deque()
@@ -28,7 +28,7 @@ class Backlog:
         self._go_on(task, AT_ONCE)
 
     def later(self, task: Steps) -> None:
-        """Add a task that begins in a later turn. For tasks of which one turn may add many."""
+        """Add a task that begins in a later turn, for example if a turn may add many tasks."""
         self._tasks.append(task)
 
     def run(self, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Chunks by key and namespace, so that a whole namespace can be forgotten in one step. Pure."""
+"""Chunks by namespace and key: one step forgets a whole namespace. Pure."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Chunks:
         return present
 
     def among(self, keys: list[ChunkKey]) -> Space:
-        """Return a table that holds every entry of these keys, and perhaps others of their
-        namespace. Read it before the next change."""
+        """Return a table that holds every entry of these keys, and perhaps more entries of the
+        namespace. Read the table before the next change."""
         if not self._count or not keys:
             return _EMPTY
         namespace = min(keys)[:NAMESPACE_BYTES]
@@ -88,7 +88,7 @@ class Chunks:
         return gone
 
     def clear(self, namespace: bytes) -> list[Space]:
-        """Remove a namespace, or all of them with b"". Returns their tables, now the caller's."""
+        """Remove a namespace, or all namespaces with b"". Hands their tables to the caller."""
         taken = [space] if (space := self._spaces.pop(namespace, None)) else []
         if not namespace:
             taken = list(self._spaces.values())

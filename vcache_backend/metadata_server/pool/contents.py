@@ -1,7 +1,7 @@
 """The chunks of the pool and their slots, and eviction. Pure.
 
 A chunk is live (look-ups return it), resting (in a segment from before a restart that no client has
-offered again yet), or cleared (look-ups do not return it, and its slot has yet to be freed)."""
+offered again yet), or cleared (look-ups leave it out, and the slot is not freed yet)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Contents:
 
     def lying(self, chunks: dict[ChunkKey, Location]) -> Iterator[Live]:
         """Yield a record of the chunks that still lie at these locations, live or resting. Yields
-        nothing if no chunk does."""
+        nothing if all chunks are gone."""
         lying = {
             key: at
             for key, at in chunks.items()
@@ -81,7 +81,7 @@ class Contents:
     def occupy(
         self, chunks: dict[ChunkKey, Location], reservation: int, tenant: Tenant | None = None
     ) -> list[Entry]:
-        """Mark slots from `room` as being written. They count for the tenant."""
+        """Mark slots from `room` as being written. The slots count for the tenant."""
         segments, entries = self.placement.segments, []
         length = size = 0
         for key, location in chunks.items():
@@ -119,8 +119,8 @@ class Contents:
         return len(entries) - len(draining)
 
     def bring_back(self, segment: Segment, pending: Callable[[ChunkKey], bool]) -> Steps:
-        """Make the chunks of a segment live that a client has offered again. Skips chunks that were
-        removed or are being stored anew."""
+        """Make the chunks of a segment live after a client has offered the segment again. Skips
+        chunks that were removed or are being stored again."""
         while segment.returning and segment.state == "live":
             entry = segment.returning.pop()
             if self.resting.get(entry.key) is entry:
@@ -135,7 +135,7 @@ class Contents:
         self, nbytes: int, peer: Peer, wanted: int, allowed: int, tenant: Tenant | None = None
     ) -> list[Location]:
         """Find slots for up to `wanted` chunks: first in holes, then by evicting the least recently
-        used chunks. A tenant that has its share evicts its own chunks only.
+        used chunks. A tenant at its limit evicts its own chunks only.
 
         allowed: by how much the number of chunks may grow."""
         left, slots = MAX_SEARCH, list[Location]()
@@ -166,7 +166,7 @@ class Contents:
     # ---- chunks are read
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        """Add a reader to each of these different chunks, which keeps them from eviction."""
+        """Add a reader to each of these different chunks. Chunks with readers are not evicted."""
         for entry in entries:
             if not entry.leases:
                 entry.segment.leased += 1

@@ -1,9 +1,10 @@
 """The directory: the location, the writer and the readers of each chunk. A pure state machine.
 
 The directory has no socket, thread or file. It reads the time from a function, returns replies, and
-appends to `records` what the ledger must hold before the replies leave. Three rules hold. (1) No
-client sees a chunk before its commit. (2) A leased slot is not reused before its lease ends. (3) A
-reserved slot is freed only after its writer says so, or after the writer's process has ended."""
+appends the changes to `records`, which the ledger must hold before the replies leave. Three rules
+hold. (1) No client sees a chunk before its commit. (2) A leased slot is not reused before its lease
+ends. (3) A reserved slot is freed only after its writer says so, or after the writer's process has
+ended."""
 
 from __future__ import annotations
 
@@ -65,15 +66,15 @@ class Directory(SegmentDirectory):
         return answer
 
     def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> list[m.ChunkKey]:
-        """Those of `keys` (of rank 0), each once, that the request's instance has not published,
-        and that the pool lacks for some of its ranks."""
+        """The keys (of rank 0), each once, whose chunks the request's instance has not published,
+        and the pool lacks for a rank."""
         own = self.residents.of(request.instance)
         keys = list(dict.fromkeys(keys))
         pairs = zip(keys, self.contents.live.of_all(keys, request.ranks), strict=True)
         return [key for key, stored in pairs if not stored and key not in own]
 
     def promise(self, client: Peer, request: m.Promise) -> m.Promised:
-        """Note what a request has begun to compute. Nothing if it began before a reset."""
+        """Note the chunks that a request computes. Ignores a request that began before a reset."""
         epoch = self.epochs.of(request.keys)
         lacking = self.lacking(request, request.keys) if request.epoch == epoch else []
         return m.Promised(self.promises.begin(client, request, lacking), epoch)
@@ -82,7 +83,7 @@ class Directory(SegmentDirectory):
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading chunks. At its end they become recent, the first the most."""
+        """Lease the leading chunks. The lease's end makes them recent, the first most of all."""
         entries = (
             list[Entry]()
             if self.leases.full(client.id, len(keys))
@@ -99,7 +100,7 @@ class Directory(SegmentDirectory):
         return m.Leased(lease, self._limits.lease_seconds, locations, self.epochs.of(keys))
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
-        """Make chunks recent, the first the most. Returns how many are in the pool."""
+        """Make chunks recent, the first most of all. Returns how many are in the pool."""
         entries = self.contents.live_entries(keys)
         self.contents.use(entries)
         return len(entries)
@@ -109,8 +110,8 @@ class Directory(SegmentDirectory):
     def reserve(
         self, client: Peer, keys: list[m.ChunkKey], nbytes: int, tenant: bytes = b""
     ) -> m.Reserved:
-        """Reserve a slot of `nbytes` for each key: on the client's device, else on peers with room,
-        else by eviction; of the tenant's own chunks, once it has its share.
+        """Reserve a slot of `nbytes` for each key: on the client's device, then on peers with room,
+        then by eviction. A tenant at its limit evicts only its own chunks.
 
         A key gets a refusal instead if its chunk is stored or being written, or if it comes after
         the first `MAX_SLOTS` new keys."""
@@ -195,8 +196,8 @@ class Directory(SegmentDirectory):
         return chunks + residents
 
     def raise_epoch(self, namespace: bytes) -> None:
-        """Void everything that a namespace has offloaded, or computed in KV caches, so far; all
-        namespaces with b""."""
+        """Void all chunks that a namespace has offloaded or published so far; of all namespaces
+        with b""."""
         self.residents.clear(namespace)
         self.promises.clear(namespace)
         self.epochs.advance(namespace)
@@ -230,7 +231,7 @@ class Directory(SegmentDirectory):
     # ---- ledger
 
     def restore(self, state: records.LedgerState) -> None:
-        """Take over an earlier server's state: its segments become absent, its chunks resting, its
+        """Take over an earlier server's state: the segments become absent, the chunks resting, the
         reservations void.
 
         The present chunks stay, unless the earlier server knew of resets: then all present chunks
@@ -255,7 +256,7 @@ class Directory(SegmentDirectory):
             self._reserves_from = self._now() + m.GRACE_SECONDS
 
     def still(self, record: records.Record) -> Iterator[records.Record]:
-        """Yield the parts of an earlier record that still hold, for a compacted ledger.
+        """Yield the parts of an earlier record that are still true, for a compacted ledger.
 
         The new ledger also gets every change since the turn of its first record."""
         match record:
@@ -278,7 +279,7 @@ class Directory(SegmentDirectory):
         return (self.contents.live.get(key) or self.contents.resting.get(key)) is not None
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
-        """Explain why no chunk of this size can get a slot at present; (None, "") if one can."""
+        """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
         largest = max(
             (segment.capacity for segment in self.contents.placement.usable(client)), default=-1
         )
@@ -325,8 +326,8 @@ class Directory(SegmentDirectory):
 
 
 def _clear_of(taken: Iterable[int], first: int) -> int:
-    """Return a first number for ids, `first` or later, such that ids counting up from it meet none
-    of `taken`."""
+    """Return a first number for ids, `first` or later, from which ids count up without meeting a
+    number of `taken`."""
     for number in sorted(taken):
         if first <= number < first + (1 << 48):
             first = number + 1
@@ -340,7 +341,7 @@ def _answers(
     busy: set[m.ChunkKey],
     refusal: m.Refusal | None,
 ) -> list[m.Location | int]:
-    """For each key its slot or a refusal: FULL also for a chunk that this request evicted."""
+    """For each key a slot or a refusal: FULL also for a chunk that this request evicted."""
     slots: list[m.Location | int] = []
     for key in keys:
         if key in given and key not in busy:

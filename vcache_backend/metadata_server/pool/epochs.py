@@ -7,16 +7,17 @@ import secrets
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 
 MAX_EPOCHS = 256
-"""The most namespaces with an epoch of their own. One namespace more raises all epochs."""
+"""The most namespaces with epochs of their own. One more namespace raises all epochs."""
 _RANDOM_BITS = 40
 
 
 class Epochs:
-    """The epoch of each namespace. A reset raises it; chunks offloaded earlier are then not found.
+    """The epoch of each namespace. After a reset, which raises the epoch, earlier offloaded chunks
+    are not found.
 
-    An epoch is 0 until the first reset, so nodes without resets share what they offload. Later
-    epochs consist of a count and 40 random bits. They grow, and no two nodes, whose weights may
-    differ by then, have the same epoch."""
+    An epoch is 0 until the first reset, so nodes without resets share offloaded chunks. Later
+    epochs consist of a count and 40 random bits. Epochs grow, and no two nodes, whose weights may
+    differ after resets, have the same epoch."""
 
     def __init__(self) -> None:
         self._others = 0

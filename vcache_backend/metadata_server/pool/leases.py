@@ -28,8 +28,9 @@ class Grant(msgspec.Struct, gc=False):
 
 
 class Leases:
-    """The table of leases. It calls `let_go(entries)` when a lease ends. now: a monotonic clock in
-    seconds. Any client may renew or release a lease, since a process may read under another's."""
+    """The table of leases. Calls `let_go(entries)` when a lease ends. now: a monotonic clock in
+    seconds. Any client may renew or release a lease, since a process may read under another
+    process's lease."""
 
     def __init__(
         self, seconds: float, now: Callable[[], float], let_go: Callable[[list[Entry]], None]
@@ -95,8 +96,8 @@ class Leases:
                 self._holding(lease, now)
 
     def drop_client(self, client: int) -> Steps:
-        """Make the leases of a closed connection end after `GRACE_SECONDS`, as promised when
-        granted, unless another client renews them."""
+        """Make the leases of a closed connection end after `GRACE_SECONDS`, the time promised by
+        each grant, unless another client renews them."""
         leases = self._of_client.pop(client, {})
         self._leased_by.pop(client, None)
         return self._orphan(leases)

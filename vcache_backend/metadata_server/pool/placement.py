@@ -22,15 +22,16 @@ MAX_WINDOW_ATTEMPTS = 64
 MAX_SEARCH = 2048
 """The most chunks that one request evicts: a few milliseconds of the server's time."""
 SAME_SEGMENT = 64
-"""How many slots of one request come from a segment before `Placement` chooses a segment again."""
+"""How many slots of a request `Placement` takes from a segment before it chooses again."""
 
 
 class Peer(msgspec.Struct):
     """A client's connection, `id` by number.
 
-    From its hello: its process, that process's user and parent, the preferred device, the
-    instance's name and layout (empty for tools). What it said last: the segments it cannot map, its
-    reads, its pace (see `OpenPromise`), and when (monotonic clock) it said anything."""
+    From the hello: the client's process, the process's user and parent, the preferred device, the
+    instance's name and layout (empty for tools). From later messages: segments that the client
+    cannot map, its reads, its pace (see `OpenPromise`); `heard`: when its last message came
+    (monotonic clock)."""
 
     id: int
     process: ProcessId
@@ -96,11 +97,11 @@ class Placement:
     def victims(
         self, nbytes: int, most: int, peer: Peer, left: int, own: Tenant | None
     ) -> tuple[list[Entry], bool, int]:
-        """Choose chunks of a peer's medium to evict for slots of `nbytes`: anybody's, or those of
-        the tenant `own` alone. Examines about `left` chunks at most.
+        """Choose chunks of a peer's medium to evict for slots of `nbytes`; `own`: only this
+        tenant's chunks. Examines about `left` chunks at most.
 
         If the least recently used chunk has the padded size, returns up to `most` chunks of that
-        size. Else returns a run around it that leaves one slot, or no chunks if no run can go. Also
+        size. Otherwise returns neighbouring chunks that together leave one slot, or no chunks. Also
         returns whether each chunk leaves a slot, and how many chunks were examined."""
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []

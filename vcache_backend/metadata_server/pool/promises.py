@@ -1,7 +1,8 @@
-"""The chunks that instances are computing and have promised, so that others wait for them. Pure.
+"""Promises of chunks that instances are computing, for which other instances may wait. Pure.
 
-A promise is made by a look-up and confirmed when the request's load begins, or its first step is
-planned. It is only a reason to wait: whoever waits for a broken promise computes the chunks."""
+A look-up makes a promise. The promise is confirmed when the request's load begins, or the request's
+first step is planned. A promise is only a reason to wait: after a broken promise, the waiting
+request computes the chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from vcache_backend.metadata_server.pool.chunks import Chunks
 from vcache_backend.metadata_server.pool.placement import Peer
 
 MAX_PROMISED = 1 << 18
-"""The most promised chunks of all clients, some 250 B each. A promise has at most `MAX_KEYS`."""
+"""The most promised chunks of all clients, some 250 B each. A promise has `MAX_KEYS` at most."""
 MAX_PROMISES, MAX_OF_CLIENT = 2048, 512
 """The most promises of all clients, which a reset drops in one turn, and of one connection."""
 QUIET_SECONDS = 120.0
@@ -28,10 +29,10 @@ _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
 class OpenPromise(msgspec.Struct, gc=False, eq=False):
-    """What one request of `client` has promised. left: the chunks that have not arrived (keys of
-    rank 0). at: when the promise was made or confirmed, or its last chunk arrived. pace:
-    `Promise.chunk_seconds` and `step_seconds`. confirmed: nobody takes it over. begun: a step
-    computes its chunks, or one has arrived. over: nobody waits for it any more."""
+    """The promise of one request of `client`. left: the chunks that have not arrived (keys of rank
+    0). at: when the promise was made or confirmed, or its last chunk arrived. pace:
+    `Promise.chunk_seconds` and `step_seconds`. confirmed: no look-up takes the promise over. begun:
+    a step computes the chunks, or a chunk has arrived. over: the promise has ended."""
 
     client: Peer
     number: int
@@ -52,7 +53,7 @@ class Promises:
         self._of: dict[int, dict[int, OpenPromise]] = {}
         """By connection and number."""
         self._quiet: dict[OpenPromise, None] = {}
-        """All promises, those that have been quiet longest first."""
+        """All promises, the longest quiet first."""
         self._by_key: dict[m.ChunkKey, OpenPromise] = {}
 
     def __len__(self) -> int:
@@ -64,8 +65,8 @@ class Promises:
     def coming(
         self, client: Peer, keys: Sequence[m.ChunkKey], begins: bool = False
     ) -> m.Coming | None:
-        """The leading chunks of `keys` that another client has promised; None if the first is not
-        promised, or by this client. begins: nor what a queued request has promised."""
+        """The leading chunks of `keys` that another client has promised; None if the first chunk is
+        not promised, or by this client. begins: ignore promises of queued requests."""
         promised = self._holder(keys[0], begins) if keys else None
         if promised is None or promised.client.id == client.id:
             return None
@@ -83,15 +84,15 @@ class Promises:
     def intend(
         self, client: Peer, number: int, lacking: Sequence[m.ChunkKey], ranks: int, begins: bool
     ) -> None:
-        """Note that a request of the client will compute those chunks of `lacking` that nobody has
-        promised. lacking: see `Directory.lacking`. begins: see `coming`."""
-        free = [key for key in lacking if self._holder(key, begins) is None]
+        """Note that a request of the client will compute the unpromised chunks of `lacking`.
+        lacking: see `Directory.lacking`. begins: see `coming`."""
+        held = {key for key in self._by_key.keys() & lacking if self._holder(key, begins)}
+        free = [key for key in lacking if key not in held]
         self._promise(client, number, free, ranks)
 
     def begin(self, client: Peer, request: m.Promise, lacking: Sequence[m.ChunkKey]) -> int:
-        """Replace what this number has promised by the chunks `lacking`, which its request has
-        begun to compute, or will. Takes them over from other promises. Returns how many are
-        promised."""
+        """Replace the promise of this number by the chunks `lacking`, which the request computes or
+        will compute. Takes chunks over from other promises. Returns how many are promised."""
         promised = self._of.get(client.id, {}).get(request.number)
         if promised is not None and not lacking:
             self._drop([promised])
@@ -123,14 +124,14 @@ class Promises:
             if promised is not None and rank < promised.ranks:
                 self._progress(promised)
                 stored[promised.ranks][first] = None
-        # For all chunks at once: one look for each chunk and rank would take a long turn.
+        # All chunks at once: a look-up for each chunk and rank would take a long turn.
         for ranks, chunks in stored.items():
             self.arrived(compress(chunks, pooled.of_all(list(chunks), ranks)))
 
     # ---- broken
 
     def refused(self, keys: Iterable[m.ChunkKey]) -> None:
-        """These chunks got no slot, so they will not arrive."""
+        """Remove chunks that got no slot from the promises: the chunks will not arrive."""
         if not self._by_key:
             return
         for key in map(_first, keys):
@@ -162,7 +163,7 @@ class Promises:
     def _promise(
         self, client: Peer, number: int, lacking: Sequence[m.ChunkKey], ranks: int
     ) -> OpenPromise | None:
-        """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
+        """Add chunks to a promise, up to the limits. None if the promise has no chunk."""
         of_client = self._of.get(client.id, {})
         promised = of_client.get(number)
         if promised is None:
@@ -171,11 +172,10 @@ class Promises:
             promised = OpenPromise(client, number, ranks, 0.0, client.pace, {})
         room = min(MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
         new = [key for key in lacking if key not in promised.left][: max(0, room)]
-        for key in new:
-            if (holder := self._by_key.get(key)) is not None:
-                self._remove(holder, [key])
-            self._by_key[key] = promised
-            promised.left[key] = None
+        for key in self._by_key.keys() & new:
+            self._remove(self._by_key[key], [key])
+        self._by_key.update(dict.fromkeys(new, promised))
+        promised.left.update(dict.fromkeys(new))
         if not promised.left:
             return None
         self._counters["promised_chunks"] += len(new)

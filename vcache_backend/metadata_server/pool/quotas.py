@@ -1,4 +1,4 @@
-"""Shares of the pool: for which tenant a chunk counts, and how much each tenant has. Pure."""
+"""The tenants' shares of the pool: each chunk counts for a tenant. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hashlib import blake2b
 from vcache_backend.metadata_server.messages import TENANT_BYTES, TenantStats
 
 OTHERS = "*"
-"""The name of all tenants without a share of their own, and of requests without a tenant."""
+"""The name of all tenants without an own share, and of requests without a tenant."""
 
 
 def tenant_id(name: str) -> bytes:
@@ -25,12 +25,12 @@ class Tenant:
         self.used = self.evicted = 0
 
     def limit(self, capacity: int) -> int:
-        """Its bytes of a pool of `capacity` bytes."""
+        """The tenant's bytes of a pool of `capacity` bytes."""
         return int(self.share * capacity)
 
 
 class Quotas:
-    """The tenants that the configuration names. Others are never kept, however many there are."""
+    """The tenants that the configuration names. Other tenants' names are never kept."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.tenants = [Tenant(name, share) for name, share in shares.items()]
@@ -42,7 +42,7 @@ class Quotas:
         return self._of.get(tenant, self._others)
 
     def stats(self, capacity: int) -> list[TenantStats]:
-        """What each tenant has of a pool of `capacity` bytes."""
+        """Each tenant's statistics in a pool of `capacity` bytes."""
         return [
             TenantStats(tenant.name, tenant.used, tenant.limit(capacity), tenant.evicted)
             for tenant in self.tenants

@@ -1,10 +1,10 @@
-"""Reservations: slots being written, who may commit them, and slots that wait until their writer
-has surely finished. Pure.
+"""Reservations: slots being written, their writers, and slots that wait until the writer has surely
+finished. Pure.
 
-Claims: a worker claims bytes before it allocates memory for the pool, since memory that is
-allocated and then refused is wasted, and on a GPU may be too much.
+Claims: a worker claims bytes before it allocates memory for the pool. A refusal after the
+allocation would waste memory, and the allocation might be too much for a GPU.
 
-A hostile client can make many, so all look-ups by client, process and time are indexed."""
+A hostile client can make many reservations, so look-ups by client, process and time are indexed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from vcache_backend.metadata_server.records import ProcessId
 
 MAX_RESERVATIONS_PER_CLIENT = 1024
 MAX_WRITTEN = 1 << 16
-"""About the most slots of all clients that are reserved or in quarantine: a `Clear` voids them in
-one turn, and statistics count them."""
+"""About the most slots of all clients that are reserved or in quarantine: a `Clear` voids all of
+them in one turn."""
 MAX_OVERDUE = 1024
 """The most reservations that one call of `overdue` returns; the next call continues."""
 CLAIM_SECONDS = 120.0
-"""How long a worker may take to allocate its claim. After that others may claim the bytes."""
+"""How long a worker may take to allocate its claim. Then other workers may claim the bytes."""
 
 
 class Reservation(msgspec.Struct, gc=False):
     """Slots that one client writes. `client` is None once the reservation is void: after
     `deadline`, a lost connection, a clear or a restart of the server.
 
-    Void slots wait in quarantine until the writer answers for them or its process ends."""
+    Void slots stay in quarantine until their writer commits, aborts, or its process ends."""
 
     client: int | None
     process: ProcessId
@@ -53,7 +53,7 @@ class Reservations:
         self._of_writer: dict[ProcessId, dict[int, None]] = {}
         """The void reservations of each process."""
         self._pending: dict[ChunkKey, int] = {}
-        """The last reservation of each key. It may be void by now."""
+        """The last reservation of each key, perhaps void."""
 
     def pending(self, key: ChunkKey) -> bool:
         """Whether a client is writing this chunk and may still commit it."""
@@ -73,7 +73,7 @@ class Reservations:
         return list(self._of_client.get(client, ()))
 
     def of_namespace(self, namespace: bytes) -> list[int]:
-        """The open reservations with a chunk of the namespace; all open ones with b""."""
+        """The open reservations with a chunk of the namespace; all open reservations with b""."""
         return [
             id_
             for id_, open_ in self._open.items()
@@ -96,7 +96,7 @@ class Reservations:
     def open(
         self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float
     ) -> None:
-        """Add a reservation: the client writes its slots, and may commit them within `seconds`."""
+        """Add a reservation: the client writes to the slots, and may commit within `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
         namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
         self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
@@ -113,8 +113,8 @@ class Reservations:
         return reservation
 
     def void(self, ids: Iterable[int]) -> None:
-        """Void these reservations: nobody can commit them, other clients may store their keys, and
-        their slots stay in quarantine."""
+        """Void reservations: no client can commit them, other clients may store the keys, and the
+        slots stay in quarantine."""
         for id_ in ids:
             reservation = self._shut(id_)
             reservation.client = None
@@ -184,7 +184,7 @@ class Claims:
 
     def __init__(self) -> None:
         self._of_client: dict[int, tuple[str, int, float]] = {}
-        """The device, the bytes, and until when they are claimed."""
+        """The device, the bytes, and the end of the claim."""
 
     def grant(self, client: int, device: str, missing: int, now: float) -> int:
         """Grant the client the part of the `missing` bytes of a device that no other client claims.

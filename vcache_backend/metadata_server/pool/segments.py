@@ -36,7 +36,7 @@ class SegmentDirectory:
         self._reserves_from = 0.0
 
     def lend(self, client: Peer, nbytes: int) -> int:
-        """Grant what the client's device lacks of `nbytes`, less the claims of others."""
+        """Grant the bytes that the client's device lacks of `nbytes` and no other client claims."""
         pooled = sum(
             segment.nbytes for segment in self.segments.values() if segment.device == client.device
         )
@@ -45,7 +45,7 @@ class SegmentDirectory:
     def add_segment(self, info: m.SegmentInfo) -> int:
         """Make a segment usable. Returns how many chunks from before a restart it can bring back.
 
-        The chunks become live now or in later turns, unless they are removed first."""
+        The chunks become live now or in later turns, unless a client removes them first."""
         segment = self.segments.get(info.id)
         if segment is None:
             segment = self.segments[info.id] = Segment(info)
@@ -60,8 +60,8 @@ class SegmentDirectory:
         """Stop storing in a segment, and forget its chunks now or in later turns. Returns how many
         it has.
 
-        The segment is removed after its last chunk, reader and writer. It does not wait for slots
-        in quarantine: their writer keeps the memory mapped."""
+        The segment is removed after its last chunk, reader and writer. Slots in quarantine do not
+        delay the removal: their writer keeps the memory mapped."""
         segment = self.segments[id_]
         chunks = segment.info().chunks
         if segment.state != "draining":
@@ -70,9 +70,9 @@ class SegmentDirectory:
         return chunks
 
     def forget_absent(self) -> tuple[int, int]:
-        """Stop waiting for segments from before a restart whose fd no client has offered yet.
-        Returns how many, and how many chunks are lost. The memory stays unused, since an earlier
-        writer may write to it."""
+        """Stop waiting for segments from before a restart that no client has offered yet. Returns
+        their number, and how many chunks are lost. The memory stays unused, since an earlier writer
+        may write to it."""
         absent = self.contents.placement.in_state("absent")
         lost = 0
         for segment in absent:
@@ -86,7 +86,7 @@ class SegmentDirectory:
     # ---- inside
 
     def _not_now(self, client: Peer) -> str:
-        """Explain why this client can reserve nothing at present; empty if it can."""
+        """Explain why this client can reserve nothing now; empty if it can."""
         if self.reservations.full(client.id):
             return f"this client has {MAX_RESERVATIONS_PER_CLIENT} open reservations; commit some"
         if sum(segment.reserved for segment in self.segments.values()) >= MAX_WRITTEN:

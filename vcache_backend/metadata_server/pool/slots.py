@@ -1,4 +1,4 @@
-"""One segment of the pool: its slots, their occupants in order of use, and its holes."""
+"""A segment of the pool: the slots, their occupants in order of use, and the holes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SLOT_TABLES = 16
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """An occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`: the
-    chunk was removed while leased. `tenant`: for whom it counts, if a share limits that.
+    """An occupied slot of `size` bytes. `reservation`: 0 once the chunk is committed. `doomed`: the
+    chunk was removed while leased. `tenant`: the tenant whose share the slot counts against.
 
-    `use` grows with every use. `older`, `newer`: the neighbours in its `Order`, or None."""
+    `use` grows with every use. `older`, `newer`: the neighbours in the `Order`, or None."""
 
     key: ChunkKey
     location: Location
@@ -42,7 +42,7 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     tenant: Tenant | None = None
 
     def uncount(self) -> None:
-        """The slot counts for its tenant no more."""
+        """Take the slot off the tenant's account."""
         if self.tenant is not None:
             self.tenant.used -= self.size
 
@@ -55,7 +55,7 @@ class Order:
     """A tenant's chunks of a segment that may be evicted (committed, without readers), the least
     recently used first.
 
-    A ring through the entries themselves: a dict would at times be rebuilt for all of them."""
+    A ring through the entries: a dict would at times be rebuilt for all entries."""
 
     def __init__(self) -> None:
         self._ends = Entry(
@@ -117,15 +117,15 @@ class SlotTable:
         return self._tables[offset // self._part].get(offset)
 
     def put(self, offset: int, entry: Entry) -> None:
-        """Add an entry, in place of the one at this offset."""
+        """Add an entry, in place of the present entry at this offset."""
         self._tables[offset // self._part][offset] = entry
 
     def pop(self, offset: int) -> Entry | None:
-        """Remove and return the entry at this offset; None if there is none."""
+        """Remove and return the entry at this offset, or None."""
         return self._tables[offset // self._part].pop(offset, None)
 
     def take(self) -> Entry | None:
-        """Remove and return any entry; None if there is none."""
+        """Remove and return any entry; None if the table is empty."""
         return next((table.popitem()[1] for table in self._tables.values() if table), None)
 
     def clear(self) -> None:
@@ -133,10 +133,10 @@ class SlotTable:
 
 
 class Segment:
-    """A segment: its holes, its occupants by offset and by end, how many are reserved or leased.
+    """A segment: holes, occupants by offset and by end, the numbers of reserved and leased slots.
 
-    `state`: live; absent, from before a restart, until a client offers its fd again; or draining,
-    until its last reader and writer are gone."""
+    `state`: live; absent, from before a restart, until a client offers the fd again; or draining,
+    until the last reader and writer are gone."""
 
     def __init__(self, info: SegmentInfo) -> None:
         self._added = info
@@ -151,7 +151,7 @@ class Segment:
         self.staying: dict[int, Entry] = {}
         """Occupants of a draining segment, removed after their last use."""
         self.returning: list[Entry] = []
-        """Chunks that an absent segment will bring back unless they are removed first; the least
+        """Chunks that an absent segment will bring back unless they are removed first, the least
         recently used last."""
         self.reserved = self.leased = self.evictions = 0
 
@@ -208,8 +208,8 @@ class Segment:
     def window(
         self, first: Entry, size: int, most: int, own: Tenant | None
     ) -> tuple[list[Entry], bool]:
-        """Return a run of at most `most` evictable occupants around `first`, of a tenant alone if
-        `own` says so, and whether the run and the holes beside it span `size` bytes.
+        """Return a run of at most `most` evictable occupants around `first` (`own`: only this
+        tenant's), and whether the run and the holes beside it span `size` bytes.
 
         The run grows towards the end of the segment as far as possible, then towards the start."""
         run, end = [first], self.extents.hole_at(first.end)

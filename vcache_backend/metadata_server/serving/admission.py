@@ -1,4 +1,4 @@
-"""Accepts connections, as many as there are places and descriptors for."""
+"""Accepts connections, as many as places and descriptors allow."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
 """Descriptors reserved for sockets, the ledger and /proc. A further `MAX_FDS`, at most a quarter of
-all, are reserved for fds of requests. Connections, their pidfds and segments get a third each of
-the rest."""
+all descriptors, are reserved for fds of requests. Connections, their pidfds and segments get a
+third each of the rest."""
 OF_PROCESS = 8
-"""The part of all connections that one process may have; four in any case."""
+"""A process may have 1 / `OF_PROCESS` of all connections, and four in any case."""
 
 
 class Admission:
-    """The listening socket. When descriptors run out it accepts nobody until `listen_again`."""
+    """The listening socket. When descriptors run out, nothing is accepted until `listen_again`."""
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()

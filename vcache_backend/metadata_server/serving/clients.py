@@ -30,7 +30,7 @@ HELLO_SECONDS = 5.0
 TURN_SECONDS = 0.004
 """After this time in one turn, further requests wait for the next turn."""
 FOLLOWED = (m.Find, m.Acquire, m.Reserve)
-"""Requests that a client soon follows with another, so that the loop should spin."""
+"""Requests after which the client soon sends another request, so that the loop should spin."""
 
 
 class Clients:
@@ -82,7 +82,7 @@ class Clients:
             self._concerned[served] = None
 
     def send(self) -> None:
-        """Send what the sockets take now. Then read from connections whose answers have left."""
+        """Send as much as sockets take now. Then read from connections whose answers have left."""
         concerned = self._concerned
         self._concerned = {}
         for connection in concerned:
@@ -158,7 +158,7 @@ class Clients:
             raise ProtocolError(f"a message is longer than the limit of {m.MAX_MESSAGE_BYTES:,} B")
         if self._receiver.lacks_fds:
             if connection.client is None:
-                # The client's ledger may be among those that did not come.
+                # The client's ledger may be among the missing fds.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             said = "the server has no descriptors left (ulimit -n) for what pid %d sends"
             log.warning(said, connection.caller.pid)

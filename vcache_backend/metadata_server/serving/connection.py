@@ -30,8 +30,8 @@ Answer = tuple[m.Reply, Sequence[Holder]]
 
 
 class Account:
-    """What the connections of one process have cost in seconds, and those that have a request. A
-    process whose pid is not visible has one for each connection."""
+    """The seconds that a process's connections have cost, and the connections with a request. A
+    process whose pid is not visible has an account for each connection."""
 
     def __init__(self) -> None:
         self.charged = 0.0
@@ -39,8 +39,8 @@ class Account:
 
 
 class Connection:
-    """A client's socket, with its requests and answers under way. caller: the client's pid as seen
-    in this pid namespace, or 0."""
+    """A client's socket, with the requests and answers under way. caller: the client's user, and
+    its pid in this pid namespace, or 0."""
 
     def __init__(self, sock: socket.socket, number: int, caller: Caller) -> None:
         self.sock = sock
@@ -51,12 +51,12 @@ class Connection:
         self.request: bytes | None = None
         self.fds: list[int] = []
         self.unsent: deque[tuple[bytes, Sequence[Holder], int]] = deque()
-        """Answers, the owners of their fds, and the reservations that they grant."""
+        """Answers, the owners of their fds, and the granted reservations."""
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
         self.handed = 0
-        """Fds that have left since the client had last received all answers."""
+        """Fds sent since the client had last received all answers."""
         self.account = Account()
 
     @property
@@ -67,12 +67,12 @@ class Connection:
         return 0 if self.queued else select.EPOLLIN
 
     def queue(self, reply: m.Reply, held: Sequence[Holder] = ()) -> None:
-        """Queue a reply. Keeps `held`, the owners of its fds, until the reply has left."""
+        """Queue a reply. Keeps `held`, the owners of the fds, until the reply has left."""
         reservation = reply.reservation if isinstance(reply, m.Reserved) else 0
         self.unsent.append((wire.encode(reply), held, reservation))
 
     def untold(self) -> list[int]:
-        """Reservations whose answers have not left, so that no client writes their slots."""
+        """Reservations whose answers have not left: no client writes to these slots."""
         return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
@@ -94,8 +94,8 @@ class Connection:
             self.unsent.popleft()
 
     def _hand_over(self, data: bytes, fds: list[int]) -> None:
-        """Send an answer with fds. OSError ETOOMANYREFS if this client, or all together, have not
-        received too many: Linux counts those on their way, and at its limit nobody gets any."""
+        """Send an answer with fds. OSError ETOOMANYREFS if too many fds are under way to this
+        client or to all clients: Linux counts them, and at its limit no client gets fds."""
         unread = any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
         handed = len(fds) + (self.handed if unread else 0)
         if handed > MAX_HANDED:
@@ -104,12 +104,12 @@ class Connection:
         self.handed = handed
 
     def close_fds(self) -> None:
-        """Close a request's unused fds in the background: each may be the last of much memory."""
+        """Close a request's unused fds in the background: an fd may be the last of much memory."""
         while self.fds:
             closing().put(self.fds.pop())
 
     def close(self) -> None:
-        """Hang up now, and close in the background: with the socket go fds that nobody received."""
+        """Hang up now, and close in the background, which also closes fds that nobody received."""
         self.close_fds()
         self.closed = True
         with suppress(OSError):  # the client has hung up
@@ -118,11 +118,11 @@ class Connection:
 
 
 class Turns:
-    """Connections with requests, those of the process with the least work first (start-time fair
+    """Connections with requests. The process with the least work comes first (start-time fair
     queueing).
 
-    Each process is charged for the time of its requests. A quiet one starts level with the others,
-    so it waits for one request of each, however many they sent on however many connections."""
+    Each process is charged for the time of its requests. A quiet process starts level with busy
+    processes: it waits for one request of each, however many requests or connections they have."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Account]] = []
@@ -141,7 +141,7 @@ class Turns:
             self._push(account)
 
     def next(self) -> Connection | None:
-        """The next connection. Call `charge` for it before the next `next` or `enter`."""
+        """The next connection. Call `charge` with it before the next `next` or `enter`."""
         while self._heap:
             self._now, _, account = heapq.heappop(self._heap)
             connection = account.waiting.popleft()

@@ -1,4 +1,4 @@
-"""News for the operator: which connected instances do not share and why, and reports. Pure."""
+"""News for the operator: connected instances that do not share, the reasons, and reports. Pure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MAX_MISMATCHES = 64
 """The most mismatches in the statistics."""
 MAX_REPORTS = 64
 _APART = ("namespace", "pp_rank")
-"""Fields that differ only because other fields do, or between the stages of one instance."""
+"""Fields that differ only with other fields, or between the stages of one instance."""
 _SEED = (
     "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
 )
 ADVICE = {"extra.hash_root": _SEED}
-"""Advice for fields whose names do not say what to set. Both integrations have `hash_root`."""
+"""Advice for fields whose names do not name the setting. Both integrations have `hash_root`."""
 
 
 class Layouts:
@@ -37,7 +37,7 @@ class Layouts:
 
     def __init__(self) -> None:
         self.clients: dict[int, Peer] = {}
-        """All connected clients by number, tools among them."""
+        """All connected clients by number, including tools."""
         self.hits: dict[str, tuple[int, int]] = {}
         """By namespace, the tokens looked up, and found, since the server's start."""
 
@@ -56,8 +56,8 @@ class Layouts:
         self.clients.pop(client, None)
 
     def looked_up(self, client: Peer, asked: int, found: int) -> None:
-        """Count tokens that an instance has looked up, and found; it may have looked up some of the
-        found ones earlier."""
+        """Count tokens that an instance has looked up, and found tokens, some of which the instance
+        may have looked up earlier."""
         if name := printable(client.namespace):
             asked_before, found_before = self.hits.pop(name, (0, 0))
             asked += asked_before
@@ -68,7 +68,7 @@ class Layouts:
     def through_pool(
         self, in_place: Container[ProcessId], stopped: Callable[[ProcessId], bool]
     ) -> list[m.InstanceStats]:
-        """The instances that share through the pool only. in_place: the others' processes.
+        """The instances that share through the pool only. in_place: processes of other instances.
 
         Children of an instance's process that sent no layout are its workers. Processes with the
         same parent and name are one instance."""
@@ -169,15 +169,16 @@ def _who(client: Peer) -> str:
 
 
 class Reports:
-    """The newest reports, at most `MAX_REPORTS`. Beyond it, the client with the most reports loses
-    its oldest. Each text is kept once for each connection, with its latest time."""
+    """The newest reports, at most `MAX_REPORTS`. A further report replaces the oldest report of the
+    client with the most reports. Each text is kept once for each connection, with its latest
+    time."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock
         self._kept: dict[tuple[int, str], tuple[Caller, m.Reported]] = {}
 
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
-        """Keep a report as one printable line. None if the connection has sent it before."""
+        """Keep a report as one printable line. None if the connection has sent the line before."""
         line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)

@@ -16,8 +16,8 @@ LONGEST_SECONDS = 320.0
 
 
 class MonitorProcess:
-    """Restarts the process if it has ended, `AGAIN_SECONDS` after its last start. If it cannot
-    listen, such as at a port that is taken, the pauses double up to `LONGEST_SECONDS`."""
+    """Restarts a process that has ended, `AGAIN_SECONDS` after the last start. If the process
+    cannot listen, for example at a port in use, the pauses double up to `LONGEST_SECONDS`."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
@@ -27,7 +27,7 @@ class MonitorProcess:
         self._pause, self._again_at = AGAIN_SECONDS, 0.0
 
     def tick(self) -> None:
-        """Start the process if it does not run. Call this now and then."""
+        """Start the process if it does not run. Called in every tick of the server."""
         if time.monotonic() < self._again_at:
             return
         if self._process is not None:
@@ -42,7 +42,7 @@ class MonitorProcess:
             self.close()
         self._again_at = time.monotonic() + self._pause
         try:
-            # The monitor ends when this pipe closes, which any end of this process causes.
+            # The monitor ends when this pipe closes, and so when this process ends in any way.
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
         except OSError as error:
             log.error("server.metrics: the process cannot be started: %s", error)

@@ -53,11 +53,11 @@ def server_stats(service: Service) -> m.ServerStats:
 
 _NEWEST = ("reports", "hits", "namespaces")
 _FIRST = ("mismatches", "reads", "instances", "quarantined_slots")
-"""What may be cut: the newest entries of the former stay, the first of the latter."""
+"""Lists that may be cut: `_NEWEST` keep the newest entries, `_FIRST` the first entries."""
 
 
 def fitting(stats: m.ServerStats) -> m.ServerStats:
-    """Cut `stats` to the size of a message: halve its lists as often as needed."""
+    """Cut `stats` to the size of a message: halve the lists as often as needed."""
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
         halves = {}
         for name in _NEWEST + _FIRST:

@@ -28,7 +28,7 @@ from vcache_backend.metadata_server.succession import Predecessors
 log = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 400
-"""The most segments: one message lists them all."""
+"""The most segments: a message lists all of them."""
 
 
 class Service:
@@ -43,7 +43,7 @@ class Service:
         pidfd: Callable[[ProcessId], Descriptor | None] = lambda process: None,
     ) -> None:
         """predecessors: the earlier servers whose pools the directory takes over. max_segments: the
-        most fds to keep, of segments and of instances. pidfd: see `Watch.pidfd`."""
+        most fds to keep for segments and instances. pidfd: see `Watch.pidfd`."""
         self.max_segments = max_segments
         self.instances = InstanceRegistry(directory.residents, self._spare, pidfd)
         self.directory = directory
@@ -56,10 +56,10 @@ class Service:
         self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
-        """Answer a request. Returns the reply and the fds that go with it; the caller keeps them
-        until the reply is sent.
+        """Answer a request. Returns the reply and the reply's fds; the caller keeps the fds until
+        the reply is sent.
 
-        fds: came with the request. The service removes the fds that it keeps."""
+        fds: the request's fds. The service removes the fds that it keeps."""
         started = time.perf_counter()
         try:
             if isinstance(request, m.OfResidents):
@@ -214,15 +214,15 @@ class Service:
         return m.Opened(segment.info()), [self.fds[id_]]
 
     def _find(self, client: Peer, request: m.Find) -> m.Reply:
-        """Answer a look-up, and note what its request will compute or waits for."""
+        """Answer a look-up, and note the chunks that its request will compute."""
         keys, directory = request.keys, self.directory
         answer, epoch = directory.find(request), directory.epochs.of(keys)
         missing = [] if answer.cut else keys[len(answer.pooled) :]
-        # Who promises nothing takes nothing over.
+        # A look-up without a promise takes no promise over.
         begins = request.begins and bool(request.promise)
         coming = directory.promises.coming(client, missing, begins)
         if request.promise and coming is not None:
-            # Who waits computes nothing yet.
+            # A request that waits computes nothing yet.
             directory.promises.begin(client, m.Promise(request.promise), [])
         elif request.promise and missing:
             lacking = directory.lacking(request, missing)

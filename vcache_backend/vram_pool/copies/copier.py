@@ -47,8 +47,7 @@ class Mark(Protocol):
     """A point in a stream's work, behind everything queued so far. Any thread."""
 
     def reached(self) -> bool:
-        """Whether all work before the mark is done. Never waits. VCacheError if the device
-        failed."""
+        """Whether all work before the mark is done. Never waits. VCacheError: the device failed."""
         ...
 
 

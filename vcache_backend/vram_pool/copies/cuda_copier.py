@@ -26,8 +26,7 @@ from vcache_backend.vram_pool.slots import SlotView
 CLOSE_SECONDS = 5.0
 """How long `CudaCopier.close` waits for the copies of each stream."""
 _TABLE_ROWS = 1024
-"""The fewest rows of a new table: 4,096 tokens in blocks of 16, in a model of 64 layers, need 384
-rows."""
+"""The fewest rows of a new table: 4,096 tokens in blocks of 16, of 64 layers, need 384 rows."""
 _SPIN_SECONDS = 0.005
 _SLEEP_SECONDS = 0.0001
 
@@ -45,8 +44,7 @@ class CudaMark(NamedTuple):
 class CudaCompletion:
     """A copy on a stream of `device`; the copy is over once the stream reaches `end`. Any thread.
 
-    held: objects that the copy uses, kept until the copy is over. give_back: called once at the
-    end."""
+    held: objects that the copy uses, kept until the end. give_back: called once at the end."""
 
     def __init__(
         self,
@@ -275,8 +273,7 @@ class CudaCopier:
         return start, end
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
-        """A table of at least `rows` rows that no copy uses: an earlier copy's table, or a new
-        table."""
+        """A table of at least `rows` rows that no copy uses; an earlier copy's if possible."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()

@@ -1,6 +1,6 @@
 """Memory for torch's tensors that other processes can map, such as the memory of a KV cache.
 
-torch uses the memory as always. Every allocation has a descriptor that lives as long as the
+torch uses the memory as always. A descriptor of every allocation lives as long as the
 allocation."""
 
 from __future__ import annotations
