@@ -303,8 +303,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, *_: Any, **__: Any) -> None:
         """Do nothing: loads begin in `bind_connector_metadata`, or in `get_transfer_results`, once
-        the step's model run is queued. No step waits for a load, and all layers are stored at
-        once."""
+        the step's model run is queued. No step waits for a load; all layers are stored at once."""
 
     wait_for_layer_load = save_kv_layer = start_load_kv
 
@@ -321,10 +320,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return compat.transfer_results(worker.finished(), worker.loads.failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that loads have failed to fill since the last call, vLLM's numbers.
+        """Return the blocks (vLLM's numbers) that loads have failed to fill since the last call.
 
-        Not guarded, since it cannot raise: without an answer vLLM would count the blocks as filled.
-        """
+        Not guarded, since it cannot raise: without an answer vLLM would count blocks as filled."""
         return self._worker.loads.invalid() if self._worker is not None else set()
 
     @answers(None)

@@ -66,8 +66,7 @@ class LoadEnds:
         return new
 
     def over(self) -> set[str]:
-        """Return the requests whose load has succeeded in all workers. Their reports will be
-        dropped."""
+        """Return the requests whose load has succeeded in all workers, and drop their reports."""
         done = {request_id for request_id, number in self.waiting.items() if self._in_all(number)}
         for request_id in done:
             del self.waiting[request_id]

@@ -15,7 +15,7 @@ from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding, fail, ok
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess
-from vcache_backend.offload.verbs import FULL, STORED, StoreDown, StoreLost
+from vcache_backend.offload.verbs import FULL, INSTALL, STORED, StoreDown, StoreLost
 from vcache_backend.supported import MOONCAKE
 
 NBYTES = 1 << 20
@@ -45,22 +45,16 @@ def check_store(config: Config) -> Iterator[Finding]:
         os.ftruncate(fd, 2 * NBYTES)
         try:
             process = OffloadProcess(config.offload.mooncake, fd)
-        except (ConfigError, StoreDown) as error:
-            yield fail(LIBRARY, str(error), _library_advice(str(error)))
+        except ConfigError as error:
+            detail, _, advice = str(error).rpartition("; ")
+            yield fail(LIBRARY, detail, advice)
+            return
+        except StoreDown as error:
+            yield fail(LIBRARY, str(error), f"install it anew: {INSTALL}")
             return
         undo.callback(process.kill)
         yield ok(LIBRARY, "loads")
         yield from _master(process, config.offload.mooncake.master, fd)
-
-
-def _library_advice(error: str) -> str:
-    if "libibverbs" in error:
-        return "apt-get install libibverbs1"
-    if "libmlx5" in error:
-        return "apt-get install ibverbs-providers"
-    if "libcuda" in error:
-        return "this build needs CUDA; without a GPU: pip install mooncake-transfer-engine-non-cuda"
-    return "pip install 'vcache-backend[mooncake]'; without CUDA: mooncake-transfer-engine-non-cuda"
 
 
 def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:

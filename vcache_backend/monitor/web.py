@@ -37,7 +37,7 @@ MAX_AT_ONCE = 256
 BACKLOG = 64
 """The most connections that wait to be accepted."""
 ANSWER_SECONDS = 10.0
-"""The most seconds that a connection may take, from its start to the last byte of its answer."""
+"""The most seconds between two bytes of a request, and for a whole answer."""
 SAME_SECONDS = 1.0
 """For so long the same metrics and statistics are sent to all who ask."""
 EXHAUSTED_SECONDS = 0.5
@@ -109,8 +109,8 @@ class Web(ThreadingTCPServer):
         self._complained = False
         self._made: dict[str, tuple[float, _Response]] = {}
         """By path, the last costly answer, and when it was made."""
-        self.served: dict[socket.socket, float] = {}
-        """The connections that have a thread, oldest first, and when they began."""
+        self.served: dict[socket.socket, None] = {}
+        """The connections that have a thread, oldest first."""
         host, port = self.socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -130,17 +130,13 @@ class Web(ThreadingTCPServer):
         return accepted
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self.served[request] = time.monotonic()
+        request.settimeout(ANSWER_SECONDS)
+        self.served[request] = None
         for oldest in list(self.served)[:-MAX_AT_ONCE]:
-            self._hang_up(oldest)
+            self.served.pop(oldest, None)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Hang up on connections that take too long. Called twice a second."""
-        since = time.monotonic() - ANSWER_SECONDS
-        for connection, began in list(self.served.items()):
-            if began < since:
-                self._hang_up(connection)
 
     def shutdown_request(self, request: Any) -> None:
         self.served.pop(request, None)
@@ -150,11 +146,6 @@ class Web(ThreadingTCPServer):
         """Log an error that is not the client's: it may go away, be slow, or make room."""
         if not isinstance(sys.exc_info()[1], OSError):
             log.exception("a request of %s failed", client_address)
-
-    def _hang_up(self, connection: socket.socket) -> None:
-        self.served.pop(connection, None)
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
 
     # ---- answers
 

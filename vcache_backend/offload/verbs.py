@@ -33,6 +33,13 @@ STORED, FULL, FAILED = "stored", "full", "failed"
 knows; no reader finds half of an object. STORED is no proof: after a put was cut short, the store
 answers STORED for its object for half a minute."""
 NO_ROOM, TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -200, -800, -900, -901
+INSTALL = "pip install 'vcache-backend[mooncake]', without CUDA mooncake-transfer-engine-non-cuda"
+NEEDED = {
+    "libibverbs": "apt-get install libibverbs1",
+    "libmlx5": "apt-get install ibverbs-providers",
+    "libcuda": "this build needs CUDA: pip install mooncake-transfer-engine-non-cuda",
+}
+"""What to do if a library is missing with which Mooncake's is linked."""
 Place = tuple[int, int]
 """The first byte in the shared memory, and the number of bytes."""
 
@@ -171,12 +178,9 @@ def _load_library() -> Any:
     try:
         from mooncake import store
     except ImportError as error:
-        package = (error.name or "").split(".")[0]
-        if isinstance(error, ModuleNotFoundError) and package == "mooncake":
-            needs = "the offload tier needs Mooncake's client: pip install vcache-backend[mooncake]"
-            raise ConfigError(needs) from error
-        hint = " (apt install libibverbs1)" if "libibverbs" in str(error) else ""
-        raise ConfigError(f"Mooncake's client does not load: {error}{hint}") from error
+        needed = (advice for library, advice in NEEDED.items() if library in str(error))
+        advice = next(needed, INSTALL)
+        raise ConfigError(f"Mooncake's client does not load: {error}; {advice}") from error
     return store
 
 

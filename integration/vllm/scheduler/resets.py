@@ -43,8 +43,7 @@ class Resets:
         Before the first step the namespace is unknown. Then the reset happens before the first
         look-up, and the answer is True: vLLM, paused for new weights, would end on a False.
 
-        If weights have a version, the instance leaves it, and its chunks stay for other
-        instances."""
+        With versions, the instance leaves its version, whose chunks stay for other instances."""
         if self._instance.versions:
             log.info("vcache: nothing is shared until the version of the weights is named")
             self.change_version(versions.unknown())

@@ -27,8 +27,7 @@ FRESH_SECONDS, PROMISED_SECONDS = 0.5, QUEUED_SECONDS + 0.02
 """How long a look-up's answer is used again for a request that vLLM could not schedule at once;
 and, shorter, for a request that has promised chunks, since another request may have begun to
 compute them. Longer than `QUEUED_SECONDS`: a request that lacks blocks must not renew its promise
-before another request may take it over. Between both times, two requests may compute the same
-chunks."""
+before another request may take it over. In between, two requests may compute the same chunks."""
 
 
 class Answer(msgspec.Struct):
