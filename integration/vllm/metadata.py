@@ -145,10 +145,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     echoes: set[int] = field(default_factory=set)
     spans: list[LoadSpan] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Merge two workers' reports: a load that failed in either worker has failed."""
-        if not isinstance(other, WorkerReport):
-            return self
         stored = {
             rank: self.stored.get(rank, []) + other.stored.get(rank, [])
             for rank in self.stored.keys() | other.stored.keys()

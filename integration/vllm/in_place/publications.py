@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import eq
 
@@ -115,7 +115,7 @@ class Publications:
         self.epoch = heard
         return True
 
-    def loads(self, blocks: array[int]) -> None:
+    def loads(self, blocks: Sequence[int]) -> None:
         """Note that a load will fill these blocks. vLLM caches them only if it does."""
         if self._pool is not None:
             self.generations.filled(blocks)

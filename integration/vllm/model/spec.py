@@ -148,14 +148,12 @@ def read_shard(
 def layout(
     model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_root: bytes
 ) -> Layout:
-    """Make the layout on which two instances must agree to share. shards: of all workers, in any
-    order.
+    """Make the layout on which two instances must agree to share. shards: of all workers, at least
+    one, in any order.
 
     Some fields are the first rank's. So a worker can make a layout for its KV caches from its shard
     alone. With several workers the namespace of that layout is not the instance's. hash_root:
-    vLLM's NONE_HASH, which follows from the seed. LayoutError without a shard."""
-    if not shards:
-        raise LayoutError("no worker has described its KV caches")
+    vLLM's NONE_HASH, which follows from the seed."""
     ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
     first = ordered[0]
     fields = model.extra | {

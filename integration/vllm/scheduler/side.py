@@ -428,7 +428,7 @@ class SchedulerSide:
             # Once loaded, these chunks are published as if computed here.
             size = self._groups.block
             loaded = slice(tracked.local // size, tracked.supplied // size)
-            self.publications.loads(array(NUMBERS, rows[0][loaded]))
+            self.publications.loads(rows[0][loaded])
         if partial:
             self._completions.expect(tracked, first, end)
 

@@ -35,22 +35,15 @@ def block_stored(
 ) -> BlockStored:
     """vLLM's `BlockStored` in the pool for the tokens [start, end) of vLLM's `request`.
 
-    block_size: tokens that one of `request.block_hashes` covers. spec_kind: see `compat.spec_kind`.
-    ValueError if the tokens are not whole blocks, or not all of these have a hash."""
+    The tokens are whole blocks, all of which have a hash. block_size: tokens that one of
+    `request.block_hashes` covers. spec_kind: see `compat.spec_kind`."""
     first, last = start // block_size, end // block_size
-    hashes = list(request.block_hashes[first:last])
-    if start % block_size or end % block_size or len(hashes) != last - first:
-        have = len(request.block_hashes)
-        raise ValueError(
-            f"tokens {start} to {end} are not whole blocks of {block_size} tokens; the request "
-            f"has {have} such blocks"
-        )
     lora = request.lora_request
     return BlockStored(
         medium=POOL_MEDIUM,
         group_idx=0,
         locality=LOCALITY,
-        block_hashes=_published(hashes),
+        block_hashes=_published(request.block_hashes[first:last]),
         parent_block_hash=_published(request.block_hashes[first - 1 : first])[0] if first else None,
         token_ids=list(request.all_token_ids[start:end]),
         block_size=block_size,
