@@ -17,7 +17,7 @@ import pytest
 import torch
 from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, places
 from nursery import listen, say
-from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
+from processes import PATIENT, QUICK, SECONDS, Child, Stage, with_torch
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
@@ -356,43 +356,9 @@ def counts(client: Client) -> tuple[int, int]:
 # ---- fixtures, for modules that name them in `__all__`
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of a server that the tests of a module share."""
-    with node(tmp_path_factory.mktemp("server")) as made:
-        made.serve()
-        yield made.path.parent
-
-
 @pytest.fixture
-def shared(folder: Path) -> Iterator[Node]:
-    """A node of that server, without any segment."""
-    with emptied(folder) as made:
-        yield made
-
-
-@pytest.fixture
-def prompt_node(folder: Path) -> Iterator[Node]:
-    """The same, whose clients notice everything quickly."""
-    with emptied(folder, QUICK) as made:
-        yield made
-
-
-@contextmanager
-def emptied(folder: Path, client: ClientConfig = PATIENT) -> Iterator[Node]:
-    """A node of the server in that folder; its segments go with it."""
-    with node(folder, client) as made:
-        yield made
-        made.undo.close()
-        bystander = made.client()
-        for segment in bystander.list_segments():
-            bystander.drop_segment(segment.id)
-        eventually(lambda: not bystander.list_segments())
-
-
-@pytest.fixture
-def pair(shared: Node) -> Pair:
-    return Pair(shared)
+def pair(fresh: Node) -> Pair:
+    return Pair(fresh)
 
 
 @pytest.fixture

@@ -25,21 +25,12 @@ from vcache_backend.metadata_server.client import Client
 client = Client(Path(sys.argv[1]), PATIENT)
 """
 """The beginning of a script (`Stage.script`) with a client."""
-_RESERVED = f"""
+RESERVE_AND_WAIT = f"""
 {CLIENT}
 from model import chunk_key
-reserved = client.reserve([chunk_key(n) for n in range(4)], 1024).reservation
+print("reserved", client.reserve([chunk_key(n) for n in range(4)], 1024).reservation)
+time.sleep(60)
 """
-RESERVE_AND_WAIT = _RESERVED + 'print("reserved", reserved); time.sleep(60)'
-RESERVE_AND_HANG_UP = _RESERVED + 'client.close(); print("hung up"); time.sleep(60)'
-
-
-def pool(stage_: Stage, memfd: int) -> Client:
-    """A client of a new server, with a segment of four chunks that nobody offers again."""
-    stage_.server()
-    client = stage_.client()
-    client.add_segment(info("s0", 4 * KIB), memfd)
-    return client
 
 
 def offering(stage_: Stage, memfd: int) -> Client:

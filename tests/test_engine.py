@@ -5,7 +5,6 @@ failures have files of their own.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from pathlib import Path
 
@@ -13,14 +12,15 @@ import engine_cases
 import msgspec
 import pytest
 import torch
-from engine_cases import ROOMY, Node, Pair, folder, fresh, get, node, pair, put, said, shared
+from engine_cases import ROOMY, Node, Pair, fresh, get, node, pair, put, said
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import PATIENT, SECONDS, eventually, ran
+from test_segments import mappings, open_fds
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer import store
 
-__all__ = ["folder", "fresh", "pair", "shared"]
+__all__ = ["fresh", "pair"]
 
 
 # ---- the bytes
@@ -111,10 +111,10 @@ def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
 # ---- whose chunks they are
 
 
-def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None:
+def test_a_chunk_counts_only_when_every_rank_has_stored_it(fresh: Node) -> None:
     caches = [Cache(), Cache()]
     layout = layout_of(caches[0], tp_size=2)
-    ranks = [shared.engine(f"host:{rank}", ROOMY, layout, rank=rank, ranks=2) for rank in range(2)]
+    ranks = [fresh.engine(f"host:{rank}", ROOMY, layout, rank=rank, ranks=2) for rank in range(2)]
     assert ranks[0].keys(prompt(CHUNK)) != ranks[1].keys(prompt(CHUNK))
     put(ranks[0], caches[0], prompt(3 * CHUNK))
     assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [0, 0]
@@ -127,10 +127,10 @@ def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None
 # ---- the directory as the engine shows it
 
 
-def test_a_store_behind_too_many_is_skipped(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_behind_too_many_is_skipped(fresh: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_INFLIGHT", 2)
     copier, mine = engine_cases.UnfinishedCopier(), Cache()
-    writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier)
+    writer = fresh.engine("host:a", ROOMY, layout_of(mine), copier=copier)
     slots = places(mine.sizes, CHUNK)
     for family in range(1, 5):
         writer.store(prompt(CHUNK, family), None, mine.tensors, slots)
@@ -140,8 +140,8 @@ def test_a_store_behind_too_many_is_skipped(shared: Node, monkeypatch: pytest.Mo
     assert writer.get_stats()["not_stored"]["backlog"] == 2
 
 
-def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(shared: Node) -> None:
-    pair = Pair(shared, chunks=3)
+def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(fresh: Node) -> None:
+    pair = Pair(fresh, chunks=3)
     put(pair.writer, pair.mine, prompt(2 * CHUNK))
     put(pair.writer, pair.mine, prompt(CHUNK, 2))
     tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
@@ -184,8 +184,7 @@ def test_stats_count_what_happened(fresh: Node) -> None:
 def _held() -> tuple[int, int, int]:
     """File descriptors, mappings of segments and threads of this process."""
     gc.collect()
-    mappings = sum("vcache" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return len(os.listdir("/proc/self/fd")), mappings, threading.active_count()
+    return open_fds(), mappings(), threading.active_count()
 
 
 def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -222,10 +221,12 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
         assert keeper.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def test_close_finishes_the_stores_under_way(shared: Node) -> None:
-    pair = Pair(shared)
-    tokens, slots = prompt(4 * CHUNK), places(pair.mine.sizes, 4 * CHUNK)
-    pair.mine.fill(tokens, slots)
-    pair.writer.store(tokens, None, pair.mine.tensors, slots)
-    pair.writer.close()
-    assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
+def test_close_finishes_the_stores_under_way(fresh: Node) -> None:
+    copier, mine, tokens = engine_cases.UnfinishedCopier(), Cache(), prompt(4 * CHUNK)
+    writer = fresh.engine("host:a", ROOMY, layout_of(mine), copier=copier)
+    slots = places(mine.sizes, len(tokens))
+    mine.fill(tokens, slots)
+    writer.store(tokens, None, mine.tensors, slots)
+    threading.Timer(0.1, copier.finished.set).start()
+    writer.close()
+    assert get(fresh.engine("host:b", 0, layout_of(mine)), mine, tokens) == len(tokens)

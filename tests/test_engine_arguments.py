@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import Node, Pair, folder, pair, shared
+from engine_cases import Node, Pair, fresh, pair
 from kv_cases import ARRANGEMENTS, CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.transfer.layout import Layout
 
-__all__ = ["folder", "pair", "shared"]
+__all__ = ["fresh", "pair"]
 
 
 # ---- arguments
@@ -47,7 +47,7 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
     assert pair.writer.get_stats()["failures"] == {}
 
 
-def test_whatever_it_is_asked_an_engine_raises_only_value_error(shared: Node, pair: Pair) -> None:
+def test_whatever_it_is_asked_an_engine_raises_only_value_error(fresh: Node, pair: Pair) -> None:
     tokens, slots, kv, e = prompt(CHUNK), places(SMALL, CHUNK), pair.mine.tensors, pair.writer
     odd: list[object] = [None, -1, 1 << 70, float("nan"), "x", b"x", [], [[1], [1, 2]], {"a": 1}]
     odd += [Cache, [None] * CHUNK, torch.tensor(1), torch.empty(CHUNK, device="meta")]
@@ -76,7 +76,7 @@ def test_whatever_it_is_asked_an_engine_raises_only_value_error(shared: Node, pa
                 call(x)
     assert e.flush(SECONDS)
     assert e.keys(tokens, salt=None) == e.keys(tokens)
-    stats = shared.client().stats()
+    stats = fresh.client().stats()
     assert stats.leases == stats.reservations == stats.quarantined == 0
 
 

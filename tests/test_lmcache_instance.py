@@ -121,6 +121,9 @@ def test_the_weights_go_by_what_they_are(
     assert known(model="/" + "x" * 300) == ("/" + "x" * 300, "")
     (tmp_path / "old").symlink_to(os.__file__)
     assert [known(model=str(path))[1] != "" for path in (os.__file__, tmp_path / "old")] == [1, 0]
+    # After the clock was set forward, too.
+    monkeypatch.setattr(weights, "booted", lambda: weights.BOOTED + 86400)
+    assert known(model=str(tmp_path / "old"))[1] == ""
     monkeypatch.setattr(weights, "_EXACT_SECONDS", float("inf"))
     before = known(model=str(tmp_path))
     (tmp_path / ".lock").touch()

@@ -10,13 +10,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from engine_cases import Node, folder, get, put, said
-from engine_cases import prompt_node as shared
+from engine_cases import Node, get, here, put, said
 from fake_cuda import MIB, NOTHING, FakeCuda
 from kv_cases import CHUNK, FLASH, Cache, Sizes, layout_of, prompt
 from processes import eventually, info
-from test_cuda_segments import cuda as cuda
-from test_cuda_segments import why_not_mapped
+from test_cuda_segments import cuda, why_not_mapped
 from test_segments import mappings, open_fds
 
 from vcache_backend.engine import VCacheEngine
@@ -28,7 +26,7 @@ from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.segment import create, map_segment
 
-__all__ = ["folder", "shared"]
+__all__ = ["cuda", "here"]
 
 HOST = Device("host:a", "host", 0)
 PIECE = MIB
@@ -136,6 +134,12 @@ def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_lit
 # ---- pools
 
 
+@pytest.fixture
+def served(here: Node) -> Node:
+    here.serve()
+    return here
+
+
 def engine(here: Node, name: str, segment_bytes: int, cache: Cache, gpu: int = 0) -> VCacheEngine:
     more = {"copier": HostCopier(), "kv_device": f"cuda:{gpu}"}
     made = here.engine(name, segment_bytes, layout_of(cache), **more)
@@ -159,14 +163,14 @@ def has(made: VCacheEngine, segments: int) -> None:
     eventually(lambda: len(made._session.pool.mapped()) == segments)
 
 
-def test_workers_share_what_lies_in_locked_memory(shared: Node, pieces: FakeCuda) -> None:
+def test_workers_share_what_lies_in_locked_memory(served: Node, pieces: FakeCuda) -> None:
     mine, theirs = Cache(FLASH, SIZES), Cache(FLASH, SIZES)
-    writer = engine(shared, "host:a", 2 * PIECE + PIECE // 2, mine)
+    writer = engine(served, "host:a", 2 * PIECE + PIECE // 2, mine)
     has(writer, 3)
-    reader = engine(shared, "host:b", PIECE, theirs, gpu=1)
+    reader = engine(served, "host:b", PIECE, theirs, gpu=1)
     has(reader, 4)
     has(writer, 4)
-    lent = sorted((one.device, one.nbytes) for one in shared.client().list_segments())
+    lent = sorted((one.device, one.nbytes) for one in served.client().list_segments())
     assert lent[:3] == [("host:a", size) for size in (PIECE // 2, PIECE, PIECE)]
     assert lent[3:] == [("host:b", PIECE)]
     assert sum(pieces.registered.values()) == 2 * (3 * PIECE + PIECE // 2)
@@ -174,18 +178,18 @@ def test_workers_share_what_lies_in_locked_memory(shared: Node, pieces: FakeCuda
     put(writer, mine, tokens)
     assert get(reader, theirs, tokens, seed=4) == len(tokens)
     assert reader.get_stats()["bytes"]["peer"] == 3 * mine.chunk_bytes
-    shared.undo.close()
+    served.undo.close()
     gc.collect()
     assert pieces.holds() == NOTHING
 
 
-def test_a_step_never_waits_for_memory_that_is_being_locked(shared: Node, pieces: FakeCuda) -> None:
+def test_a_step_never_waits_for_memory_that_is_being_locked(served: Node, pieces: FakeCuda) -> None:
     mine, theirs = Cache(FLASH, SIZES), Cache(FLASH, SIZES)
-    writer = engine(shared, "host:a", PIECE, mine)
+    writer = engine(served, "host:a", PIECE, mine)
     has(writer, 1)
     put(writer, mine, prompt(CHUNK))
     begun, go_on = held_up(pieces)
-    reader = engine(shared, "host:b", 0, theirs)
+    reader = engine(served, "host:b", 0, theirs)
     assert begun.wait(20)
     # Chunks that cannot be read yet are not there; nor is anything stored.
     assert get(reader, theirs, prompt(CHUNK)) == 0
@@ -196,42 +200,42 @@ def test_a_step_never_waits_for_memory_that_is_being_locked(shared: Node, pieces
     assert get(reader, theirs, prompt(CHUNK)) == CHUNK
 
 
-def test_the_thread_that_locks_leaves_captured_graphs_whole(shared: Node, pieces: FakeCuda) -> None:
+def test_the_thread_that_locks_leaves_captured_graphs_whole(served: Node, pieces: FakeCuda) -> None:
     """As vLLM does after its KV cache is made, which is when the pool begins. On a GPU:
     test_gpu_segments.py.
     """
     spoils: list[bool] = []
     pieces.register_waits = lambda: spoils.append(threading.get_ident() not in pieces.relaxed)
-    shared.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
-    has(engine(shared, "host:a", PIECE, Cache(FLASH, SIZES)), 2)
+    served.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
+    has(engine(served, "host:a", PIECE, Cache(FLASH, SIZES)), 2)
     assert spoils == [False, False]
 
 
 @pytest.mark.parametrize("lends", [True, False])
 def test_a_pool_that_is_closed_while_memory_is_locked_lets_go_of_it(
-    shared: Node, pieces: FakeCuda, monkeypatch: pytest.MonkeyPatch, lends: bool
+    served: Node, pieces: FakeCuda, monkeypatch: pytest.MonkeyPatch, lends: bool
 ) -> None:
     monkeypatch.setattr(pinned_pool, "CLOSE_SECONDS", 0.0)
     if not lends:
-        shared.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
+        served.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
     begun, go_on = held_up(pieces)
-    made = engine(shared, "host:a", 8 * PIECE * lends, Cache(FLASH, SIZES))
+    made = engine(served, "host:a", 8 * PIECE * lends, Cache(FLASH, SIZES))
     assert begun.wait(20)
     made.close()
     go_on.set()
     eventually(lambda: not made._session.pool._busy)  # type: ignore[attr-defined]
     gc.collect()
     assert pieces.holds() == NOTHING
-    assert len(shared.client().list_segments()) == (not lends)
+    assert len(served.client().list_segments()) == (not lends)
 
 
 def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
-    shared: Node, pieces: FakeCuda, caplog: pytest.LogCaptureFixture
+    served: Node, pieces: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     pieces.most_registered = 2 * PIECE
     mine = Cache(FLASH, SIZES)
-    made = engine(shared, "host:a", 8 * PIECE, mine)
-    eventually(lambda: any("host:a" in one.text for one in shared.client().stats().reports))
+    made = engine(served, "host:a", 8 * PIECE, mine)
+    eventually(lambda: any("host:a" in one.text for one in served.client().stats().reports))
     (line,) = said(caplog, "lends 2 MiB of 8 MiB")
     cause = "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
     assert f"the driver cannot lock 1,048,576 B of host memory: {cause}" in line
@@ -247,7 +251,7 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
 
 
-def test_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, pieces: FakeCuda) -> None:
+def test_bytes_go_there_and_back_before_the_pool_is_there(served: Node, pieces: FakeCuda) -> None:
     """A layout that is not understood must be seen even where the pool takes a minute to come."""
     cache = Cache(FLASH, SIZES)
 
@@ -259,7 +263,7 @@ def test_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, pieces: 
 
     why = "gathered wrongly into the pool: layer 0"
     for copier, wrong in ((HostCopier(), None), (Wrong(), why)):
-        made = shared.engine("host:a", 0, layout_of(cache), copier=copier, kv_device="cuda:0")
+        made = served.engine("host:a", 0, layout_of(cache), copier=copier, kv_device="cuda:0")
         session = made._session
         assert isinstance(session.pool, PinnedPool)
         answer = round_trip.through_pool(session, session.bind(cache.tensors))

@@ -7,13 +7,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import neighbour_cases
 import numpy as np
 import pytest
-from engine_cases import Node, node
+from engine_cases import Node
+from engine_cases import fresh as here
 from neighbour_cases import EACH, NAMESPACE, instance
 from processes import QUICK, SECONDS, eventually
 
@@ -24,6 +24,7 @@ from vcache_backend.transfer import outbox, publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 
+__all__ = ["here"]
 NAME = instance(7)
 
 
@@ -75,13 +76,6 @@ class Owner(neighbour_cases.Owner):
 
 def key(number: int) -> ChunkKey:
     return ChunkKey(NAMESPACE + bytes([number]) * (KEY_BYTES - len(NAMESPACE) - 2) + b"\0\0")
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Node]:
-    with node(tmp_path, QUICK) as made:
-        made.serve()
-        yield made
 
 
 @pytest.fixture

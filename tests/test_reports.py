@@ -7,12 +7,11 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from processes import Stage, stage
+from processes import Stage
 from test_cli import vcache
 
 from vcache_backend import doctor
@@ -30,23 +29,6 @@ from vcache_backend.metadata_server.serving.service import MAX_SEGMENTS, Service
 from vcache_backend.metadata_server.succession import Predecessors
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with stage(tmp_path_factory.mktemp("reports")) as made:
-        made.server()
-        yield made
-
-
-@pytest.fixture
-def stage_(shared: Stage) -> Iterator[Stage]:
-    """The clients of one test; what others reported is pushed out."""
-    with stage(shared.path.parent) as made:
-        with made.client() as client:
-            for number in range(MAX_REPORTS):
-                client.report("info", f"nothing {number}")
-        yield made
 
 
 def peer(number: int = 1, pid: int = 7) -> Peer:
@@ -137,25 +119,26 @@ def test_statistics_look_once_at_each_process(monkeypatch: pytest.MonkeyPatch) -
 # ---- what a person sees
 
 
-def found(stage_: Stage) -> list[Finding]:
-    findings = doctor.check_server(from_dict({"server": {"socket": str(stage_.path)}}))
+def found(stage: Stage) -> list[Finding]:
+    findings = doctor.check_server(from_dict({"server": {"socket": str(stage.path)}}))
     return [finding for finding in findings if finding.check.startswith("report")]
 
 
-def test_a_recent_error_fails_the_doctor(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(stage_) == []
-    stage_.raw().ask("report", "error", SEED)
-    stage_.raw().ask("report", "warn", "slow")
-    warning, error = found(stage_)
+def test_a_recent_error_fails_the_doctor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.raw().ask("report", "info", "all is well")
+    assert found(stage) == []
+    stage.raw().ask("report", "error", SEED)
+    stage.raw().ask("report", "warn", "slow")
+    warning, error = found(stage)
     assert (error.check, error.status) == (f"report of pid {os.getpid()}", "fail")
     assert error.detail.endswith(f", {SEED}")
     assert (warning.status, warning.detail.endswith(", slow")) == ("warn", True)
     assert error.advice
     assert warning.advice
-    assert SEED in vcache("doctor", "--json", "--socket", str(stage_.path), expect=1).stdout
-    shown = msgspec.json.decode(vcache("status", "--json", "--socket", str(stage_.path)).stdout)
+    assert SEED in vcache("doctor", "--json", "--socket", str(stage.path), expect=1).stdout
+    shown = msgspec.json.decode(vcache("status", "--json", "--socket", str(stage.path)).stdout)
     told = {"level": "error", "pid": os.getpid(), "device": "host", "text": SEED}
     assert told.items() <= shown["reports"][-2].items()
     later = time.time() + 3700
     monkeypatch.setattr(time, "time", lambda: later)
-    assert found(stage_) == []
+    assert found(stage) == []

@@ -18,7 +18,7 @@ import processes
 import pytest
 from model import chunk_key
 from processes import IN_A_CONTAINER, QUICK, SECONDS, Child, Stage, containers, eventually, info
-from server_cases import KIB, RESERVE_AND_HANG_UP, RESERVE_AND_WAIT, has_room, pool
+from server_cases import KIB, RESERVE_AND_WAIT, has_room
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
@@ -62,21 +62,6 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(stage_: Stage, mem
 
 
 # ---- writers die
-
-
-def test_a_writer_that_hangs_up_keeps_its_slots_until_it_is_gone(stage_: Stage, memfd: int) -> None:
-    client = pool(stage_, memfd)
-    before = len(stage_.servers[0].fds())
-    writer = stage_.script(RESERVE_AND_HANG_UP)
-    writer.expect("hung up")
-    eventually(lambda: client.stats().quarantined_slots == {writer.pid: 4})
-    time.sleep(0.2)  # some ticks
-    assert not has_room(client)
-    assert client.reserve([A], KIB).slots == [m.Refusal.FULL]
-    writer.signal(signal.SIGKILL)  # not reaped: a zombie writes nothing
-    eventually(lambda: has_room(client))
-    assert (client.lookup([A]), client.stats().quarantined) == (0, 0)
-    eventually(lambda: len(stage_.servers[0].fds()) <= before)
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")

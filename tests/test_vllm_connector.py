@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, SCATTER, Node, Prompt, Router, meddled, needs_vllm, new_tokens
+from vllm_cases import BLOCK, CHUNK, Node, Prompt, Router, needs_vllm, new_tokens
 from vllm_models import TOKEN_BYTES
 
 pytestmark = needs_vllm
@@ -53,31 +53,6 @@ def test_a_hit_on_an_idle_engine_takes_a_step_more_than_one_in_vllms_own_cache(h
     assert here.b.step(1)["own"].cached == 6 * CHUNK
 
 
-def test_a_load_beside_others_holds_up_no_step(here: Node) -> None:
-    tokens = new_tokens(6 * CHUNK + 1)
-    here.keep(here.a, tokens)
-    here.b.add("other", new_tokens(5), max_tokens=12)
-    here.b.step(2)
-    with meddled(here.b, SCATTER, "slow", 60.0, times=1):
-        here.b.add("beside", tokens, max_tokens=1)
-        assert here.b.step(12).keys() == {"other"}
-    assert here.b.finish("beside")["beside"].cached == 6 * CHUNK
-
-
-def test_what_b_had_itself_is_not_written_again(here: Node) -> None:
-    """The bytes of its own chunk and a half are wrong in the pool, and nobody notices."""
-    tokens = new_tokens(4 * CHUNK + 1)
-    beginning = tokens[: CHUNK + BLOCK + 1]
-    computed = here.keep(here.a, tokens)
-    here.b.one(beginning, params=vcache(load=False))
-    with here.corrupted():
-        wrong = here.b.one(tokens)
-        assert wrong.cached == 4 * CHUNK
-        assert wrong.differs(computed)
-        own = here.b.one(beginning)
-    assert own.said == here.a.one(beginning).said
-
-
 def test_a_request_costs_one_look_up_and_a_hit_one_lease(here: Node) -> None:
     hit, miss = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
     here.keep(here.a, hit)
@@ -98,16 +73,6 @@ def test_what_cannot_be_worth_a_load_costs_nothing(here: Node) -> None:
         before = here.asked()
         here.b.one(tokens)
         assert here.asked() == before, (count, own)
-
-
-def test_a_hit_too_short_to_be_worth_a_load_is_computed(here: Node) -> None:
-    tokens = new_tokens(CHUNK)
-    here.keep(here.a, tokens)
-    longer = tokens + new_tokens(2 * CHUNK)
-    assert here.b.one(longer).cached == 0
-    here.unleased()
-    here.chunks()
-    assert here.a.again(longer).cached == 3 * CHUNK - BLOCK
 
 
 def test_requests_that_are_computed_whatever_is_there(here: Node) -> None:

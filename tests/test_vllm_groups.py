@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import vllm_cases
 from processes import PATIENT, eventually
-from vllm_cases import BLOCK, CHUNK, VIEWS, Node, Prompt, here, meddled, needs_vllm, new_tokens
+from vllm_cases import BLOCK, CHUNK, Node, Prompt, here, needs_vllm, new_tokens
 from vllm_models import TOKEN_BYTES, write_model, write_states
 from vllm_objects import vllm_config
 
@@ -384,11 +384,11 @@ def test_chunks_that_no_request_can_fill_are_refused() -> None:
         assert refused(size).startswith(said) == (size > 2048)
 
 
-def test_who_goes_on_after_a_step_that_failed_is_refused() -> None:
-    """vLLM's prefix cache names the step's blocks, and what is computed from them would be shared."""
-    said = "start it without --enable-fault-tolerance"
-    for enabled in (False, True):
-        assert (said in refused(parallel_config__enable_fault_tolerance=enabled)) == enabled
+def test_a_model_whose_pooling_needs_every_token_is_refused() -> None:
+    """vLLM ends if its prompt is not computed as a whole."""
+    for supported in (False, True):
+        said = refused(model_config__is_prefix_caching_supported=supported)
+        assert said.startswith("the model's pooling needs every token") == (not supported)
 
 
 def test_who_returns_the_experts_of_each_token_is_refused_where_vllm_knows_none_of_loaded_ones(
@@ -515,32 +515,9 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
 
 
 @needs_vllm
-def test_bytes_just_inside_of_a_window_matter_and_no_others(here: Node, pairs: Pairs) -> None:
-    pair, tokens = pairs("sfsf", 64), new_tokens(HIT + 5)
-    pair.keep(here, tokens)
-    a, own = pair.a, pair.a.again(tokens)
-    assert own.cached == HIT
-    last, windowed = HIT // CHUNK - 1, 1
-    # Twice is as if never.
-    for chunk, equal in ((last, False), (last, True), (last - 1, True)):
-        with meddled(a, VIEWS, "negate", (chunk, windowed), times=1):
-            answer = a.again(tokens)
-        assert (answer.cached, answer.said == own.said) == (HIT, equal), chunk
-    with meddled(a, VIEWS, "negate", (0, 0), times=1):
-        answer = a.again(tokens)
-    assert (answer.cached, answer.said == own.said) == (HIT, False)
-
-
-@needs_vllm
-def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Pairs) -> None:
+def test_a_hit_ends_where_a_state_is(here: Node, pairs: Pairs) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     cold = pair.keep(here, tokens)
-    own = pair.a.one(tokens)
-    # Twice is as if never. The state comes behind the chunks.
-    for equal in (False, True):
-        with meddled(pair.b, VIEWS, "negate", (HIT // CHUNK, 0), times=1):
-            answer = pair.b.again(tokens)
-        assert (answer.cached, answer.said == own.said) == (HIT, equal)
     # No longer, or vLLM's own step would end where it has seen two prompts part.
     other = tokens[: 10 * CHUNK + 5] + new_tokens(280)
     found, own = pair.b.again(other, params={"vcache": {"store": False}}), pair.a.one(other)
@@ -553,11 +530,10 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Pairs) -
 
 
 @needs_vllm
-@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
-def test_what_another_instance_computes_is_waited_for_with_its_windows_and_states(
-    here: Node, pairs: Pairs, layers: str, window: int
+def test_what_another_instance_computes_is_waited_for_with_its_state(
+    here: Node, pairs: Pairs
 ) -> None:
-    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
+    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     for instance in (pair.a, pair.b):
         # In an instance's first step its workers describe themselves.
         instance.one(new_tokens(5))

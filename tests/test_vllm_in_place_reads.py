@@ -90,9 +90,10 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
 def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(shared: Make) -> None:
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
-    computed(reader, tokens[: CHUNK + 1])
+    computed(reader, tokens[: CHUNK + BLOCK + 1])
     reader.add(tokens)
     (load,) = reader.step().loads
+    assert [block < 0 for block in load.blocks] == [True, False, False, False]
     (run,) = load.residents
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
     rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()

@@ -6,15 +6,13 @@ Instance `a` stores what it computes; for everything else an instance of its own
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_cases
 from vllm_cases import BLOCK, CHUNK, IN_PLACE, TOKEN_BYTES, Answer, Instance, Node, here, new_tokens
-from vllm_models import LAYERS, write_classifier, write_eagle, write_guessed, write_model
+from vllm_models import LAYERS, write_eagle, write_guessed
 
 __all__ = ["here"]
 pytestmark = vllm_cases.needs_vllm
@@ -207,36 +205,6 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     return answer, [instance.counter(name) - count for name, count in counted]
 
 
-def classified(serving: Any, tokens: list[int]) -> tuple[list[float], int]:
-    """What the model makes of a prompt, and how much of that was cached."""
-    from vllm import PoolingParams
-
-    engine = serving.llm.llm_engine
-    params = PoolingParams(task="classify", use_activation=False)
-    params.verify(engine.model_config)
-    engine.add_request("", {"prompt_token_ids": tokens}, params)
-    while not (ended := [output for output in engine.step() if output.finished]):
-        pass
-    return ended[0].outputs.data.tolist(), ended[0].num_cached_tokens
-
-
-@pytest.mark.parametrize(("pooling", "cached"), [("LAST", LENGTH), ("MEAN", 0)])
-def test_a_model_that_pools_is_cached_if_it_looks_at_the_last_token_alone(
-    here: Node, start: Start, tmp_path: Path, pooling: str, cached: int
-) -> None:
-    """vLLM ends if another model's prompt is not computed as a whole."""
-    tokens, before = new_tokens(LENGTH + 1), here.chunks()
-    kind = {"runner": "pooling", "convert": "classify", "model": str(write_classifier(tmp_path))}
-    b = start(**kind, pooler_config={"seq_pooling_type": pooling})
-    computed, _ = b.ask(classified, tokens)
-    here.stored(before + cached // CHUNK)
-    b.forget()
-    again, found = b.ask(classified, tokens)
-    assert (found, here.chunks()) == (cached, before + cached // CHUNK)
-    assert again == pytest.approx(computed, rel=0.01)
-    assert ("the model's pooling needs every token" in b.log) == (not cached)
-
-
 # ---- refused
 
 
@@ -254,38 +222,6 @@ def test_weights_that_will_change_need_a_name(here: Node, a: Instance, start: St
     assert b.again(tokens).cached == LENGTH
     b.ask("pause")
     assert b.one(tokens).cached == 0
-
-
-def moving(arguments: dict[str, Any]) -> Any:
-    """An engine whose model's path leads to `then` once its weights are loaded, and whose clock is
-    set forward after that."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
-    from vllm_inside import Serving
-
-    from vcache_backend.integration.vllm.model import weights
-
-    then, load = arguments.pop("then"), CPUWorker.load_model
-
-    def load_model(self: Any, **given: Any) -> None:
-        load(self, **given)
-        # A process that was forked a moment ago is as old as this.
-        time.sleep(2 * weights._EXACT_SECONDS)
-        Path(arguments["model"]).unlink()
-        Path(arguments["model"]).symlink_to(then)
-        clock = time.time
-        time.time = lambda: clock() + 86400
-
-    CPUWorker.load_model = load_model
-    return Serving(arguments)
-
-
-def test_weights_that_were_replaced_before_we_look_are_refused(here: Node, tmp_path: Path) -> None:
-    """Instances that start later would take the KV for that of the others."""
-    (latest := tmp_path / "latest").symlink_to(here.model)
-    arguments = {"model": str(latest), "then": write_model(tmp_path / "newer", seed=2)}
-    arguments["kv_transfer_config"] = here.transfer()
-    with Instance(here.folder, "moving", {}, arguments, make=moving) as b:
-        caches_nothing(here, b, f"it is not known which weights of {tmp_path / 'newer'}")
 
 
 def failing(arguments: dict[str, Any]) -> Any:

@@ -235,20 +235,6 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two) -> None
     assert counted == [2 * CHUNK, CHUNK, CHUNK]
 
 
-def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two) -> None:
-    """What came from the store is copied into the pool, out of blocks that are given back
-    meanwhile.
-    """
-    tokens, own = two.kept()
-    with meddled(two.b, GATHER, "slow", 30.0, times=1):
-        assert two.b.one(tokens, params={"vcache": {"store": True}}).said == own.said
-        two.b.ask("meddle", FENCE, "count", None, 0)
-        two.b.forget()
-        # Among them they have all blocks there are.
-        two.b.run(*(Prompt(new_tokens(1000), params=UNCACHED) for _ in range(5)))
-        assert two.b.ask("calls")[FENCE] > 0
-
-
 @pytest.mark.parametrize("what", ["provider dies", "master hangs"])
 def test_a_store_that_fails_costs_a_computation(two: Two, hasty: Instance, what: str) -> None:
     (tokens, computed), (beside, undisturbed) = two.kept(), alone(two)
@@ -272,17 +258,6 @@ def test_a_store_that_fails_costs_a_computation(two: Two, hasty: Instance, what:
         eventually(provider.gone)
     for reader in (hasty, two.b):
         two.hits_from_below(reader)
-
-
-def test_a_pool_whose_server_dies_under_a_load_from_below(two: Two) -> None:
-    tokens, computed = two.kept()
-    lost = two.b.counter("vllm:vcache_recomputed_tokens")
-    with stopped_at(two.b, FETCH) as moment:
-        (answer,) = moment.while_there(two.second.kill, Prompt(tokens))
-    assert answer.agrees(computed)
-    assert two.b.counter("vllm:vcache_recomputed_tokens") - lost == HITS
-    two.second.serve_again()
-    two.hits_from_below(two.b)
 
 
 def test_an_aborted_request_leaves_nothing_behind(two: Two) -> None:

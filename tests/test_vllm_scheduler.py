@@ -22,6 +22,7 @@ from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
+from vllm.pooling_params import PoolingParams
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
@@ -311,6 +312,23 @@ def test_who_measured_nothing_believes_no_owner_that_a_chunk_takes_an_hour(engin
             return request.num_computed_tokens > 0
 
         eventually(computed, every=0.1)
+
+
+def test_of_two_that_begin_together_one_waits_before_either_has_computed(engine: Engine) -> None:
+    """On a slow machine what a queued request has promised has passed to the second by then."""
+    engine.pace.chunk_seconds = 60
+    with engine.here.client() as owner:
+
+        def waits_too() -> bool:
+            tokens, keys = asked(engine)
+            owner.find(Find(keys, promise=1))
+            request = engine.add(tokens)
+            engine.step()
+            waits = engine.tracked(request).wait.since > 0
+            engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            return waits
+
+        eventually(waits_too)
 
 
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: Engine) -> None:
@@ -688,6 +706,20 @@ def test_states_are_stored_once_the_loads_before_them_have_held(make: Make, tabl
 
 
 # ---- promises, and what is not worth a load
+
+
+def test_a_request_that_pools_is_loaded(engine: Engine) -> None:
+    tokens, params = pooled(engine), PoolingParams(task="classify")
+    request = Request("pools", tokens, None, params, block_hasher=engine.hasher)
+    engine.scheduler.add_request(request)
+    assert loaded(engine) == CHUNKS
+
+
+def test_a_hit_too_short_to_be_worth_a_load_is_computed(make: Make) -> None:
+    engine = make(share="pool", min_hit_tokens=2 * CHUNK)
+    for count, loads in ((1, 0), (2, 2)):
+        engine.add(pooled(engine, count))
+        assert loaded(engine) == loads
 
 
 def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(make: Make) -> None:

@@ -79,24 +79,14 @@ def below_the_engine(serving: Any, what: str, *arguments: Any) -> None:
     getattr(cpu_sleep, what)(worker, *arguments)
 
 
-def release(serving: Any) -> None:
-    """The KV cache's memory alone, with the weights where they are."""
-    core = serving.llm.llm_engine.engine_core.engine_core
-    while core.scheduler.has_requests():
-        serving.step(1)
-    core.sleep(level=0)
-    core.release_kv_cache_memory()
-
-
 # ---- what a sleep does
 
 
-@pytest.mark.parametrize("act", [sleep, release], ids=lambda act: act.__name__)
-def test_a_sleep_empties_the_pool_and_what_comes_is_hit(here: Node, a: Instance, act: Any) -> None:
+def test_a_sleep_empties_the_pool_and_what_comes_is_hit(here: Node, a: Instance) -> None:
     """New weights may come while vLLM sleeps, and nobody need say so."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(a, tokens)
-    a.ask(act)
+    a.ask(sleep)
     assert here.chunks() == 0
     a.ask(wake)
     again = a.one(tokens)

@@ -150,14 +150,6 @@ def test_requests_that_hit_much_do_not_have_more_saved(make: Make) -> None:
     assert sum(saved) < 10
 
 
-def test_what_a_reset_made_void_is_not_saved(make: Make) -> None:
-    engine = make(lends=1 << 20)
-    engine.finish(engine.add(new_tokens(3 * CHUNK)))
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.step().victims is None
-    assert engine.scheduler.reset_prefix_cache()
-
-
 # ---- the worker
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
 from typing import Any
 
 import pytest
 import vllm_cases
 from processes import eventually
 from vllm_cases import CHUNK, PULL, QUICK, SCATTER, Answer, Instance, Node, meddled, new_tokens
-
-from vcache_backend.metadata_server.messages import QUEUED_SECONDS
 
 pytestmark = vllm_cases.needs_vllm
 SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
@@ -89,32 +86,6 @@ def test_a_prefix_is_waited_for_while_another_instance_computes_it(here: Node) -
     alike(here, second, 10 * CHUNK, tokens)
 
 
-@once
-def test_of_two_that_begin_together_one_waits_before_either_has_computed(here: Node) -> None:
-    """The second asks once the server has the first one's question: of two that lie there at once
-    the server may take either."""
-
-    def promised() -> int:
-        return int(here.stats().counters.get("promised_chunks", 0))
-
-    for _ in range(20):
-        tokens, before, had = new_tokens(LONG), promised(), counts(here.b, "kept")
-        began = monotonic()
-        here.a.add("first", tokens)
-        eventually(lambda before=before: promised() > before)
-        here.b.add("second", tokens)
-        assert here.b.step(1) == {}
-        # On a slower machine what a queued request has promised has passed to the second.
-        in_time = monotonic() < began + QUEUED_SECONDS
-        assert here.b.step(2) == {}
-        here.a.finish("first")
-        second = here.b.finish("second")["second"]
-        if in_time:
-            break
-    assert counts(here.b, "kept") == (had[0] + 1, had[1] + 10 * CHUNK)
-    alike(here, second, 10 * CHUNK, tokens)
-
-
 def test_requests_with_one_prefix_read_it_once(here: Node) -> None:
     """Those that come while the first one waits, and while it loads."""
     tokens = new_tokens(LONG)
@@ -155,14 +126,18 @@ def test_an_announcement_that_nobody_keeps_holds_up_its_own_request_alone(here: 
 
 @once
 def test_announced_requests_with_one_prefix_read_it_once(here: Node) -> None:
-    """Each asks by itself until the first one loads it."""
+    """When all has come. Each asks by itself until the first one loads it."""
     tokens = new_tokens(LONG)
     prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
     before = here.b.counter("vllm:vcache_loaded_tokens")
     for name, prompt in prompts.items():
         here.b.add(name, prompt, params=announced(60))
     assert here.b.step(3) == {}
-    here.a.one(tokens)
+    here.a.add("first", tokens)
+    computes(here, here.a, 4)
+    asked = here.asked("Find")
+    eventually(lambda: here.b.step(1) == {} and here.asked("Find") > asked + len(prompts))
+    here.a.finish("first")
     answers = here.b.finish(*prompts)
     for name, prompt in prompts.items():
         alike(here, answers[name], 10 * CHUNK, prompt)

@@ -277,24 +277,6 @@ def test_a_router_hears_that_old_weights_kv_is_gone(two: Two, router: vllm_cases
     eventually(lambda: router.finds()["CPU"] == {})
 
 
-def test_weights_that_nobody_names_are_shared_with_nobody(two: Two) -> None:
-    """Nor does an instance find its own chunks of before; those of others stay where they are."""
-    tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    old = kept(two.a, tokens)
-    two.b.ask(load, two.models[1])
-    two.b.forget()
-    assert two.b.one(tokens).agrees(fresh(two.b, tokens))
-    kept(two.b, later)
-    assert two.a.one(later).cached == 0
-    assert two.b.ask("reset")
-    assert two.b.one(later).cached == 0
-    two.b.ask(load, two.models[0])
-    two.b.ask(name_version, two.old)
-    two.b.forget()
-    hit = two.b.one(tokens)
-    assert (hit.cached, hit.agrees(old)) == (4 * CHUNK, True)
-
-
 def test_what_runs_over_an_update_goes_into_no_version(two: Two) -> None:
     """Nothing was paused, and vLLM's own cache was not emptied: its answers are its own affair, but
     no other instance finds what builds on them."""
@@ -335,19 +317,6 @@ def test_a_session_that_waits_over_an_update_goes_into_no_version(two: Two) -> N
     found = two.b.one(whole)
     assert (found.cached, found.agrees(fresh(two.b, whole))) == (0, True)
     assert found.tokens[:2] != said_then, "the session builds on the old weights"
-
-
-def test_what_builds_on_vllms_own_cache_that_nobody_emptied_is_shared_with_nobody(two: Two) -> None:
-    """Though nothing runs when the version is named, and all blocks are free."""
-    tokens = new_tokens(4 * CHUNK + 1)
-    kept(two.a, tokens)
-    two.a.ask(load, two.models[1])
-    two.a.ask(name_version, two.new)
-    longer = tokens + new_tokens(2 * CHUNK)
-    assert kept(two.a, longer).cached == 4 * CHUNK
-    two.b.ask(update, two.models[1], two.new)
-    found = two.b.one(longer)
-    assert (found.cached, found.agrees(fresh(two.b, longer))) == (0, True)
 
 
 def test_an_update_that_fails_halfway_spoils_nobodys_cache(two: Two) -> None:

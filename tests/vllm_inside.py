@@ -23,7 +23,6 @@ from threading import current_thread, main_thread
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import vllm._custom_ops
 import vllm.entrypoints.llm
@@ -45,7 +44,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor import layers
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
-from vllm_cases import BLOCK, CHUNK, FOREVER, TOKEN_BYTES, Answer, Prompt
+from vllm_cases import BLOCK, FOREVER, TOKEN_BYTES, Answer, Prompt
 
 from benchmarks.vllm.answers import RANKED
 from benchmarks.vllm.settings import BOTH
@@ -333,8 +332,6 @@ class Serving:
             if action == "stop":
                 _stop(value, args[1:])
             answer = original(*args, **kwargs)
-            if action == "negate":
-                _negate(answer, *value)
             if action == "slow":
                 answer = Slow(answer, value)
                 self._slow.append(answer)
@@ -430,15 +427,6 @@ def _worker() -> Any:
 def _pages() -> list[Any]:
     kv = _worker()._worker.kv
     return [page for kind in kv.kinds for page in kind.pages]
-
-
-def _negate(views: Any, chunk: int, group: int) -> None:
-    """In the pool, what a group of layers has of a chunk: every number gets the other sign."""
-    kv = _worker()._worker.kv
-    ends = np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])
-    there = views[chunk].tensor[: kv.chunk_bytes(CHUNK)]
-    there = there.view(kv.layers, -1, kv.parts, kv.page_bytes)
-    there[:, ends[group] : ends[group + 1], :, 1::2] ^= 0x80
 
 
 def _stop(file: Path, arguments: tuple[Any, ...]) -> None:

@@ -78,16 +78,6 @@ def write_guessed(folder: Path, windowed: str = "", window: int = 0) -> Path:
     return _changed(write_model(folder, windowed, window), above_all)
 
 
-def write_classifier(folder: Path) -> Path:
-    """That model with a head for two labels. vLLM makes one for every model that shall classify,
-    but one without weights holds whatever its memory held before, which may be no number.
-    """
-    import torch
-
-    head = torch.linspace(-1, 1, 2 * _HIDDEN).view(2, _HIDDEN)
-    return _changed(write_model(folder), lambda weights: weights | {"score.weight": head})
-
-
 def write_eagle(folder: Path, repeat: int = 1) -> Path:
     """An EAGLE head of it: its first layer, for the token that comes next.
 
