@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -185,10 +186,7 @@ class VCacheEngine:
             server = client.stats()
         except VCacheError:
             return mine | {"server": None}
-        fields = ("device", "nbytes", "used", "chunks", "state")
-        segments = {
-            info.id: {name: getattr(info, name) for name in fields} for info in server.segments
-        }
+        segments = {info.id: msgspec.structs.asdict(info) for info in server.segments}
         evictions = server.counters.get("evicted", 0)
         return mine | {
             "server": {"segments": segments, "evictions": evictions, "chunks": server.chunks}

@@ -43,7 +43,9 @@ class Store:
         )
         self._process: OffloadProcess | None = None
         self._started = 0
-        self._late: Future[Any] | None = None
+        self._last = Future[Any]()
+        """The last look-up."""
+        self._last.set_result([])
         self._suspect: Callable[[], None] | None = None
         self._said = ""
         self._tried = threading.Event()
@@ -67,19 +69,14 @@ class Store:
         process = self._usable_process()
         if not names or process is None:
             return None
-        if self._late is not None and not self._late.done():
-            self.failed("lookup", "another look-up is late already")
-            return None
         started = perf_counter()
-        call = process.ask("exist", names)
         try:
-            exists = call.result(self._config.lookup_seconds)
-        except TimeoutError:
-            self._late = call
-            self.failed("lookup", f"no answer in {self._config.lookup_seconds:g} s")
-            return None
-        except StoreDown as error:
-            self.failed("lookup", str(error))
+            if not self._last.done():
+                raise StoreDown("another look-up is late already")
+            self._last = process.ask("exist", names)
+            exists = self._last.result(self._config.lookup_seconds)
+        except (TimeoutError, StoreDown) as error:
+            self.failed("lookup", str(error) or f"no answer in {self._config.lookup_seconds:g} s")
             return None
         self._stats.add_time("offload_lookup", perf_counter() - started)
         self.breaker.succeeded()

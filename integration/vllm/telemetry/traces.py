@@ -42,7 +42,7 @@ class Spans:
         """The contexts of the requests that were looked up and have not ended."""
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
-        """Record a look-up that found so many tokens after the first `local`. Only a request's
+        """Record a look-up that found `found` tokens after the first `local`. Only a request's
         first look-up makes a span."""
         name, answer, wait = tracked.request.request_id, tracked.lookup.answer, tracked.wait
         if name in self._requests:
