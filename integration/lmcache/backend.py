@@ -56,11 +56,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(False)
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        return bool(self.batched_contains([key]))
-
-    @answers(0)
-    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        return self.worker.contains(keys) if self.worker is not None else 0
+        return self.worker is not None and self.worker.contains(key)
 
     def pin(self, key: CacheEngineKey) -> bool:
         return False
@@ -84,12 +80,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(False)
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        return bool(self.batched_remove([key]))
-
-    @answers(0)
-    def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
-        """Remove chunks, even leased ones: LMCache never asks a plugin to spare some."""
-        return self.worker.remove(keys) if self.worker is not None else 0
+        """Remove a chunk, even a leased one: LMCache never asks a plugin to spare some."""
+        return self.worker is not None and self.worker.remove(key)
 
     @answers(0)
     def clear(self) -> int:

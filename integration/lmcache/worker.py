@@ -68,11 +68,11 @@ class PoolWorker:
         """Make the keys of a request's chunks. Empty if the request lacks our tag."""
         return self._names.of_request(hashes, tags) if hashes and self._mine(tags) else []
 
-    def contains(self, keys: Sequence[CacheEngineKey]) -> int:
-        """Count the leading chunks that every rank has. Takes no lease."""
-        chunks = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
-        self._count(len(keys), chunks)
-        return chunks
+    def contains(self, key: CacheEngineKey) -> bool:
+        """Whether every rank has the chunk. Takes no lease."""
+        chunks = self.session.lookup(self.names([key.chunk_hash], key.tags), self._ranks)
+        self._count(1, chunks)
+        return bool(chunks)
 
     def promise(self, names: list[ChunkKey]) -> Hit:
         """Look up the leading chunks that every rank can load, and lease this rank's part."""
@@ -146,19 +146,15 @@ class PoolWorker:
         places = SlotPlaces(self._kv, size, slots, range(first * size, len(names) * size, size))
         store(self.session, places, names[first:], range(len(names) - first), holds=holds)
 
-    def remove(self, keys: Sequence[CacheEngineKey]) -> int:
-        """Remove chunks of this rank. Returns how many."""
-        return self.session.client.remove(self._names.keys(keys))
+    def remove(self, key: CacheEngineKey) -> bool:
+        """Remove this rank's part of a chunk. Returns whether it was there."""
+        return bool(self.session.client.remove(self.names([key.chunk_hash], key.tags)))
 
     def clear(self) -> int:
         """Reset the namespace for all instances and ranks. Returns how many chunks were removed."""
         return self.session.client.clear(self.session.namespace.prefix, reset=True)
 
     # ---- inside
-
-    def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """Make the keys of a call's chunks, all of one request. Empty without our tag."""
-        return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
     def _mine(self, tags: Tags) -> bool:
         """Whether chunks with these tags may be cached: they contain our tag. Reports the first

@@ -32,7 +32,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -171,15 +171,9 @@ def adapter_digest(lora_request: Any, content: str) -> bytes:
 Tags = tuple[tuple[str, Any], ...] | None
 
 
-class TaggedHash(Protocol):
-    """The fields of LMCache's `CacheEngineKey` that the namespace does not cover."""
-
-    chunk_hash: int
-    tags: Tags
-
-
 class TaggedHashKeys:
-    """Makes keys from LMCache's keys, for one namespace and rank. Any thread."""
+    """Makes keys from LMCache's chunk hashes and tags, for one namespace and rank. Any thread. The
+    namespace covers the other fields of LMCache's own keys."""
 
     def __init__(self, namespace: Namespace, rank: int) -> None:
         self._prefix = namespace.prefix
@@ -187,10 +181,6 @@ class TaggedHashKeys:
         self._root = blake2b(
             key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-lmcache-1"
         )
-
-    def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """Make one key for each of `keys`."""
-        return [self.of_request([key.chunk_hash], key.tags)[0] for key in keys]
 
     def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
         """Make a key for each hash, all with the same tags."""
