@@ -188,17 +188,6 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     assert len(str(said)) < 8 * MAX_LINE_CHARS
 
 
-def test_who_is_refused_and_does_not_read_is_let_go_of(stage_: Stage, server: Child) -> None:
-    raw = stage_.raw()
-    before = server.descriptors()
-    others = [stage_.raw() for _ in range(3)]
-    for other in others:
-        other.send("stats")
-        other.send_bytes(b"\xc1")
-    eventually(lambda: server.descriptors() <= before)
-    assert raw.ask("list_segments") == ["segments", []]
-
-
 # ---- one client's requests and the others'
 
 
