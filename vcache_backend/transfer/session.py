@@ -53,10 +53,11 @@ class Session:
         kv_device: str = "",
         name: str = "",
     ) -> None:
-        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not.
+        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) returns a
+        reason.
 
         Raises ConfigError, and ValueError if `layout` has another chunk size. An absent server is
-        no error: everything is a miss until the server is there.
+        no error: until it answers, everything is a miss.
 
         rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the
         layout; another process of this instance does. kv_device: the device of the future KV
