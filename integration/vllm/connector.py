@@ -204,20 +204,17 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             here._worker.loads.advance()
         connector_output.finished_recving = reported | self._ends.over()
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     @answers((False, None))
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+    def request_finished(
+        self, request: Any, block_ids: object
     ) -> tuple[bool, dict[str, Any] | None]:
         # vLLM may free the blocks at once: a step that hands a block out again waits for its
         # store, on the device (`Stores.fence`).
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
+
+    request_finished_all_groups = request_finished
 
     @answers(False)
     def reset_cache(self) -> bool:

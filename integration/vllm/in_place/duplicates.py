@@ -32,7 +32,7 @@ all duplicates are in use, skipping thousands would delay a step by milliseconds
 request for 65 chunks often found only duplicates in use, and took 65 unique chunks instead."""
 MOST_YOUNG = 16
 """The most skipped duplicates that stay because they are young: later ones are mostly younger."""
-MOST_ENDED = 32
+MOST_ENDED = 8
 """After this many ended requests, their blocks' last use is noted."""
 MOST_WAITING = 64
 """The most messages with copies that wait for a step. Older messages are dropped, and their chunks
