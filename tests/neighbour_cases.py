@@ -229,18 +229,15 @@ def read(
     neighbour: Neighbour,
     cache: SharedCache,
     block: int,
-    into: int = 0,
     copier: Copier | None = None,
 ) -> int | None:
-    """Copy a block of the neighbour's into one of `cache`; what it held."""
-    assert pull(neighbour, cache, block, into, copier or HostCopier()).wait(SECONDS)
-    return cache.held(into)
+    """Copy a block of the neighbour's into the first one of `cache`; what it held."""
+    assert pull(neighbour, cache, block, copier or HostCopier()).wait(SECONDS)
+    return cache.held(0)
 
 
-def pull(
-    neighbour: Neighbour, cache: SharedCache, block: int, into: int, copier: Copier
-) -> Completion:
-    rows = np.array([[0, block * neighbour.shape.kinds[0].stride, into]], dtype=np.int64)
+def pull(neighbour: Neighbour, cache: SharedCache, block: int, copier: Copier) -> Completion:
+    rows = np.array([[0, block * neighbour.shape.kinds[0].stride, 0]], dtype=np.int64)
     return copier.pull(cache.kv, rows, neighbour.bases[None], keep=neighbour)
 
 

@@ -39,9 +39,6 @@ def engine(
     at: Node,
     store: Depot,
     model: str,
-    segment: int = ROOMY,
-    rank: int = 0,
-    ranks: int = 1,
     cache: Cache | None = None,
     device: str = "host",
     **offload: Any,
@@ -49,8 +46,8 @@ def engine(
     """An engine of `at` whose tier is open."""
     cache = cache or Cache()
     tier = store.offload(**(TIER | offload))
-    config = msgspec.structs.replace(at.config(device, segment), offload=tier)
-    made = VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks)
+    config = msgspec.structs.replace(at.config(device, ROOMY), offload=tier)
+    made = VCacheEngine(config, layout_of(cache, model=model))
     at.undo.enter_context(made)
     made.register(cache.tensors)
     eventually(lambda: made.get_stats()["offload"]["usable"])

@@ -624,10 +624,10 @@ HASTY_SECONDS = 0.25
 """A short deadline for an answer: see `hasty`."""
 
 
-def hasty(config: ClientConfig, request_seconds: float = HASTY_SECONDS) -> ClientConfig:
+def hasty(config: ClientConfig) -> ClientConfig:
     """The same with short deadlines. For nothing that must be answered."""
     short = {"connect_seconds": 0.5, "control_seconds": 0.5}
-    return msgspec.structs.replace(config, request_seconds=request_seconds, **short)
+    return msgspec.structs.replace(config, request_seconds=HASTY_SECONDS, **short)
 
 
 @contextmanager

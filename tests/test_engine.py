@@ -5,7 +5,6 @@ failures have files of their own.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from engine_cases import ROOMY, Node, Pair, fresh, get, node, pair, put, said
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import PATIENT, SECONDS, eventually, ran
+from test_segments import mappings, open_fds
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer import store
@@ -184,8 +184,7 @@ def test_stats_count_what_happened(fresh: Node) -> None:
 def _held() -> tuple[int, int, int]:
     """File descriptors, mappings of segments and threads of this process."""
     gc.collect()
-    mappings = sum("vcache" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return len(os.listdir("/proc/self/fd")), mappings, threading.active_count()
+    return open_fds(), mappings(), threading.active_count()
 
 
 def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -223,9 +222,11 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_close_finishes_the_stores_under_way(fresh: Node) -> None:
-    pair = Pair(fresh)
-    tokens, slots = prompt(4 * CHUNK), places(pair.mine.sizes, 4 * CHUNK)
-    pair.mine.fill(tokens, slots)
-    pair.writer.store(tokens, None, pair.mine.tensors, slots)
-    pair.writer.close()
-    assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
+    copier, mine, tokens = engine_cases.UnfinishedCopier(), Cache(), prompt(4 * CHUNK)
+    writer = fresh.engine("host:a", ROOMY, layout_of(mine), copier=copier)
+    slots = places(mine.sizes, len(tokens))
+    mine.fill(tokens, slots)
+    writer.store(tokens, None, mine.tensors, slots)
+    threading.Timer(0.1, copier.finished.set).start()
+    writer.close()
+    assert get(fresh.engine("host:b", 0, layout_of(mine)), mine, tokens) == len(tokens)

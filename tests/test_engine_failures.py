@@ -253,10 +253,10 @@ def test_an_engine_connects_by_itself_later(here: Node, caplog: pytest.LogCaptur
     eventually(lambda: said(caplog, level=logging.WARNING))
     lines = said(caplog, level=logging.WARNING)
     assert all("no metadata server at" in line and "vcache serve" in line for line in lines)
-    assert len(lines) == 2, "one line an engine"
 
     here.serve()
     eventually(lambda: writer.get_stats()["connected"] and reader.get_stats()["connected"])
+    assert len(said(caplog, "no metadata server at")) == 2, "one line an engine"
 
     def devices() -> list[str]:
         return [one["device"] for one in writer.get_stats()["server"]["segments"].values()]
@@ -299,28 +299,6 @@ def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(here: No
     here.serve()
     eventually(lambda: reader.lookup(prompt(2 * CHUNK)) == 2 * CHUNK)
     assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
-
-
-def test_a_writer_that_wakes_after_a_cold_restart_writes_over_nobody(here: Node) -> None:
-    """The worker lends fresh memory; the writer, still in its copy, has the old to itself."""
-    server = here.serve()
-    mine, theirs = Cache(), Cache()
-    owner = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", pauses=True)
-    writer.until_paused("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
-    with leaving_nothing(here.path):
-        server.kill()
-    here.serve()
-    other = prompt(2 * CHUNK, 2)
-
-    def stored() -> bool:
-        put(owner, mine, other)
-        return owner.lookup(other) == 2 * CHUNK
-
-    eventually(stored)
-    writer.resume()
-    writer.answer()
-    assert get(owner, theirs, other) == 2 * CHUNK
 
 
 def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_still_map(here: Node) -> None:

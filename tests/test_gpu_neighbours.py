@@ -38,7 +38,7 @@ def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Re
         reader.cache.mark(0, 0)
         assert neighbour.enter()
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # some 0.6 s
-        copy = pull(neighbour, reader.cache, 9, 0, copier)
+        copy = pull(neighbour, reader.cache, 9, copier)
         there.kill()
         assert copy.wait(SECONDS)
         assert still(neighbour.view, [9], generations)

@@ -231,6 +231,7 @@ def test_a_process_that_stops_costs_look_ups_a_deadline(depot: Depot) -> None:
     assert (store.lookup(["x"]), store.usable) == (None, True)
     # Now that one is late, others are not asked.
     assert (store.lookup(["x"]), store.lookup(["x"]), store.usable) == (None, None, False)
+    assert store.snapshot()["last_error"] == "another look-up is late already"
     os.kill(pid(store), signal.SIGCONT)
     eventually(lambda: store.usable)
     eventually(lambda: store.lookup(["vcache1/x"]) == 0)

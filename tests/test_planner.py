@@ -74,13 +74,6 @@ def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
         whole_blocks(KV, CHUNK, places(1, 2, 3, 4), starts)
 
 
-@pytest.mark.parametrize("chunk_size", [0, -4, 6])
-def test_a_chunk_must_be_whole_blocks(chunk_size: int) -> None:
-    for plan, *more in ((whole_blocks, places(1), []), (plan_blocks, places())):
-        with pytest.raises(LayoutError, match="not a multiple of the KV block size 4"):
-            plan(KV, chunk_size, *more)
-
-
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[Int64s, Sequence[int], int]:
     """Mostly whole blocks, with holes, shuffled tokens and shifted runs; several chunks; tokens to

@@ -230,16 +230,12 @@ def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: in
 # ---- the end of an owner, and of a load
 
 
-def apart(
-    here: Node, theirs: str = "host", ours: str = "host", chunks: int = 3
-) -> tuple[Worker, Reader, torch.Tensor, ResidentRun]:
+def apart(here: Node) -> tuple[Worker, Reader, torch.Tensor, ResidentRun]:
     """An owner in a process of its own, a reader that knows it, tokens, and where the owner has
     computed their chunks.
     """
-    one = owner_apart(here, 1, theirs)
-    reader = Reader(here, device=ours)
-    tokens = prompt(chunks * CHUNK)
-    there: ResidentRun = one.ask("compute", tokens, list(range(2 * chunks)))
+    one, reader, tokens = owner_apart(here, 1), Reader(here), prompt(3 * CHUNK)
+    there: ResidentRun = one.ask("compute", tokens, list(range(6)))
     reader.knows(1)
     return one, reader, tokens, there
 
@@ -353,16 +349,3 @@ def test_a_gpu_reads_owners_and_the_pool_in_one_launch(here: Node, theirs: str, 
         assert reader.loaded(tokens, there) == (6, "")
         assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
         assert len(reader.stats["owners"]) == 2
-
-
-@pytest.mark.parametrize(("theirs", "ours"), GPUS)
-def test_what_a_gpu_wrote_again_does_not_count(here: Node, theirs: str, ours: str) -> None:
-    one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
-    load = reader.load(tokens, [there])
-    load.advance()
-    one.ask("reuse", 9)
-    load.run(10)
-    assert load.loaded in (4, 6)
-    reader.check(load, tokens)
-    one.ask("reuse", 1)
-    assert reader.loaded(tokens, [there]) == (0, loads.ABSENT)

@@ -26,31 +26,21 @@ KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with stage(tmp_path_factory.mktemp("server")) as made:
-        before = len(made.server().fds())
-        yield made
-        eventually(lambda: len(made.servers[0].fds()) <= before)
+@pytest.fixture
+def server(alone: Stage) -> Child:
+    return alone.server()
 
 
 @pytest.fixture
-def server(shared: Stage) -> Child:
-    """One server for all tests of this module that do not start their own. It is left with no
-    descriptor of theirs.
-    """
-    return shared.servers[0]
-
-
-@pytest.fixture
-def stage_(shared: Stage) -> Iterator[Stage]:
-    """The clients of one test; what they made goes with them."""
-    with stage(shared.path.parent) as made:
+def stage_(alone: Stage, server: Child) -> Iterator[Stage]:
+    """The clients of the server. It is left with no descriptor of theirs."""
+    before = len(server.fds())
+    with stage(alone.path.parent) as made:
         yield made
-    with Raw(shared.path) as raw:
+    with Raw(alone.path) as raw:
         for segment in raw.ask("list_segments")[1]:
             raw.ask("drop_segment", segment[0])
-        eventually(lambda: raw.ask("list_segments") == ["segments", []])
+    eventually(lambda: len(server.fds()) <= before)
 
 
 @pytest.fixture
@@ -186,17 +176,6 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     said = hello(stage_, victim)
     assert (said[0], len(said[2])) == ("welcome", 8)
     assert len(str(said)) < 8 * MAX_LINE_CHARS
-
-
-def test_who_is_refused_and_does_not_read_is_let_go_of(stage_: Stage, server: Child) -> None:
-    raw = stage_.raw()
-    before = server.descriptors()
-    others = [stage_.raw() for _ in range(3)]
-    for other in others:
-        other.send("stats")
-        other.send_bytes(b"\xc1")
-    eventually(lambda: server.descriptors() <= before)
-    assert raw.ask("list_segments") == ["segments", []]
 
 
 # ---- one client's requests and the others'

@@ -1,2 +1,1 @@
-"""vcache as a KV connector of vLLM. LMCache's plugin uses `model.spec`, too, to read vLLM's
-configuration."""
+"""vcache as a KV connector of vLLM. LMCache's plugin reads vLLM's configuration by `model.spec`."""

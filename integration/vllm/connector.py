@@ -1,5 +1,5 @@
-"""The connector class that vLLM loads. It passes each call to the scheduler's or the worker's half,
-and lets no error through to vLLM.
+"""The connector class that vLLM loads. Passes each call to the scheduler's or the worker's half,
+and no error to vLLM.
 
 A failure is logged and counts as a miss. Only the constructor raises, and only for bad settings
 (ConfigError)."""
@@ -41,15 +41,15 @@ from .worker.side import WorkerSide
 log = logging.getLogger("vllm.vcache")
 
 _workers: WeakValueDictionary[str, VCacheConnector] = WeakValueDictionary()
-"""The worker's half of each instance whose only worker runs in the scheduler's process, by vLLM's
-name of the engine. Workers of data parallel ranks have processes of their own."""
+"""By vLLM's name of the engine, the worker's half of each instance whose only worker runs in the
+scheduler's process. Workers of data parallel ranks have their own processes."""
 
 
 class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
     and worker/side.py.
 
-    A refused scheduler's half is set to None. Then each call answers as vLLM's default does."""
+    A refused scheduler's half is set to None. Then each call gives vLLM's default answer."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError for unknown or impossible settings in `kv_connector_extra_config`."""
@@ -135,8 +135,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether another instance waits for this instance's chunks. If not, a chunk that is not
-        stored is only a later miss."""
+        """Whether another instance waits for this instance's chunks. Otherwise an unstored chunk is
+        only a later miss."""
         return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     @answers((0, False))
@@ -193,9 +193,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def _hasten(self, connector_output: Any) -> None:
-        """Add the loads that are over by now to the report of a step, so that their requests run a
-        step earlier. Take out what was added before. A worker that runs in this thread looks at its
-        loads once more."""
+        """Add finished loads to the report of a step, so that their requests run a step earlier.
+        Remove loads that were added before. A worker in this thread checks its loads once more."""
         reported = self._ends.reported(connector_output.finished_recving or ())
         connector_output.finished_recving = reported
         if not self._ends.waiting:
@@ -205,20 +204,17 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             here._worker.loads.advance()
         connector_output.finished_recving = reported | self._ends.over()
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     @answers((False, None))
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+    def request_finished(
+        self, request: Any, block_ids: object
     ) -> tuple[bool, dict[str, Any] | None]:
         # vLLM may free the blocks at once: a step that hands a block out again waits for its
         # store, on the device (`Stores.fence`).
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
+
+    request_finished_all_groups = request_finished
 
     @answers(False)
     def reset_cache(self) -> bool:
@@ -242,7 +238,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @answers(None)
     def get_mem_pool_context(self) -> Any:
         """Return the context in which vLLM allocates a KV cache that other processes can map. None:
-        allocate as usual."""
+        vLLM allocates as usual."""
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None
 
@@ -267,16 +263,16 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def restore_kv_caches(self) -> None:
-        """Use the KV cache again: its memory is back, empty, at the same addresses. vLLM 0.33 and
+        """Use the KV cache again, whose empty memory is back at the same addresses. vLLM 0.33 and
         later call it."""
         if self._worker is not None:
             self._worker.wake()
 
     @answers(None)
     def _look_outside(self) -> None:
-        """Under an enclosing connector (MultiConnector), whose settings vLLM goes by, have loads
-        wait for the steps under way: vLLM may not hold blocks back. Warn if it has another
-        `kv_load_failure_policy`, which this connector cannot change."""
+        """Under an enclosing connector (MultiConnector), whose settings vLLM follows, make loads
+        wait for the steps under way: vLLM may not hold blocks back. Warn if the enclosing connector
+        has another `kv_load_failure_policy`, which this connector cannot change."""
         outermost, wanted = get_kv_transfer_group(), self._policy
         if outermost is self or self._worker is None:
             return
@@ -304,7 +300,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, *_: Any, **__: Any) -> None:
         """Do nothing: loads begin in `bind_connector_metadata`, or in `get_transfer_results`, once
-        the step's model run is queued. No step waits for one, and all layers are stored at once."""
+        the step's model run is queued. No step waits for a load; all layers are stored at once."""
 
     wait_for_layer_load = save_kv_layer = start_load_kv
 
@@ -321,10 +317,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return compat.transfer_results(worker.finished(), worker.loads.failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that loads have failed to fill since the last call, vLLM's numbers.
+        """Return the blocks (vLLM's numbers) that loads have failed to fill since the last call.
 
-        Not guarded, since it cannot raise: without an answer vLLM would count the blocks as filled.
-        """
+        Not guarded, since it cannot raise: without an answer vLLM would count blocks as filled."""
         return self._worker.loads.invalid() if self._worker is not None else set()
 
     @answers(None)

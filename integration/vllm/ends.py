@@ -1,8 +1,8 @@
-"""Tells vLLM's scheduler that loads are over, before the report of the step that saw their end.
+"""Tells vLLM's scheduler that loads are over, before a step's report says so.
 
-A worker's report comes with the output of its step, and by then vLLM has planned the next step. So
-each worker also writes the number of a load that succeeded into memory that the scheduler reads
-before it plans. A worker still reports every load, and that is all if the memory does not work."""
+A worker's report comes with the output of a step, and by then vLLM has planned the next step. So
+each worker also writes the number of a successful load into memory that the scheduler reads before
+it plans. A worker still reports every load, which is enough if the memory does not work."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from vcache_backend.vram_pool.host_segment import allocate
 from .metadata import LoadSpec
 
 SIZE = 512
-"""Words of a worker's ring. A load is in word `number % SIZE`. It is reported with the step if
-a later load has overwritten it."""
+"""Words of a worker's ring. A load is in word `number % SIZE`. If a later load has overwritten the
+word, the step's report tells of the load."""
 WORD_BYTES = 8
 
 
 class LoadEnds:
-    """The loads that vLLM waits for, and a ring of each worker. Runs in the scheduler's thread.
+    """The loads for which vLLM waits, and a ring of each worker. Runs in the scheduler's thread.
 
-    vLLM asserts that a request that is reported waits for its load or has ended. So of each load
-    vLLM hears once: from `over`, or from a report that `reported` lets through. Every worker
-    reports each load once, and a request loads again only after vLLM has heard of the load before.
-    So it is enough to count the reports that are to be dropped.
+    vLLM asserts that a reported request waits for its load or has ended. So vLLM must hear of each
+    load once: from `over`, or from a report that `reported` passes on. Every worker reports each
+    load once, and a request loads again only after vLLM has heard of its last load. So it is enough
+    to count the reports to drop.
 
-    address: a path to the memory for workers of this host, and what the path must link to. waiting:
-    the number of the load that vLLM waits for, by request."""
+    address: a path to the memory for workers of this host, and the path's link target. waiting: by
+    request, the number of the load for which vLLM waits."""
 
     def __init__(self, workers: int) -> None:
         self.address = "", ""
         self.waiting: dict[str, int] = {}
         self._dropped: dict[str, int] = {}
-        """How many reports are to come of loads that `over` returned, by request."""
+        """By request, how many reports of loads that `over` returned will still come."""
         self._rings: list[memoryview] = []
         self._undo = ExitStack()
         nbytes = workers * SIZE * WORD_BYTES
@@ -54,7 +54,7 @@ class LoadEnds:
         self.waiting |= {load.request_id: load.number for load in loads if load.number}
 
     def reported(self, requests: Iterable[str]) -> set[str]:
-        """Return those of the requests reported by all workers of which vLLM has not heard."""
+        """Return the requests, all reported by all workers, of which vLLM has not heard."""
         new = set(requests)
         for request_id in new & self._dropped.keys():
             new.remove(request_id)
@@ -66,7 +66,7 @@ class LoadEnds:
         return new
 
     def over(self) -> set[str]:
-        """Return the requests whose load has succeeded in all workers. Drop the report of each."""
+        """Return the requests whose load has succeeded in all workers, and drop their reports."""
         done = {request_id for request_id, number in self.waiting.items() if self._in_all(number)}
         for request_id in done:
             del self.waiting[request_id]
@@ -86,14 +86,14 @@ class EndRing:
     """A worker's ring. Runs in the worker's main thread."""
 
     def __init__(self, worker: int) -> None:
-        """worker: its number."""
+        """worker: the worker's number."""
         self._first = worker * SIZE
         self._link = ""
         self._ring: memoryview | None = None
 
     def open(self, address: tuple[str, str]) -> None:
-        """Map the scheduler's memory, once. Does nothing if it is not to be had, such as from
-        another host or another pid namespace, where the path may be that of anything."""
+        """Map the scheduler's memory, once. Does nothing without access, for example on another
+        host or in another pid namespace, where the path may lead to any file."""
         path, link = address
         if link == self._link:
             return

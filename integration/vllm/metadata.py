@@ -17,7 +17,7 @@ from .model.spec import ShardSpec
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A worker's connection to the offload tier. usable: it has the packages and settings, and the
+    """A worker's connection to the offload tier. usable: packages and settings are present, and the
     tier answers. bandwidth: bytes a second of recent reads; None before the first read."""
 
     usable: bool = True
@@ -25,8 +25,8 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class _Spec(msgspec.Struct, frozen=True):
-    """Pickled as MessagePack, which takes the scheduler a tenth of pickle's time: a spec has many
-    numbers and locations."""
+    """A spec has many numbers and locations: pickled as MessagePack, in a tenth of pickle's
+    time."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (type(self), msgspec.msgpack.encode(self))
@@ -41,9 +41,9 @@ class LoadSpec(_Spec, frozen=True):
 
     keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
-    offload tier in the pool again. prefix, tenant: as of a store, if `offload`. residents:
-    chunks in other instances' KV caches, numbered within the load. number: of the load, never used
-    again; 0: the scheduler could not describe the load, so load nothing and report a failure."""
+    offload tier in the pool again. prefix, tenant: see `StoreSpec`, if `offload`. residents: chunks
+    in other instances' KV caches, numbered within the load. number: of the load, never used again;
+    0: the scheduler could not describe the load, so load nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -69,11 +69,10 @@ class StoreSpec(_Spec, frozen=True):
 
 
 class PublicationSpec(msgspec.Struct, frozen=True):
-    """A publication: chunks of a request that others may read in this KV cache once the step is
-    over.
+    """A publication: chunks that other instances may read in this KV cache after the step.
 
-    publish: with the keys of rank 0, and perhaps of more chunks than one message holds. loaded: the
-    request loaded or hit all of these chunks, so that no other instance waits for them."""
+    publish: keys of rank 0, perhaps of more chunks than a message holds. loaded: the request loaded
+    or hit all of these chunks, so no other instance waits for them."""
 
     # Not a `_Spec`: MessagePack would refuse to decode more chunks.
     publish: Publish
@@ -82,16 +81,15 @@ class PublicationSpec(msgspec.Struct, frozen=True):
 
 @KVConnectorMetadata.register
 class StepMetadata(msgspec.Struct):
-    """The scheduler's message to the workers in each step. Not a dataclass: there is one for each
-    step, and msgspec makes it in C.
+    """The scheduler's message to the workers in each step. Not a dataclass: each step makes a
+    message, and msgspec does so in C.
 
     fresh: lists of blocks that get a new owner in this step. cancelled: requests that ended during
     their load. idle: the step runs no model. opaque: the blocks with a new owner are unknown.
-    introduce: report your shard. instance: the name under which to show the KV cache to others, in
-    a step that introduces; empty: do not show it. victims: chunks to save in the pool before
-    their blocks are used again. echoes: report these numbers with this step: once its model run is
-    over, and all stores of earlier steps have begun. ends: see `LoadEnds.address`, in a step with
-    loads."""
+    introduce: report your shard. instance: the name under which to show the KV cache, in a step
+    that introduces; empty: do not show it. victims: chunks to save in the pool before their blocks
+    are used again. echoes: numbers to report with this step, once its model run is over and all
+    stores of earlier steps have begun. ends: see `LoadEnds.address`, in a step with loads."""
 
     loads: list[LoadSpec] = []
     stores: list[StoreSpec] = []
@@ -108,19 +106,19 @@ class StepMetadata(msgspec.Struct):
 
 
 class _Quiet(StepMetadata):
-    """One object, also after unpickling."""
+    """A single object, also after unpickling."""
 
     def __reduce__(self) -> str:
         return "QUIET"
 
 
 QUIET = _Quiet()
-"""The metadata of a step in which nothing is to be done, as in most, and in all of a refused
+"""The metadata of a step without work for the workers: most steps, and all steps of a refused
 instance."""
 
 
 class LoadSpan(NamedTuple):
-    """One worker's part of a finished load. began, ended: nanoseconds of the wall clock. said: the
+    """A worker's part of a finished load. began, ended: nanoseconds of the wall clock. said: the
     span's attributes."""
 
     request_id: str
@@ -131,12 +129,12 @@ class LoadSpan(NamedTuple):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' report to the scheduler after a step. It also works under MultiConnector.
+    """The workers' report to the scheduler after a step, also under MultiConnector.
 
-    failed: requests with failed loads. echoes: those of the step; all workers report them in the
-    same step. links: by worker number, the connections to the offload tier, if they changed.
-    shards: by (pipeline rank, tensor rank), if the step asked. stored: by rank, the keys (rank 0's)
-    of stored chunks, if anybody listens to KV events. spans: one for each finished load."""
+    failed: requests with failed loads. echoes: the step's echoes; all workers report them in the
+    same step. links: by worker number, changed connections to the offload tier. shards: by
+    (pipeline rank, tensor rank), if the step asked. stored: by rank, the keys (of rank 0) of stored
+    chunks, if anybody listens to KV events. spans: a span for each finished load."""
 
     failed: set[str] = field(default_factory=set)
     links: dict[int, Link] = field(default_factory=dict)
@@ -145,10 +143,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     echoes: set[int] = field(default_factory=set)
     spans: list[LoadSpan] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Merge two workers' reports: a load that failed in either worker has failed."""
-        if not isinstance(other, WorkerReport):
-            return self
         stored = {
             rank: self.stored.get(rank, []) + other.stored.get(rank, [])
             for rank in self.stored.keys() | other.stored.keys()

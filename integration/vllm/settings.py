@@ -20,8 +20,8 @@ def read(
     defaults: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> Config:
     """Read the configuration. Sections in `extra_config`, such as `server` or `pool`, override the
-    file that `config` names. where: how errors call `extra_config`. defaults: sections with
-    values for settings that neither has.
+    file that `config` names. where: the errors' name for `extra_config`. defaults: sections with
+    values for missing settings.
 
     Without `config` the file is `VCACHE_CONFIG`. ConfigError names an unknown key or an impossible
     value."""

@@ -1,2 +1,1 @@
-"""Sharing in place: publishes chunks of this instance's KV cache, and reads chunks of other
-instances'."""
+"""Sharing in place: publishes chunks of this instance's KV cache, reads other instances' chunks."""

@@ -1,5 +1,5 @@
 """Watches vLLM's block pool: changes a block's generation before the block may be written again, or
-its bytes change meaning."""
+the bytes change meaning."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vcache_backend.resident.generations import VOID, Generations
 
 log = logging.getLogger("vllm.vcache")
 NUMBERS, GENERATIONS = "I", "Q"
-"""Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes;
-slicing a list touches every number."""
+"""Type codes of `array` for block numbers and generations. Slicing an array copies bytes; slicing a
+list touches every number."""
 
 
 class KVBlocks:
     """The scheduler half's access to vLLM's `BlockPool`: blocks by number, and the queue of free
     blocks. Runs in the scheduler's thread. Only this module touches vLLM's pool.
 
-    pool: vLLM's, of which `get_new_blocks` is replaced. give_way: called before so many blocks are
-    handed out, to move others to the front. on_taken: called with the blocks that vLLM has handed
-    out, before it can launch work that writes them. None of these may raise."""
+    pool: vLLM's pool; `get_new_blocks` is replaced. give_way: called with a number of blocks before
+    vLLM hands them out, to move other blocks to the front. on_taken: called with blocks that vLLM
+    has handed out, before vLLM can launch work that writes to them. No callback may raise."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -44,16 +44,16 @@ class KVBlocks:
         return int(self.pool.get_num_free_blocks())
 
     def cached(self, block_hash: Any) -> bool:
-        """Whether vLLM's own prefix cache has this block, of a model with one block table."""
+        """Whether vLLM's prefix cache has this block, of a model with one block table."""
         return bool(self.pool.get_cached_block(block_hash, [0]))
 
     def evict(self, numbers: set[int]) -> None:
-        """Take blocks out of vLLM's own prefix cache."""
+        """Take blocks out of vLLM's prefix cache."""
         self.pool.evict_blocks(numbers)
 
     def evict_hashed(self, hashes: Iterable[Any], tables: int) -> None:
-        """Take all blocks with these hashes out of vLLM's own prefix cache. tables: the number of
-        block tables."""
+        """Take all blocks with these hashes out of vLLM's prefix cache. tables: the number of block
+        tables."""
         for block_hash, table in product(hashes, range(tables)):
             evicted = None
             while (found := self.pool.get_cached_block(block_hash, [table])) and found != evicted:
@@ -62,12 +62,12 @@ class KVBlocks:
 
     @property
     def held(self) -> set[int]:
-        """The blocks that a request has, or that vLLM's own prefix cache finds."""
+        """The blocks of requests and of vLLM's prefix cache."""
         blocks = (block for block in self.pool.blocks if not block.is_null)
         return {block.block_id for block in blocks if block.ref_cnt or block.block_hash}
 
     def head(self, most: int) -> list[int]:
-        """The next blocks, `most` of them, that vLLM will hand out, in order."""
+        """The next `most` blocks that vLLM will hand out, in order."""
         numbers, block = list[int](), self._first
         end = self.pool.free_block_queue.fake_free_list_tail
         while block is not None and block is not end and len(numbers) < most:
@@ -76,8 +76,8 @@ class KVBlocks:
         return numbers
 
     def vacant(self, most: int) -> tuple[int, int]:
-        """How many of the next blocks, at most `most`, hold nothing that vLLM's cache finds, and
-        the block after these, -1 at the end of the queue."""
+        """How many of the next blocks, at most `most`, are not in vLLM's prefix cache, and the
+        block behind them, -1 at the end of the queue."""
         count, block = 0, self._first
         end = self.pool.free_block_queue.fake_free_list_tail
         while count < most and block is not end and block.block_hash is None:
@@ -86,8 +86,8 @@ class KVBlocks:
         return count, block.block_id
 
     def together(self, first: int, last: int, length: int) -> bool:
-        """Whether `length` blocks, from block `first` to block `last`, lie one behind the other in
-        the queue. Not if one of them is in use."""
+        """Whether `length` free blocks, from `first` to `last`, lie one behind the other in the
+        queue."""
         try:
             behind = _behind(length)(self.pool.blocks[first])
         except AttributeError:
@@ -95,7 +95,7 @@ class KVBlocks:
         return behind is not None and behind is self.pool.blocks[last].next_free_block
 
     def to_head(self, first: int, last: int) -> None:
-        """Have vLLM hand out these blocks first, which lie `together` in the queue."""
+        """Make vLLM hand out these blocks first, which lie `together` in the queue."""
         start, stop = self.pool.blocks[first], self.pool.blocks[last]
         head, before = self.pool.free_block_queue.fake_free_list_head, start.prev_free_block
         if before is not head:
@@ -122,18 +122,18 @@ class KVBlocks:
 class ResidentPool:
     """Watches vLLM's `BlockPool` to count generations. Runs in the scheduler's thread.
 
-    vLLM's own results and exceptions come through unchanged. If our part fails, the whole table is
-    given up first, so that nobody reads a block whose next owner was not counted. broken: the table
-    was given up. resets: how often all blocks were voided. evicted: how often vLLM has evicted
-    blocks."""
+    vLLM's results and exceptions pass through unchanged. If our part fails, the whole table is
+    given up first, so that no instance reads a block whose next owner was not counted. broken: the
+    table was given up. resets: how often all blocks were voided. evicted: how often vLLM has
+    evicted blocks."""
 
     def __init__(
         self, blocks: KVBlocks, generations: Generations, on_reset: Callable[[], None]
     ) -> None:
-        """blocks: of a pool that has not handed out a block. on_reset: called when the prefix cache
-        is to be reset, even if vLLM then declines."""
+        """blocks: of a pool that has not handed out a block. on_reset: called before a reset of the
+        prefix cache, even if vLLM then declines."""
         self.broken, self.resets, self.evicted = False, 0, 0
-        # Void all blocks, the null block included: a block holds a request's bytes only once it
+        # Void all blocks, the null block included: a block holds a request's bytes only after it
         # was handed out and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
@@ -159,14 +159,14 @@ class ResidentPool:
             counters[block.block_id] = VOID
 
     def _evict_blocks(self, block_ids: Any) -> Any:
-        """Void blocks that vLLM evicts: after a failed load vLLM recomputes into them without
-        allocating them anew."""
+        """Void blocks that vLLM evicts: after a failed load vLLM recomputes into these blocks
+        without allocating them again."""
         self.evicted += 1
         self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
-        """Void all blocks even if vLLM cannot reset its cache now: its caller changes the weights
+        """Void all blocks even if vLLM cannot reset its cache now: the caller changes the weights
         in any case."""
         self._surely(self.void_all)
         self._surely(self._on_reset)
@@ -186,7 +186,7 @@ class ResidentPool:
 
 @lru_cache(maxsize=8)
 def _behind(length: int) -> Callable[[Any], Any]:
-    """Return a function of a block: the block `length` places behind it in vLLM's free queue.
-    AttributeError if the queue ends before."""
-    # One call of C follows the links in a tenth of the time of a loop in Python.
+    """Return a function that maps a block to the block `length` places behind it in vLLM's free
+    queue. AttributeError if the queue ends before."""
+    # One C call follows the links in a tenth of the time of a Python loop.
     return attrgetter(".".join(["next_free_block"] * length))

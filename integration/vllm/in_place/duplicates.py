@@ -1,5 +1,4 @@
-"""Frees duplicates first: chunks that another KV cache holds as well, so that this one can give up
-its copy."""
+"""Frees duplicates first: chunks with a copy in another instance's KV cache."""
 
 from __future__ import annotations
 
@@ -22,34 +21,33 @@ log = logging.getLogger("vllm.vcache")
 
 YOUNG = 32
 """A duplicate stays if the block that would leave instead was last used more than `YOUNG` times as
-long ago as the last request but one that used the duplicate here has ended. Without the duplicate
-the next request here must wait for a load; without the other block the next one anywhere must
+long ago as the end of the last request but one that used the duplicate here. Without the duplicate,
+the next request here must wait for a load; without the other block, the next request anywhere must
 compute.
 
-So a prefix that nearly all requests begin with stays everywhere, and what one request has just
-ended with does not."""
+So a prefix of nearly all requests stays everywhere, and the end of a single request does not."""
 MOST_LOOKED = 512
-"""The most duplicates skipped at once that cannot be given up. When an instance is gone, or all are
-in use, skipping thousands would delay a step by milliseconds. With 128 a request for 65 chunks
-often found none among those in use, and took 65 that nobody else had."""
+"""The most duplicates in use or without a copy that are skipped at once: if an instance is gone, or
+all duplicates are in use, skipping thousands would delay a step by milliseconds. With 128, a
+request for 65 chunks often found only duplicates in use, and took 65 unique chunks instead."""
 MOST_YOUNG = 16
-"""The most of them that stay because they are young: those behind them are mostly younger."""
-MOST_ENDED = 32
-"""The most ended requests whose blocks' last use is noted at once."""
+"""The most skipped duplicates that stay because they are young: later ones are mostly younger."""
+MOST_ENDED = 8
+"""After this many ended requests, their blocks' last use is noted."""
 MOST_WAITING = 64
-"""The most messages with copies that wait for a step. Beyond it the oldest are dropped, and their
-chunks leave the cache later."""
+"""The most messages with copies that wait for a step. Older messages are dropped, and their chunks
+leave the cache later."""
 
 
 _Duplicate = tuple[InstanceId, tuple[int, ...], float, float]
 """An instance, a chunk (`COPY`) that lies there and here, and when the last two requests ended that
-used it here since this was heard of."""
+have used the chunk here since the copy was reported."""
 UNUSED = -inf
 
 
 class Duplicates:
-    """The chunks of this instance that other instances hold as well. Each instance that is short of
-    blocks may give its copy up, as long as the other's is intact. Runs in the scheduler's thread,
+    """The chunks of this instance that other instances hold as well. An instance that is short of
+    blocks may give up its copy while the other copy is intact. Runs in the scheduler's thread,
     except `hear`."""
 
     def __init__(
@@ -66,18 +64,17 @@ class Duplicates:
         self._view, self._reachable = view, reachable
         self._waiting = deque[list[Copies]](maxlen=MOST_WAITING)
         self._copies = OrderedDict[int, _Duplicate]()
-        """Those that may be given up, by their last block here, in the order in which requests that
-        used them here have ended, or in which they were heard of. No more than fit into the KV
-        cache."""
+        """Duplicates that may be given up, by their last block here, in the order in which their
+        last requests here ended, or copies were reported. No more than fit into the KV cache."""
         self._in_use: dict[int, _Duplicate] = {}
-        """Those that were in use, or lay in pieces, when they were to be given up."""
+        """Duplicates that were in use, or lay in pieces, when their turn came."""
         self._used = np.full(generations.blocks, monotonic())
-        """By block: when the last request ended that used it, without those in `_ended`."""
+        """By block: when its last request ended, without requests in `_ended`."""
         self._ended: list[tuple[array[int], float]] = []
         """The blocks of requests that have ended lately, and when."""
         self._ahead = 0
-        """A lower bound of the blocks at the head of the free queue that are vacant, or left of
-        copies moved there. vLLM puts further vacant blocks before them."""
+        """A lower bound of the blocks at the head of the free queue that are vacant, or of copies
+        moved there. vLLM puts further vacant blocks before them."""
 
     @property
     def count(self) -> int:
@@ -85,11 +82,11 @@ class Duplicates:
         return len(self._copies)
 
     def hear(self, copies: list[Copies]) -> None:
-        """Note which chunks others hold as well, for the next `learn`. Any thread."""
+        """Note copies in other instances for the next `learn`. Any thread."""
         self._waiting.append(copies)
 
     def learn(self) -> bool:
-        """Act on the first message that `hear` noted. True if more wait. Never raises."""
+        """Act on the first message that `hear` noted. True if more messages wait. Never raises."""
         copies, blocks = self._copies, self._generations.blocks
         if self._waiting:
             for news in self._waiting.popleft():
@@ -108,7 +105,7 @@ class Duplicates:
     def finished(self, tracked: Tracked, block_size: int) -> None:
         """Note that a request has ended. block_size: in tokens."""
         row, now = tracked.store.rows[0], monotonic()
-        # Some of those that it found here may have been at the head.
+        # Some blocks of the request's hit may have been at the head.
         self._ahead = max(0, self._ahead - tracked.local // block_size)
         self._ended.append((row, now))
         if len(self._ended) >= MOST_ENDED:
@@ -122,14 +119,14 @@ class Duplicates:
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
-        would else take cached blocks.
+        would otherwise take cached blocks.
 
-        No more than these blocks need: what is given up is handed out at once, so the other
-        instance sees that its own copy is the last one. Waits for the server only to open another
-        instance's table for the first time. Never raises."""
+        Puts no more than needed: vLLM hands the blocks out at once, so the other instance sees that
+        its copy is the last copy. Waits for the server only to open another instance's table for
+        the first time. Never raises."""
         try:
             short = self._ahead < count and (self._copies or self._waiting)
-            # Without a server nothing could be loaded again.
+            # Without a server a duplicate could not be loaded again.
             if short and self._reachable():
                 vacant, instead = self._pool.vacant(count)
                 self._ahead = max(self._ahead, vacant)
@@ -148,15 +145,15 @@ class Duplicates:
     # ---- inside
 
     def _note_used(self) -> None:
-        """Note when the blocks of ended requests were last used. Later requests win."""
+        """Note the last use of the blocks of ended requests. Later requests win."""
         for row, ended in self._ended:
             put(self._used, row, ended)
         self._ended.clear()
 
     def _give_way(self, needed: int, instead: int) -> int:
-        """Move `needed` chunks to the head of the free queue that are intact, free, and not
-        `YOUNG`. Returns how many were moved; ends after `MOST_LOOKED` others. instead: the
-        block that would leave else."""
+        """Move `needed` duplicates that are free and not `YOUNG` to the head of the free queue.
+        Returns how many were moved; ends after `MOST_LOOKED` others. instead: the block that would
+        leave otherwise."""
         latest = 0.0
         copies, pool, each = self._copies, self._pool, self._each
         own = self._generations.counters.data
@@ -173,28 +170,29 @@ class Duplicates:
                 copies[last] = duplicate
                 young -= 1
             else:
-                # Void it first: if the other gives its copy up now, one of both sees that.
+                # Void our copy first: if the other instance gives up its copy now, one of both sees
+                # that.
                 own[last] = VOID
                 if instance not in others:
                     others[instance] = self._counters(instance)
                 theirs = others[instance]
-                # Its last block leaves first, and so tells of the others.
+                # The copy's last block leaves first: if it is intact, all blocks are.
                 if block < len(theirs) and theirs[block] == their_generation:
                     pool.to_head(last, first)
                     moved += 1
                     continue
-                # Nobody has written it since.
+                # Our copy was not written to since.
                 own[last] = generation
             looks -= 1
         return moved
 
     def _latest(self, instead: int) -> float:
-        """The last use of a duplicate that just leaves before the block `instead`: see `YOUNG`."""
+        """The latest use of a duplicate that leaves before the block `instead`: see `YOUNG`."""
         self._note_used()
         now = monotonic()
         return now - (now - float(self._used[instead])) / YOUNG
 
     def _counters(self, instance: bytes) -> memoryview[int]:
-        """Another instance's generations; of no block if it is gone."""
+        """Another instance's generations; empty if the instance is gone."""
         view = self._view(instance)
         return memoryview(b"") if view is None or view.dead else view.counters.data

@@ -1,7 +1,7 @@
 """Makes vLLM allocate its KV cache in memory that other instances can map.
 
-vLLM asks the connector for a context around exactly that allocation. This relies on the sources of
-the supported releases (`tests/outside/releases.py`)."""
+vLLM asks the connector for a context around exactly this allocation, in all supported releases
+(`tests/outside/releases.py`)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Exportable = CudaExportable | HostExportable
 
 
 class Exporter:
-    """The memory of one worker's KV cache. All methods run in the worker's main thread, where vLLM
-    makes its KV cache.
+    """The memory of one worker's KV cache. All methods run in the worker's main thread, in which
+    vLLM makes its KV cache.
 
     The region and its descriptor belong to vLLM's tensors and live as long as these: callers do not
     close them."""
 
     def __init__(self, device_type: str) -> None:
-        """On the worker's device. device_type: vLLM's, `cuda` or `cpu`. Never raises: without
-        exportable memory `region` says why."""
+        """device_type: vLLM's, `cuda` or `cpu`. Never raises: without exportable memory `region`
+        raises the reason."""
         self._memory: Exportable | None = None
         self._problems: list[str] = []
         with self._noting_failure():
@@ -47,7 +47,7 @@ class Exporter:
     def region(self, kv_caches: Mapping[str, torch.Tensor]) -> Region:
         """Return the exportable allocation that holds `kv_caches`. vLLM makes one for all layers.
 
-        LayoutError if they lie elsewhere, SegmentError without exportable memory."""
+        LayoutError if the KV caches lie elsewhere, SegmentError without exportable memory."""
         memory = self._memory
         if memory is None or self._problems:
             raise SegmentError(
@@ -81,7 +81,7 @@ class Exporter:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Turn an error into a problem: vLLM uses its own memory, and `region` says why."""
+        """Turn an error into a problem for `region` to raise: vLLM uses its own memory."""
         try:
             yield
         except VCacheError as error:
@@ -107,6 +107,6 @@ def _memory(device_type: str) -> Exportable:
 
 @functools.cache
 def _gpu(ordinal: int) -> CudaExportable:
-    """Make the exporter's memory for one GPU. It is never freed: torch may free tensors in it until
-    the process ends."""
+    """Make the exporter's memory for one GPU. Never freed: torch may free tensors in it until the
+    process ends."""
     return CudaExportable(ordinal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import eq
 
@@ -36,11 +36,11 @@ class Publications:
 
     instance: a random name, new at each start of the engine. each: vLLM's blocks of a chunk.
     sequence: the number of the next publication; a reset voids all lower numbers. epoch: the epoch
-    of everything published. heard: the namespace's epoch as the server last said. news: `learn` has
-    something to do."""
+    of all publications. heard: the namespace's epoch in the server's last message. news: messages
+    wait for `learn`."""
 
     def __init__(self, blocks: int, each: int, loads: bool) -> None:
-        """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. loads: the
+        """blocks: the number of blocks in vLLM's pool. each: vLLM's blocks of a chunk. loads: the
         instance's role allows loads. SegmentError if memory for the table is lacking."""
         self._loads = loads
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
@@ -51,26 +51,26 @@ class Publications:
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
         self._told: dict[ChunkKey, tuple[int, int, int]] = {}
-        """By chunk, the place where it was published last and others look for it: its last block,
-        which leaves first, that block's generation, and its first block."""
+        """By chunk, the last published place: the chunk's last block, which leaves first, the last
+        block's generation, and the first block."""
         self._pool: ResidentPool | None = None
         self.duplicates: Duplicates | None = None
-        """Made when vLLM has shown its pool, if the instance could load again what it gives up."""
+        """Made when vLLM has shown its pool, if the instance may load chunks again."""
         self.reachable: Callable[[], bool] = lambda: False
         """Whether the server can be asked where chunks are."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
-        """Returns another instance's generations; None if the instance is gone, or no server is
-        known yet."""
+        """Returns another instance's generations; None if the instance is gone, or without a
+        server."""
 
     @property
     def watches(self) -> bool:
-        """Whether vLLM has shown its block pool. Without the pool the blocks' contents
-        are unknown."""
+        """Whether vLLM has shown its block pool. Without the pool, the blocks' contents are
+        unknown."""
         return self._pool is not None
 
     def watch(self, pool: KVBlocks) -> None:
-        """Watch vLLM's pool, which vLLM shows before the first request. ValueError if its size
-        differs from the KV cache's."""
+        """Watch vLLM's pool, which vLLM shows before the first request. ValueError if pool and KV
+        cache differ in size."""
         if pool.count != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
         if self._loads:
@@ -85,16 +85,16 @@ class Publications:
         self._pool = ResidentPool(pool, self.generations, self._reset)
 
     def reset(self) -> None:
-        """Void all that was published, and all that the steps under way compute."""
+        """Void all publications, and all chunks that the steps under way compute."""
         self._void_all()
         self._reset()
 
     def hear(self, reply: Found | Heard) -> None:
-        """Note for the next `learn` what the server says of the namespace's epoch, and which chunks
-        others hold as well. Any thread."""
+        """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
+        thread."""
         if self.duplicates is not None and reply.copies:
             self.duplicates.hear(reply.copies)
-        # An answer about no keys does not know the epoch.
+        # An answer about no keys has no epoch.
         self.heard = reply.epoch if isinstance(reply, Heard) else max(self.heard, reply.epoch)
         if reply.copies or self.heard != self.epoch:
             self.news = True
@@ -102,9 +102,9 @@ class Publications:
     def learn(self) -> bool:
         """Act on the next message that `hear` noted. True if the namespace was reset.
 
-        After a reset others no longer find chunks from before, though vLLM's own cache may still
-        hit them."""
-        # First: another thread may hear more from now on.
+        After a reset other instances find no earlier chunks, though vLLM's own cache may still hit
+        them."""
+        # First: another thread may note more messages from now on.
         self.news = False
         if self.duplicates is not None and self.duplicates.learn():
             self.news = True
@@ -115,22 +115,22 @@ class Publications:
         self.epoch = heard
         return True
 
-    def loads(self, blocks: array[int]) -> None:
-        """Note that a load will fill these blocks. vLLM caches them only if it does."""
+    def loads(self, blocks: Sequence[int]) -> None:
+        """Note that a load will fill these blocks. vLLM caches them only if the load succeeds."""
         if self._pool is not None:
             self.generations.filled(blocks)
 
     def stop(self, tracked: Tracked) -> None:
         """Publish no more chunks of the request in its present blocks, nor of a session's next turn
-        if that completes one of them."""
+        if the turn completes one of them."""
         tracked.resident.filled, tracked.resident.resets = NEVER, -1
 
     def begin(self, tracked: Tracked, computed: int, partial: bool) -> None:
-        """Note the first step with these blocks of the request, or of a turn of a session.
+        """Note the first step of a request, or of a session's turn, with its present blocks.
 
-        computed: how many blocks hold its tokens already, from a hit in vLLM's cache or a load. Of
-        these some may be void: vLLM keeps blocks over a reset that it refuses. partial: the next
-        block holds some, too, from the session's last turn or another connector's load."""
+        computed: how many blocks hold tokens already, from a hit in vLLM's cache or a load. Some of
+        these blocks may be void: vLLM keeps blocks over a reset that it refuses. partial: the next
+        block holds tokens, too, from the session's last turn or another connector's load."""
         if self._pool is None:
             return
         state = tracked.resident
@@ -139,8 +139,8 @@ class Publications:
         self._read(tracked, computed)
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
-        """Note that the step being planned fills the request's blocks up to number `blocks`. They
-        are its own for good: vLLM has planned the step."""
+        """Note that the step being planned fills the request's blocks up to number `blocks`. vLLM
+        has planned the step, so the blocks are the request's for good."""
         if self._pool is None:
             return
         state = tracked.resident
@@ -158,9 +158,9 @@ class Publications:
     ) -> list[PublicationSpec]:
         """Make the publications of the request's chunks [first, ready), which the step completes.
 
-        Leaves out chunks that are published already, and what lies behind a block that was void
-        when the request got it. What was voided later readers refuse, by the table. loaded: the
-        request loaded or hit all of these chunks."""
+        Leaves out chunks that are published already, and chunks behind a block that was void when
+        the request got the block. Readers refuse blocks that were voided later, by the table.
+        loaded: the request loaded or hit all of these chunks."""
         if self._pool is None or self._pool.broken:
             return []
         each, row, generations = self.each, tracked.store.rows[0], tracked.resident.generations
@@ -188,8 +188,8 @@ class Publications:
     # ---- inside
 
     def _read(self, tracked: Tracked, blocks: int) -> None:
-        """Read the generations of the request's first blocks, so many. Leave its further blocks
-        void if one of these is void."""
+        """Read the generations of the request's first `blocks` blocks. If one of these is void,
+        leave all further blocks void."""
         assert self._pool is not None
         state = tracked.resident
         state.evicted = self._pool.evicted
@@ -204,7 +204,7 @@ class Publications:
             del state.generations[void:]
 
     def _forget_gone(self) -> None:
-        """Forget chunks of which the last block, which leaves first, holds something else now."""
+        """Forget chunks whose last block, which leaves first, has changed."""
         counters, told = self.generations.counters.data, self._told
         gone = [key for key, (last, generation, _) in told.items() if counters[last] != generation]
         for key in gone:

@@ -1,5 +1,5 @@
-"""Chooses which chunks to read in other instances' KV caches: checks the server's answer against
-the instances' tables of generations."""
+"""Chooses the chunks to read in other instances' KV caches: checks the server's answer against the
+instances' generation tables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vcache_backend.resident.tables import Tables
 
 
 def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, list[ResidentRun]]:
-    """Choose what to load: the number of leading chunks, and the runs to read in place. each:
-    blocks of a chunk. first: the number of the answer's first chunk.
+    """Choose the chunks to load. Returns the number of leading chunks, and the runs to read in
+    place. each: blocks of a chunk. first: the number of the answer's first chunk.
 
-    Takes a chunk out of the first run, in the server's order, in which it seems unchanged since its
-    publication. Only without one it takes the pool's copy."""
+    Takes a chunk from the first run, in the server's order, in which the chunk seems unchanged
+    since its publication; without such a run, from the pool."""
     runs: list[ResidentRun] = []
     having: list[ResidentRun] = []
     later, chunk = deque(found.residents), 0
@@ -36,10 +36,9 @@ def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, li
 
 def _right(run: ResidentRun, chunk: int, tables: Tables, each: int) -> ResidentRun | None:
     """Return the run's chunks from number `chunk` on that are unchanged since their publication.
-    None if the first has changed.
+    None if the first chunk has changed.
 
-    Looks only at a chunk's last block, which vLLM frees before the others: the load looks at all of
-    them."""
+    Checks only a chunk's last block, which vLLM frees first: the load checks all blocks."""
     view = tables.view(run.instance)
     if view is None or not run.fits(each):
         return None

@@ -1,4 +1,4 @@
-"""Finds chunks that will soon leave vLLM's KV cache, and has them saved in the pool beside it."""
+"""Finds chunks that will soon leave vLLM's KV cache, to be saved in the pool."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .publications import Publications
 AHEAD_STEPS = 3
 """How many steps' worth of blocks at the head of vLLM's free queue are examined.
 
-A step's saves are copied after the step. By then the next step is planned, and with asynchronous
-scheduling also the one after it. So the saves are in time only for blocks that later steps take."""
+A step's saves are copied after the step. By then vLLM has planned the next step, with asynchronous
+scheduling the next two. So only blocks that later steps take are saved in time."""
 TAKEN_DECAY = 0.97
-"""A step's worth of blocks is the most that one step has taken lately: a step that takes fewer
-lowers it by this factor. A load takes all of its request's blocks in one step, many more than a
-step computes."""
+"""A step's worth of blocks is the most that a step has taken lately; a step that takes fewer lowers
+the worth by this factor. A load takes all blocks of its request in one step, many more than a step
+computes."""
 MOST_AHEAD = 8192
-"""The most blocks that are examined, however large steps are."""
+"""The most blocks that are examined, even if steps are large."""
 MOST_SAVED = 256
 """The most chunks that one step saves."""
 
@@ -32,8 +32,8 @@ class Victims:
     """Saves published chunks at the head of vLLM's free queue: see `plan`. Runs in the scheduler's
     thread.
 
-    The queue is examined again only when a fifth of the examined blocks may be gone. In between a
-    step costs next to nothing."""
+    The queue is examined again only when a fifth of the examined blocks may be gone; other steps
+    cost next to nothing."""
 
     def __init__(self, publications: Publications, step_blocks: int) -> None:
         """step_blocks: the most blocks that one step fills."""
@@ -46,13 +46,12 @@ class Victims:
         """By a chunk's first block: all of its blocks."""
         self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
         self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By block: the first block of its chunk (`_first`), and the generation of its
-        publication."""
+        """By block: the first block of the chunk (`_first`), and the published generation."""
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
         """By a chunk's first block: the generation in which the chunk was saved; 0 once a block of
         the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)"""
         self._left = 0
-        """How many of the examined blocks are at least still in the queue."""
+        """The least number of examined blocks that are still in the queue."""
 
     def watch(self, blocks: KVBlocks) -> None:
         """Note vLLM's pool."""
@@ -62,8 +61,8 @@ class Victims:
         """Add to `meta` the chunks that the step saves because a later step may overwrite them. The
         step must have all its blocks.
 
-        A chunk is saved once, and again after it was used again: the pool may have lost it by then.
-        """
+        A chunk is saved once, and again after another use: the pool may have lost the chunk
+        meanwhile."""
         if self._blocks is None:
             return
         self._note(meta)
@@ -77,7 +76,7 @@ class Victims:
         fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
         fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
-        # Those that still hold their chunk were hit, not handed out.
+        # Blocks that still hold their chunk were hit, not handed out.
         now = self._publications.generations.counters
         taken = int(np.count_nonzero(self._published[fresh] != now[fresh]))
         self._taken = max(self._step_blocks, taken, int(self._taken * TAKEN_DECAY))
@@ -104,7 +103,7 @@ class Victims:
         first, at = first[whole], at[whole]
         new = np.flatnonzero(self._saved[first] != now[first])
         if len(new) > MOST_SAVED:
-            # The next step saves the others.
+            # The next step saves the rest.
             self._left = int(at[new[MOST_SAVED]])
             new = new[:MOST_SAVED]
         if len(new):

@@ -1,5 +1,5 @@
-"""The worker's half of sharing in place: shows its KV cache to others, maps theirs, and publishes
-the chunks that its steps compute."""
+"""The worker's half of sharing in place: shows the worker's KV cache, maps other instances' KV
+caches, and publishes the chunks that steps compute."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class InPlace:
     publisher: None before `show`."""
 
     def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
-        """each: blocks of a chunk. shows: others read this worker's KV cache. With MLA all ranks
-        hold the same KV, and only the first shows it."""
+        """each: blocks of a chunk. shows: other instances read this worker's KV cache. With MLA all
+        ranks hold the same KV, and only the first rank shows its cache."""
         self.exporter, self._each, self._shows = exporter, each, shows
         self.neighbours: Neighbours | None = None
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
 
     def open(self, session: Session, kv: PagedKV, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Get ready to read other KV caches, once the worker has joined the pool. kv: the geometry
-        of its `kv_caches`. LayoutError or SegmentError if others cannot map them."""
+        """Prepare reading other KV caches, once the worker has joined the pool. kv: the geometry of
+        `kv_caches`. LayoutError or SegmentError if other instances cannot map `kv_caches`."""
         device = session.device
         if device.medium == "host" and kv.device.type != "cpu":
             device = devices.resolve(str(kv.device))
@@ -54,7 +54,7 @@ class InPlace:
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
     def publish(self, session: Session, specs: Sequence[PublicationSpec]) -> None:
-        """Publish chunks once the step has computed them. All of the step's model run must be
+        """Publish chunks once the step has computed them. The step's whole model run must be
         queued."""
         if self.publisher is None or not specs:
             return
@@ -63,8 +63,8 @@ class InPlace:
             self.publisher.submit(_own(session, spec.publish), written, soon=not spec.loaded)
 
     def save(self, worker: Attached, victims: Publish, stores: Stores) -> None:
-        """Store those chunks in the pool that are published. A chunk that loses a block during the
-        copy is dropped."""
+        """Store the published chunks of `victims` in the pool. A chunk that loses a block during
+        the copy is dropped."""
         publisher = self.publisher
         if publisher is None:
             return
@@ -74,7 +74,7 @@ class InPlace:
             stores.save(worker, published.keys, blocks, published.epoch, holds)
 
     def close(self) -> None:
-        """Idempotent. Call it after the last load is over, and before the session is closed."""
+        """Idempotent. Call after the last load is over, and before the session is closed."""
         for part in (self.publisher, self._shown, self.neighbours):
             if part is not None:
                 part.close()

@@ -19,30 +19,30 @@ from . import spec as model_spec
 
 
 def hash_root() -> bytes:
-    """The value that vLLM's block hashes start from. Known once the engine runs."""
+    """The start value of vLLM's block hashes. Known once the engine runs."""
     return bytes(kv_cache_utils.NONE_HASH)
 
 
 def hash_seed(vllm_config: Any) -> str | None:
-    """The seed of `hash_root`; None if each process would get another seed, because the algorithm
-    fixes none and the user has set none."""
+    """The seed of `hash_root`; None if each process would get another seed, because neither the
+    algorithm nor the user fixes the seed."""
     function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     seed, again = (kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2))
     return str(seed) if seed == again else None
 
 
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """How many tokens one of a request's `block_hashes` covers."""
+    """The tokens of a hash in a request's `block_hashes`."""
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def loads_at_once(vllm_config: Any, settings: config.Config) -> bool:
-    """Whether a load need not wait for the steps under way, since none can write its blocks.
+    """Whether a load may begin during the steps under way, since no step can write to its blocks.
 
-    vLLM 0.31 and later hold the blocks of a request that has ended back until no step under way can
-    write them (`Scheduler.defer_block_free`). But a draft model's last kernels may still run then,
-    and a pool's stores read blocks after a step. Steps that zero blocks are those of models that
-    are not shared in place."""
+    vLLM 0.31 and later hold back the blocks of an ended request until no step under way can write
+    to them (`Scheduler.defer_block_free`). But a draft model's last kernels may still run then, and
+    a pool's stores read blocks after a step. Models whose steps zero blocks are not shared in
+    place."""
     shares = settings.connector.share == "in_place" and not settings.pool.lent
     return shares and vllm_config.speculative_config is None
 
@@ -53,15 +53,15 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def clears(kv_cache_config: Any) -> bool:
-    """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers
-    of several types. Its scheduler decides that, which sees the first layer of each table."""
+    """Whether vLLM clears the blocks that it hands out: for states, and for tables with numbers of
+    several types. vLLM's scheduler decides by the first layer of each table."""
     seen = kv_cache_utils.generate_scheduler_kv_cache_config([kv_cache_config])
     return bool(seen.needs_kv_cache_zeroing)
 
 
 def spec_kind(kv_cache_config: Any) -> str | None:
-    """Name the kind of KV cache as vLLM's KV events do: of the first group that attends to all
-    tokens, or of the first group. None for a model without KV.
+    """vLLM's name, in KV events, for the KV cache of the first group that attends to all tokens, or
+    of the first group. None for a model without KV.
 
     Dynamo ignores events of an unknown group without a kind."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -89,8 +89,8 @@ def read_model(
 
 
 def hit_source_of_peers() -> Any:
-    """What `vllm:prompt_tokens_cached_by_source` calls tokens out of another instance's KV cache.
-    None before vLLM 0.32, which does not ask."""
+    """The source in `vllm:prompt_tokens_cached_by_source` of tokens from another instance's KV
+    cache. None before vLLM 0.32, which does not ask."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:

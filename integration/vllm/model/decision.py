@@ -25,8 +25,8 @@ log = logging.getLogger("vllm.vcache")
 
 
 class Decision(NamedTuple):
-    """How an instance caches. settings: with `connector.share` decided. refused: why it caches
-    nothing, in one line with what to change; empty if it does."""
+    """How an instance caches. settings: with `connector.share` decided. refused: a line that says
+    why the instance caches nothing, and what to change; empty if it caches."""
 
     model: ModelSpec
     settings: Config
@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 
 
 def decide(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Decision:
-    """Decide for this instance. All of its processes get the same answer."""
+    """Decide for this instance. All processes of the instance get the same answer."""
     model = compat.read_model(vllm_config, kv_cache_config, settings.connector)
     hindrance = hinders(vllm_config, kv_cache_config)
     if settings.connector.share == "auto":
@@ -49,8 +49,8 @@ def decide(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Decision
 
 
 def hinders(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Say why this instance's KV cache cannot be shared in place; empty if it can. Names another
-    setting to change than `connector.share`, if any helps."""
+    """Say why this instance's KV cache cannot be shared in place; empty if it can. Names a setting
+    besides `connector.share` to change, if one helps."""
     if groups.several(kv_cache_config):
         return (
             "a model with several block tables, or with one of a sliding window, is shared "
@@ -84,7 +84,7 @@ def hinders(vllm_config: Any, kv_cache_config: Any) -> str:
 def _refusals(
     vllm_config: Any, kv_cache_config: Any, model: ModelSpec, settings: Config
 ) -> Iterator[str]:
-    """List why this instance must not cache, each reason with what to change."""
+    """List the reasons why this instance must not cache, each with the change to make."""
     if not VLLM.supports(vllm.__version__):
         yield f"vLLM {vllm.__version__} is not supported: install {VLLM.name}{VLLM.wanted}"
     if reason := model_spec.refusal(vllm_config, model, compat.hash_seed(vllm_config)):

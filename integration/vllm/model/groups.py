@@ -1,7 +1,7 @@
-"""Groups of layers with separate block tables: the blocks that a chunk holds, that a hit needs, and
-that a request still has.
+"""Groups of layers with separate block tables: which blocks a chunk holds, a hit needs, and a
+request still has.
 
-Does not import vLLM: it reads only numbers and type names from vLLM's objects."""
+Does not import vLLM: reads only numbers and type names from vLLM's objects."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _KINDS = {
     STATES: "state",
 }
 _MIXED = "UniformTypeKVCacheSpecs"
-"""vLLM's specification of a table whose layers' pages have several sizes. Workers see it;
-the scheduler sees that of its first layer instead."""
+"""vLLM's specification of a table whose layers' pages have several sizes. Workers see this
+specification; the scheduler sees the specification of the table's first layer."""
 _ENCODER = "an encoder's output depends on the whole input: no setting changes that"
 _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
@@ -56,7 +56,7 @@ class LayerGroup(NamedTuple):
     state: str = ""
 
     def __str__(self) -> str:
-        """Its kind and block size."""
+        """The group's kind and block size."""
         attends = f"window{self.window}" if self.window else "full"
         kind = f"state-{self.state}" if self.state else attends
         return f"{kind}/{self.block_size}"
@@ -73,14 +73,14 @@ class Groups:
     A chunk's blocks are listed group by group, the blocks of several chunks chunk by chunk. Methods
     take `rows`, a request's block tables by vLLM's group number.
 
-    groups: the groups that keep tokens, those that attend to all tokens first. states: the groups
-    that keep a state. block: the least common multiple of all block sizes, in tokens. size: tokens
-    of a chunk. sizes: tokens of a block, by vLLM's group number. shares: a chunk's part in each
-    group. plain: the only table's layers attend to all tokens. whole: hits end at multiples of so
-    many tokens: at any block if `plain`, else at a chunk's end.
+    groups: the groups that keep tokens; groups that attend to all tokens come first. states: the
+    groups that keep a state. block: the least common multiple of all block sizes, in tokens. size:
+    tokens of a chunk. sizes: tokens of a block, by vLLM's group number. shares: a chunk's part in
+    each group. plain: the only table's layers attend to all tokens. whole: hits end at multiples of
+    `whole` tokens: at any block if `plain`, otherwise at a chunk's end.
 
-    Chunks do not contain states. The state after a chunk's last token, one block of each group in
-    `states`, is stored as `parts` further chunks with separate keys, if vLLM has it (vLLM's pages
+    Chunks do not contain states. If vLLM has the state after a chunk's last token, one block of
+    each group in `states`, it is stored as `parts` further chunks with separate keys (vLLM's pages
     have one size)."""
 
     def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
@@ -104,8 +104,7 @@ class Groups:
 
     @property
     def text(self) -> str:
-        """The groups' kinds and block sizes. Two instances must agree on them to share. Empty if
-        `plain`."""
+        """The groups' kinds and block sizes, equal in instances that share. Empty if `plain`."""
         return "" if self.plain else " ".join(map(str, [*self.groups, *self.states]))
 
     @property
@@ -115,13 +114,13 @@ class Groups:
 
     @property
     def blocks(self) -> int:
-        """The number of a chunk's blocks, over all groups. Each takes as many bytes as a block of
-        the group with the most layers."""
+        """The number of a chunk's blocks, over all groups. Each block takes as many bytes as a
+        block of the group with the most layers."""
         return sum(share.of(self.size) for share in self.shares)
 
     @property
     def parts(self) -> int:
-        """How many chunks one state occupies."""
+        """How many chunks a state occupies."""
         return -(-len(self.states) // self.blocks) if self.states else 0
 
     def length(self, rows: Sequence[Sequence[int]]) -> int:
@@ -134,8 +133,8 @@ class Groups:
         return self._listed([group.blocks(rows, begin, end).tolist() for group in self.groups])
 
     def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
-        """List the blocks to load for the tokens [local, end): as `chunks` from the chunk with
-        token `local` on, then the blocks of the state at `end`.
+        """List the blocks to load for the tokens [local, end), from the chunk with token `local`
+        on, in the order of `chunks`, then the blocks of the state at `end`.
 
         end: a multiple of `whole`. -1 stands for blocks before `local`, which vLLM has, and for
         blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not hold."""
@@ -157,7 +156,7 @@ class Groups:
         return blocks
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
-        """The blocks of the state after `end` tokens, one for each state group that has it."""
+        """The blocks of the state after `end` tokens, from the state groups that have it."""
         ends = [group.blocks(rows, end - group.block_size, end) for group in self.states]
         return [block for row in ends for block in row if block != NULL]
 
@@ -180,10 +179,9 @@ class Groups:
     def alive_from(
         self, rows: Sequence[Sequence[int]], computed: int, first: int, stop: int
     ) -> int:
-        """Find the first of the chunks [first, stop) from which on the request still has all
-        blocks.
+        """The first of the chunks [first, stop) from which on the request still has all blocks.
 
-        computed: the tokens with which the step begins. Returns `stop` without such a chunk."""
+        computed: the tokens before the step. Returns `stop` without such a chunk."""
         alive = first
         for group, share in zip(self.groups, self.shares, strict=True):
             if not group.window:
@@ -200,7 +198,7 @@ class Groups:
 
     def _state_wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
         """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError unless vLLM
-        wants exactly these: in the last block of [local, end), and none before."""
+        wants exactly these blocks: in the last block of [local, end), and none before."""
         state = self.state(rows, end)
         before = [group.blocks(rows, local, end - group.block_size) for group in self.states]
         if len(state) < len(self.states) or any(map(any, before)):
@@ -208,8 +206,8 @@ class Groups:
         return state + [-1] * (self.parts * self.blocks - len(state))
 
     def _listed(self, columns: list[list[int]]) -> list[int]:
-        """Bring the blocks of consecutive chunks into the order of chunks. columns: each group's
-        blocks of these chunks."""
+        """Bring the blocks of consecutive chunks into the order of chunks. columns: the chunks'
+        blocks, by group."""
         if len(columns) == 1 and not self.shares[0].tail:
             return columns[0]
         kept = [
@@ -232,19 +230,19 @@ class Groups:
 
 
 def several(kv_cache_config: Any) -> bool:
-    """Whether the model has several block tables, or a single one of a sliding window."""
+    """Whether the model has several block tables, or a single table of a sliding window."""
     kinds = [kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
     return len(kinds) > 1 or kinds == ["window"]
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """The specifications of a table's layers, the one that the scheduler sees first. Where pages
-    have several sizes, one for each layer; else the one that all layers share."""
+    """The specifications of a table's layers; the scheduler sees the first. If pages have several
+    sizes, one for each layer, otherwise the single one of all layers."""
     return list(spec.kv_cache_specs.values()) if type(spec).__name__ == _MIXED else [spec]
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
-    """Read an instance's groups from vLLM's `KVCacheConfig`. LayoutError, in one line, if they
+    """Read an instance's groups from vLLM's `KVCacheConfig`. LayoutError, in one line, if a group
     cannot be cached."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
@@ -274,8 +272,7 @@ def kind(spec: Any) -> tuple[str, int]:
 
 
 def _refusal(spec: Any) -> str | None:
-    """Say why layers of this specification cannot be cached, and what to change; None if they
-    can."""
+    """Say why layers of this specification cannot be cached, and what to change; or None."""
     name = type(spec).__name__
     if name not in _KINDS:
         lacks = "whose blocks do not hold the whole prefix: no setting changes that"
@@ -307,7 +304,7 @@ def _group(number: int, group: Any) -> LayerGroup:
 
 
 def _tail(group: LayerGroup, chunk_size: int) -> int:
-    """How many tokens at a chunk's end have blocks that a hit may need; 0: all of them."""
-    # Whole blocks that the window reaches into before a token.
+    """How many tokens at a chunk's end have blocks that a hit may need; 0: all tokens."""
+    # Whole blocks before a token that the window touches.
     tokens = -(-(group.window - 1) // group.block_size) * group.block_size
     return tokens if 0 < tokens < chunk_size else 0

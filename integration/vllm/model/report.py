@@ -43,8 +43,8 @@ from . import groups
 from .decision import decide
 
 BLOCKS = 1 << 20
-"""Blocks of the described KV cache, enough for any model's longest request. The number does not
-change a chunk."""
+"""Blocks of the described KV cache, enough for any model's longest request. The number has no
+effect on a chunk."""
 _TRANSFER = KVTransferConfig(
     kv_connector="VCacheConnector",
     kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -55,8 +55,8 @@ _TRANSFER = KVTransferConfig(
 def report(name: str, settings: Config) -> ModelReport:
     """Describe what an instance of model `name` would cache under these settings, with one worker.
 
-    Loads no weights, downloads nothing and runs no code of the model's own. Raises vLLM's error for
-    a model that vLLM cannot serve."""
+    Loads no weights, downloads nothing and runs no code from the model's repository. Raises vLLM's
+    error for a model that vLLM cannot serve."""
     arguments = EngineArgs(
         model=name,
         load_format="dummy",
@@ -100,8 +100,8 @@ def _specs(vllm_config: Any) -> Mapping[str, Any]:
 
 
 def _kv_cache(vllm_config: Any, specs: Mapping[str, Any]) -> Any:
-    """Make the block tables as vLLM's engine core does. vLLM 0.33 groups the layers in a call of
-    its own."""
+    """Make the block tables as vLLM's engine core does. vLLM 0.33 groups the layers in a separate
+    call."""
     find = getattr(engine_core, "get_global_kv_cache_groups", None)
     tables = [find(vllm_config, [specs])] if find else []
     (kv_cache,) = engine_core.get_kv_cache_configs(vllm_config, [specs], [1 << 50], *tables)
@@ -152,7 +152,7 @@ def main() -> None:
         try:
             result = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
         except Exception as error:  # noqa: BLE001
-            # The outermost line of this process: who asked is told.
+            # The outermost line of this process: the parent gets the reason.
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
                 why = error.errors()[0]["msg"]

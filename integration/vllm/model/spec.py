@@ -1,7 +1,7 @@
 """Reads a serving instance from vLLM's configuration and KV tensors, for both integrations, and
-makes its layout.
+makes the instance's layout.
 
-It imports neither vLLM nor LMCache."""
+Imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .groups import Groups
 from .weights import digest, extra, plain, rope, text, weights
 
 AXES = "block head token dim"
-"""The axes of vLLM's view of a layer's KV, wherever its bytes lie (vLLM 0.31 and later). A state's
+"""The axes of vLLM's view of a layer's KV, in any memory order (vLLM 0.31 and later). A state's
 view has one head and no tokens."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole serving instance, as each of its processes reads it from vLLM's configuration.
+    """A whole serving instance, which each of its processes reads from vLLM's configuration.
 
     kv_cache_dtype: `auto` resolved. kv_heads, head_dim: of the whole model without draft layers.
     rope: canonical text. named: the user has named the weights. block_size: tokens of the blocks
-    that vLLM hands out. hash_algorithm: of vLLM's block hashes. extra: other settings that change
+    that vLLM hands out. hash_algorithm: of vLLM's block hashes. extra: further settings that change
     the bytes, by name."""
 
     model: str
@@ -51,10 +51,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of every chunk.
 
-    kv_layout, dtype, layers: see `PagedKV`. block_size: tokens of the tensors'
-    blocks, maybe fewer than vLLM's. chunk_bytes: this worker's part of a chunk. attention: the
-    backends' names. layer_names: a digest of the names, in order. problem: why this worker must not
-    cache; then the rest may be missing."""
+    kv_layout, dtype, layers: see `PagedKV`. block_size: tokens of the tensors' blocks, maybe fewer
+    than of vLLM's blocks. chunk_bytes: of this worker's part. attention: the backends' names.
+    layer_names: a digest of the names, in order. problem: why this worker must not cache; then
+    other fields may be missing."""
 
     pp_rank: int
     tp_rank: int
@@ -72,8 +72,8 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     """The instance that `vllm_config` describes. In the scheduler's process or a worker's, before
     or after the KV caches are made.
 
-    name: the user's name for the weights; it also replaces their revision. A model's code may
-    change its configuration while it loads, so only the scheduler's reading goes into the
+    name: the user's name for the weights, which also replaces their revision. A model's code may
+    change the configuration while it loads, so only the scheduler's reading goes into the
     layout."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -100,13 +100,13 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
 def describe(groups: Groups, kv_caches: Mapping[str, Tensor], num_blocks: int) -> PagedKV:
     """Describe the geometry of a worker's `kv_caches`, vLLM's view of each layer (`AXES`).
 
-    num_blocks: as vLLM counts them. LayoutError if blocks are not vLLM's, or not whole pages."""
+    num_blocks: vLLM's number. LayoutError if blocks do not match vLLM's, or are not whole pages."""
     held, states = (
         [{name: kv_caches[name] for name in group.layers if name in kv_caches} for group in kind]
         for kind in (groups.groups, groups.states)
     )
     # The attention kernel may cut vLLM's blocks. A pipeline stage may lack a group's layers; the
-    # group's blocks are cut like the others'.
+    # group's blocks are then cut like all other blocks.
     counts = {len(cache) for layers in held for cache in layers.values()}
     split = max((count // num_blocks for count in counts if count % num_blocks == 0), default=1)
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
@@ -128,7 +128,7 @@ def read_shard(
     tp_rank: int,
     names: str = "",
 ) -> ShardSpec:
-    """Describe a worker's shard to the scheduler. Runs in that worker, after the model is loaded.
+    """Describe a worker's shard to the scheduler. Runs in the worker, after the model is loaded.
 
     kv: the geometry of `kv_caches`. chunk_size: in tokens. names: a digest of the layers' names; by
     default of `kv_caches`, in order. LayoutError if a chunk does not consist of whole blocks."""
@@ -148,14 +148,12 @@ def read_shard(
 def layout(
     model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_root: bytes
 ) -> Layout:
-    """Make the layout on which two instances must agree to share. shards: of all workers, in any
-    order.
+    """Make the layout on which two instances must agree to share. shards: of all workers, at least
+    one, in any order.
 
-    Some fields are the first rank's. So a worker can make a layout for its KV caches from its shard
-    alone. With several workers the namespace of that layout is not the instance's. hash_root:
-    vLLM's NONE_HASH, which follows from the seed. LayoutError without a shard."""
-    if not shards:
-        raise LayoutError("no worker has described its KV caches")
+    Some fields come from the first rank, so a worker can make a layout for its KV caches from its
+    shard alone. With several workers, the namespace of a worker's layout is not the instance's.
+    hash_root: vLLM's NONE_HASH, which follows from the seed."""
     ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
     first = ordered[0]
     fields = model.extra | {
@@ -189,7 +187,7 @@ def layout(
 
 
 def refusal(vllm_config: Any, model: ModelSpec, hash_seed: str | None) -> str | None:
-    """Say why nothing may be cached, in one line with what to change; None if caching is possible.
+    """Say in one line why nothing may be cached, and what to change; None if caching is possible.
 
     hash_seed: see `config.hash_seed`."""
     if reason := next(misfits(vllm_config, model), None):
@@ -209,7 +207,7 @@ def refusal(vllm_config: Any, model: ModelSpec, hash_seed: str | None) -> str | 
 
 
 def misfits(vllm_config: Any, model: ModelSpec) -> Iterator[str]:
-    """List why neither integration may cache this instance, each reason with what to change."""
+    """List why neither integration may cache this instance, each reason with the change to make."""
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
         yield (
@@ -231,7 +229,8 @@ def misfits(vllm_config: Any, model: ModelSpec) -> Iterator[str]:
             f"vLLM clears the scales of {model.kv_cache_dtype} when it first runs a layer, those "
             "of loaded chunks with them: set --kv-cache-dtype fp8 or auto"
         )
-    # vLLM's caches identify images by content. Without one each process numbers them anew.
+    # vLLM's caches identify images by content. Without a cache each process numbers images on its
+    # own.
     images, cache = config.multimodal_config, vllm_config.cache_config
     if images and not (images.mm_processor_cache_gb or cache.enable_prefix_caching):
         yield (
@@ -262,8 +261,8 @@ def seed(hash_seed: str | None) -> str | None:
 
 
 def attention(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
-    """The names of the caching layers' attention backends, which arrange K, V and heads within a
-    block. Known in workers only."""
+    """The names of the layers' attention backends, which arrange K, V and heads within a block.
+    Known in workers only."""
     layers = vllm_config.compilation_config.static_forward_context
     backends = (getattr(layers.get(name), "attn_backend", None) for name in kv_caches)
     return ",".join(sorted({str(backend.get_name()) for backend in backends if backend}))

@@ -1,5 +1,5 @@
-"""The version of the weights: what stands for it in chunk keys, and how vLLM's engine tells its
-connectors that it changes. See docs/adr/0024."""
+"""The version of the weights: its digest in chunk keys, and the engine's calls that change it. See
+docs/adr/0024."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CHANGES = frozenset(
 
 
 def digest(name: object) -> bytes:
-    """Identify the version that a user calls `name`. What is no text, or empty, names nothing: then
-    as `unknown`."""
+    """Identify the version that a user calls `name`. Without a text, or with an empty text:
+    `unknown`."""
     if not isinstance(name, str) or not name:
         return unknown()
     # JSON may bring half of a surrogate pair.
@@ -43,8 +43,8 @@ def unknown() -> bytes:
 
 @functools.cache
 def watch() -> None:
-    """Have every engine of this process tell its connectors when its weights change
-    (`weights_change`), and when their version is named (`weights_are`). Idempotent.
+    """Make every engine of this process tell its connectors of changes of weights
+    (`weights_change`) and of named versions (`weights_are`). Idempotent.
 
     The engine calls both in its scheduler's thread, between two steps."""
     name, call = EngineCore.set_weight_version, EngineCore.collective_rpc
@@ -58,7 +58,7 @@ def watch() -> None:
 
     @functools.wraps(call)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before the call: it may fail halfway.
+        # Before the call, which may fail halfway.
         if str(getattr(method, "__name__", method)) in CHANGES:
             for connector in _connectors(self):
                 connector.weights_change()
@@ -69,7 +69,7 @@ def watch() -> None:
 
 
 def _connectors(engine: Any) -> Iterator[Any]:
-    """The engine's connectors that want to hear, also those inside a MultiConnector."""
+    """The engine's connectors that have these methods, also inside a MultiConnector."""
     inside = [getattr(engine.scheduler, "connector", None)]
     for connector in inside:
         inside += getattr(connector, "_connectors", ())

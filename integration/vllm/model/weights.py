@@ -1,13 +1,13 @@
 """Identifies the weights that vLLM loads, and the settings that change their results, as text that
 is equal in every process.
 
-Weights have a name and a revision. From the Hugging Face hub: the repository and its commit,
-whether vLLM names the repository or a folder of the hub's cache. Local files: the real path, and a
-digest of file names, sizes and times, because the pool outlives weights that are overwritten in
-place. So equal copies under two paths do not share, unless the user names them alike. The revision
-is empty if nothing tells which weights vLLM has loaded: in object storage, in another process
-(`_ELSEWHERE`), and of local files that cannot be read, or changed after this process began, since
-vLLM loads them before they are looked at here."""
+Weights have a name and a revision. From the Hugging Face hub: the repository and its commit, even
+if vLLM names a folder of the hub's cache. Local files: the real path, and a digest of file names,
+sizes and times, because the pool outlives weights that are overwritten in place. So equal copies
+under two paths do not share, unless the user gives them one name. The revision is empty if vcache
+cannot know which weights vLLM has loaded: weights in object storage or in another process
+(`_ELSEWHERE`), local files that cannot be read, and local files that changed after this process
+began, since vLLM reads the files before vcache does."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ... import BOOTED, booted
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
-"""Keys of a Hugging Face configuration that say nothing about the model, besides those that begin
-with `_`."""
+"""Keys of a Hugging Face configuration, besides keys with a leading `_`, that do not describe the
+model."""
 _ROPE = (
     "rope_parameters",
     "rope_scaling",
@@ -35,11 +35,11 @@ _ROPE = (
     "rope_local_base_freq",
 )
 _EXACT_SECONDS = 0.1
-"""How exact times of processes and files are. It takes vLLM longer until it loads weights."""
+"""The accuracy of process and file times. vLLM needs more time before it loads weights."""
 _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read the same files."""
 _ELSEWHERE = ("ipc_cache", "modelexpress")
-"""Load formats whose weights another process has, which knows them by less than their content."""
+"""Load formats whose weights another process holds and identifies by less than their content."""
 _ENVIRONMENT = (
     "VLLM_BATCH_INVARIANT",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
@@ -47,8 +47,8 @@ _ENVIRONMENT = (
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
 )
-"""Variables that change what a model computes, beyond the rounding of another kernel; and the one
-by which that never changes."""
+"""Variables that change a model's results beyond the rounding of another kernel; and the variable
+that makes results independent of the batch."""
 _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 """Speculative methods without a model of their own, and so without layers in the KV cache."""
 
@@ -63,7 +63,7 @@ def weights(model: Any, load: Any = None) -> tuple[str, str]:
         return name, ""
     try:
         identity = located(name)
-        # Look at the times last: what changes meanwhile counts, too.
+        # Read the times last: changes during the reading count, too.
         if identity and identity[1].startswith("files-") and _changed_lately(Path(name)):
             return identity[0], ""
     except OSError:
@@ -71,13 +71,13 @@ def weights(model: Any, load: Any = None) -> tuple[str, str]:
     if identity is not None:
         return identity
     revision = getattr(model, "revision", None)
-    # As text, what vLLM has found a branch to be is the branch's name.
+    # The text of vLLM's resolved revision is the branch's name: read the commit instead.
     return name, str(getattr(revision, "resolved", revision) or "")
 
 
 def located(name: str) -> tuple[str, str] | None:
-    """(name, revision) of the weights at a path; see the module's docstring. None if nothing is
-    there, OSError if it cannot be read."""
+    """(name, revision) of the weights at a path; see the module's docstring. None if nothing is at
+    the path, OSError if it cannot be read."""
     snapshot = _SNAPSHOT.search(name)
     if snapshot:
         return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
@@ -87,7 +87,7 @@ def located(name: str) -> tuple[str, str] | None:
 
 def _files_digest(path: Path) -> str:
     """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden
-    ones and subfolders."""
+    files and subfolders."""
     hashed = blake2b(digest_size=8, person=b"vcache-model-1")
     for file in _files(path):
         status = file.stat()
@@ -102,8 +102,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _changed_lately(path: Path) -> bool:
-    """Whether one of the files at `path`, or a link on the way to them, has been written, replaced
-    or renamed since this process began. OSError if that cannot be read."""
+    """Whether a file at `path`, or a link on the way to it, has been written, replaced or renamed
+    since this process began. OSError if unreadable."""
     from vcache_backend.metadata_server.processes import started  # each process of vLLM imports us
 
     ways, times = [path.absolute()], list[float]()
@@ -114,13 +114,12 @@ def _changed_lately(path: Path) -> bool:
     for file in _files(path):
         times += file.stat().st_ctime, file.lstat().st_ctime
     began = started(os.getpid()) / os.sysconf("SC_CLK_TCK") + _EXACT_SECONDS
-    # Files written before the clock was set forward have the times of before.
+    # Files written before the clock was set forward keep the earlier times.
     return max(times, default=0.0) > began + min(BOOTED, booted())
 
 
 def extra(vllm_config: Any) -> dict[str, str]:
-    """Settings that change a block's bytes, or what is computed into it, and have no field of their
-    own in `Layout`."""
+    """Settings that change a block's bytes and have no field of their own in `Layout`."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", ()) or ()
     settings = {
@@ -144,7 +143,7 @@ def extra(vllm_config: Any) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """Those of `_ENVIRONMENT` that are set, and not off."""
+    """The variables of `_ENVIRONMENT` that are set, and not off."""
     values = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
     return {name: value for name, value in values.items() if value not in ("", "0")}
 
@@ -168,8 +167,8 @@ def _seen_as(multimodal: Any) -> dict[str, Any]:
 
 def _longest(model: Any) -> str:
     """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE; dynamic NTK in some
-    models) or scales queries (Llama 4), with the settings that may say otherwise of the latter;
-    else empty."""
+    models) or scales queries (Llama 4, with the generation settings that may override it);
+    otherwise empty."""
     scales = str(getattr(model.hf_config, "model_type", "")).startswith("llama4")
     settings = [model.generation_config, model.override_generation_config] if scales else []
     matters = scales or any(kind in rope(model) for kind in ("longrope", "dynamic"))
@@ -189,8 +188,8 @@ def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
 
 
 def _loaded(load: Any) -> str:
-    """Name a load format that reads other files than the usual one, with a digest of its settings;
-    else empty."""
+    """Name a load format that reads other files than safetensors, with a digest of its settings;
+    otherwise empty."""
     kind = text(getattr(load, "load_format", "auto"))
     if kind in _SAFETENSORS:
         return ""
@@ -198,9 +197,8 @@ def _loaded(load: Any) -> str:
 
 
 def _code(model: Any) -> dict[str, str]:
-    """Name what others than vLLM have registered to compute models: classes of models, and of
-    layers in place of vLLM's. With the user's choice of classes, and the revision of a model's own
-    code."""
+    """Name foreign code that computes models: registered classes of models, and of layers in place
+    of vLLM's, the user's choice of classes, and the revision of a model's own code."""
     models = getattr(getattr(model, "registry", None), "models", {})
     layers = getattr(sys.modules.get("vllm.model_executor.custom_op"), "op_registry_oot", {})
     found = {name: _place(one) for name, one in [*models.items(), *layers.items()]}
@@ -211,8 +209,7 @@ def _code(model: Any) -> dict[str, str]:
 
 
 def _place(registered: Any) -> str:
-    """The module and the name of a class, or of the class that vLLM's registry has as such or by
-    name."""
+    """The module and the name of a class, or of the class of an entry in vLLM's registry."""
     known = getattr(registered, "model_cls", registered)
     if isinstance(known, type):
         return f"{known.__module__}:{known.__qualname__}"
@@ -228,7 +225,7 @@ def _draft(speculative: Any) -> str:
 
 
 def rope(model: Any) -> str:
-    """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without one."""
+    """The rotary embedding of a `ModelConfig`, as canonical JSON; empty without one."""
     config = getattr(model, "hf_text_config", None)
     settings = {name: getattr(config, name, None) for name in _ROPE}
     if not any(settings.values()):
@@ -238,7 +235,7 @@ def rope(model: Any) -> str:
 
 def _model_config(model: Any) -> Any:
     """The Hugging Face configuration, without keys that differ between equal instances
-    (`_VOLATILE`, and those with `_`)."""
+    (`_VOLATILE`, and keys with a leading `_`)."""
     hf_config: Any = getattr(model, "hf_config", None)
     return _plain(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
 
@@ -260,7 +257,7 @@ def _plain(values: Any) -> Any:
 
 
 def _canonical(values: Any) -> str:
-    # An object's text may hold an address, which differs by process: then its type's name.
+    # An object's text may hold an address, which differs by process: then use the type's name.
     def named(value: object) -> str:
         said = str(value)
         return type(value).__qualname__ if " at 0x" in said else said

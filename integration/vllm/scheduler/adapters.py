@@ -1,4 +1,4 @@
-"""Identifies LoRA adapters by their files, for both integrations: a folder may get a newly trained
+"""Identifies LoRA adapters by their files, for both integrations: a folder may get a new
 adapter."""
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ..model.weights import located
 log = logging.getLogger("vllm.vcache")
 
 MOST = 8192
-"""Names and numbers remembered. Beyond it those are forgotten that were not used for the longest
-time: vLLM's workers keep fewer adapters."""
+"""Names and numbers remembered. Further ones replace the least recently used: vLLM's workers keep
+fewer adapters."""
 
 
 class Adapters:
     """Remembers each adapter as it was when vLLM first read it. Runs in the scheduler's thread.
 
     vLLM's workers identify an adapter by number. They read its files when it is added to the
-    engine, else at the first request, and again after eviction from memory. vLLM's prefix cache
-    identifies it by name and path. If the files change, or a number or name goes to another
-    adapter, nobody knows which weights computed the KV. From then on the adapter is not cached."""
+    engine, otherwise at the first request, and again after eviction from memory. vLLM's prefix
+    cache identifies an adapter by name and path. If the files change, or another adapter gets the
+    number or name, nobody knows which weights computed the KV: the adapter is no longer cached."""
 
     def __init__(self) -> None:
         _all.add(self)
         _watch(getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None))
         self._first: dict[object, tuple[object, str, str] | None] = {}
-        """By number, and by the prefix cache's name: (that name, path, content). None once a number
+        """By number, and by the prefix cache's name: (this name, path, content). None once a number
         or name has stood for several adapters."""
 
     def content(self, lora_request: Any) -> str:
@@ -70,8 +70,8 @@ class Adapters:
         return ""
 
     def added(self, lora_request: Any) -> None:
-        """Look again at an adapter whose files were not here before vLLM added it: it may have
-        fetched them."""
+        """Look again at an adapter without files: vLLM may have fetched the files to add the
+        adapter."""
         first = self._first.get(lora_request.lora_int_id)
         if first is not None and not first[-1] and self._first[first[0]] == first:
             del self._first[lora_request.lora_int_id], self._first[first[0]]
@@ -83,8 +83,8 @@ _all: WeakSet[Adapters] = WeakSet()
 
 @functools.cache
 def _watch(engine: Any) -> None:
-    """Have vLLM's engines show all `Adapters` of this process an adapter that is added or replaced,
-    whoever asks for it. engine: their class; None without vLLM. Idempotent.
+    """Wrap vLLM's `add_lora`, so that all `Adapters` of this process see every adapter that is
+    added or replaced. engine: vLLM's class of engines; None without vLLM. Idempotent.
 
     An engine adds adapters in its scheduler's thread, between two steps."""
     if engine is None:
@@ -100,7 +100,7 @@ def _watch(engine: Any) -> None:
 
     @functools.wraps(add)
     def add_lora(self: Any, lora_request: Any) -> Any:
-        # Before the call: files that change meanwhile have changed at the next look.
+        # Look before the call: the next look then notices files that change during the call.
         look(Adapters.content, lora_request)
         added = add(self, lora_request)
         look(Adapters.added, lora_request)
@@ -120,7 +120,7 @@ def _known_as(lora_request: Any) -> object:
 
 
 def _content(path: str) -> str:
-    """Identify the files at `path` as vLLM finds them: a path, or a repository in the hub's cache.
+    """Identify the files that vLLM finds at `path`, a folder or a repository in the hub's cache.
     Empty if absent."""
     try:
         identity = located(str(Path(path).expanduser()))

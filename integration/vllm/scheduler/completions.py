@@ -1,5 +1,5 @@
-"""Finds the chunks that each step completes, and has them stored or published after the step.
-Tracks which blocks requests get."""
+"""Finds the chunks that each step completes, for workers to store or publish after the step. Tracks
+the requests' blocks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Completions:
         lookups: Lookups,
         doubts: Doubts,
     ) -> None:
-        """stores: the instance's role allows stores. hash_block: tokens of one vLLM hash.
-        spec_kind: the kind of KV cache, for events."""
+        """stores: the instance's role allows stores. hash_block: tokens of a vLLM hash. spec_kind:
+        the kind of KV cache, for events."""
         self._size, self._block = config.engine.chunk_size, groups.block
         self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
         self._spec_kind = spec_kind
@@ -52,15 +52,15 @@ class Completions:
         block, tokens)."""
         self._watched = set[str]()
         self._spare = 0.0
-        """Requests that ran on in earlier steps, and how many tokens none of them reaches its
-        `Tracked.due` with."""
+        """Requests that continued in the last planned step, and the tokens that each of them may
+        still compute before its `Tracked.due`."""
         self._still = False
-        """What `quiet` has found for the step being planned."""
+        """The last result of `quiet`, for the step being planned."""
 
     def quiet(self, cached: Any, scheduled: Mapping[str, int]) -> bool:
-        """Whether the requests that run on in a step, `cached`, get no blocks in it, and none of
-        them reaches its `Tracked.due`. Call it once a step, before `plan`. scheduled: the tokens of
-        the step's requests."""
+        """Whether the requests that continue in a step, `cached`, get no blocks, and none reaches
+        its `Tracked.due`. Call once a step, before `plan`. scheduled: the step's tokens by
+        request."""
         names = cached.req_ids
         self._spare -= max(map(scheduled.__getitem__, names), default=0)
         self._still = (
@@ -72,10 +72,10 @@ class Completions:
         return self._still
 
     def plan(self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata) -> None:
-        """Plan one step: add its stores, publications and newly assigned blocks to `meta`.
+        """Plan a step: add stores, publications and newly assigned blocks to `meta`.
 
-        output: vLLM's description of the step. Chunks of a request that is doubtful are stored by a
-        later step, if it is so no more."""
+        output: vLLM's description of the step. Chunks of a doubtful request wait for a later step,
+        after the doubt has ended."""
         if self._groups.states:
             state = getattr(output, "kv_connector_block_state", None)
             self._offered = getattr(state, "boundary_state_offloads", {})
@@ -93,15 +93,15 @@ class Completions:
                 self._computes(tracked, computed, reached, meta)
 
     def stop(self, requests: Iterable[Tracked]) -> None:
-        """Store no more chunks of these requests: their blocks are unknown from now on."""
+        """Store no more chunks of these requests, whose blocks are now unknown."""
         for tracked in requests:
             tracked.store.complete_at = inf
             if self._publications is not None:
                 self._publications.stop(tracked)
 
     def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
-        """Note blocks that vLLM assigned to the request, by block table. anew: they replace all
-        earlier blocks."""
+        """Note blocks that vLLM assigned to the request, by block table. anew: replace all earlier
+        blocks."""
         if anew:
             tracked.store.rows = [array(NUMBERS, row) for row in rows]
         else:
@@ -109,7 +109,7 @@ class Completions:
                 own.extend(row)
 
     def stored(self, tracked: Tracked, chunks: int) -> None:
-        """Note that the request's first `chunks` chunks are stored or on their way."""
+        """Note that the request's first `chunks` chunks are stored or being stored."""
         tracked.store.stored = chunks
         tracked.due = 0
         self._watched.discard(tracked.request.request_id)
@@ -119,8 +119,8 @@ class Completions:
         tracked.store.complete_at = (chunks + 1) * self._size if stores else inf
 
     def expect(self, tracked: Tracked, first: int, stop: int) -> None:
-        """Prepare KV events for the request's chunks [first, stop), which may be stored, if anybody
-        listens."""
+        """Prepare KV events, if anybody listens, for the request's chunks [first, stop), which may
+        be stored."""
         announcer, size = self._instance.announcer, self._size
         if announcer is None:
             return
@@ -134,7 +134,7 @@ class Completions:
     def _plan_running(
         self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata
     ) -> None:
-        """Plan the step of the requests that ran before. Once a step for each: keep it short."""
+        """Plan the step of requests that ran before. Every request passes here: keep it short."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         names, resumed = cached.req_ids, cached.resumed_req_ids
         self._spare = 0.0
@@ -172,7 +172,7 @@ class Completions:
             self.stored(tracked, 0)
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
-        """Handle one request's part of the step: it computes the tokens [computed, reached)."""
+        """Handle a request that computes the tokens [computed, reached) in the step."""
         store, block = tracked.store, self._block
         # Speculative tokens may be taken back.
         store.written = min(reached, tracked.request.num_tokens)
@@ -195,8 +195,7 @@ class Completions:
             tracked.due = min(store.complete_at, (tracked.resident.filled + 1) * block)
 
     def _keep_states(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
-        """Store the layers' states at the ends of chunks that the step reaches, except the loaded
-        state."""
+        """Store the layers' states at all ends of chunks in the step, except the loaded state."""
         request, groups = tracked.request, self._groups
         ends = groups.ended(tracked.store.rows, reached, self._offered.get(request.request_id, ()))
         limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens
@@ -217,8 +216,7 @@ class Completions:
                 meta.stores.append(StoreSpec(keys, blocks, before, tracked.tenant))
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
-        """Store or publish the chunks that are complete once the step has run, which begins with
-        `before` tokens.
+        """Store or publish the chunks that the step completes. before: the tokens before the step.
 
         Speculative tokens do not count: vLLM may take them, and the tokens after them, back."""
         request, size, first = tracked.request, self._size, tracked.store.stored
@@ -231,7 +229,7 @@ class Completions:
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
         if not groups.plain:
-            # Skip chunks whose blocks vLLM has freed because a window has passed them.
+            # Skip chunks behind a window, whose blocks vLLM has freed.
             first = groups.alive_from(rows, before, first, ready)
         if self._instance.announcer is not None:
             self.expect(tracked, first, ready)

@@ -32,19 +32,18 @@ from .offload import OffloadLookup
 log = logging.getLogger("vllm.vcache")
 
 INTRODUCTION_SECONDS = 10.0
-"""How long the first request waits for the workers' shards, which arrive with the first step. The
-first step runs no model."""
+"""How long the first request waits for the workers' shards. The shards arrive with the first step,
+which runs no model."""
 
 
 class Introduction:
     """Runs in the scheduler's thread. Each method waits at most for one server call.
 
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. keys,
-    client, outbox: None before `open`. announcer: None unless somebody wants KV events.
-    publications, tables: this instance's publications and other instances' generations; None unless
-    KV caches are shared in place. versions: the user names versions of the weights. version: the
-    present one, hashed into every key (see `versions.py`); empty without versions, as long as the
-    weights are those of the namespace."""
+    client, outbox: None before `open`. announcer: None unless KV events are wanted. publications,
+    tables: this instance's publications and other instances' generations; None unless KV caches are
+    shared in place. versions: the user names versions of the weights. version: the present version,
+    hashed into every key (see `versions.py`); empty without versions, until the weights change."""
 
     def __init__(
         self,
@@ -54,8 +53,8 @@ class Introduction:
         publications: Publications | None,
         name: str,
     ) -> None:
-        """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV
-        caches are shared in place. name: for the server's status."""
+        """hash_block: tokens of a vLLM block hash. publications: None unless KV caches are shared
+        in place. name: for the server's status."""
         self._config, self._model, self._hash_block = config, model, hash_block
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until = 0.0
@@ -74,7 +73,7 @@ class Introduction:
         self.offload: OffloadLookup | None = None
         self.refused = ""
         try:
-            # Early, since connecting takes a moment, in the background.
+            # Early: connecting takes a moment, in the background.
             tier = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
             self.offload = OffloadLookup(tier, self.ranks) if tier is not None else None
         except Exception:  # the integration's outermost line: vLLM serves without
@@ -101,8 +100,8 @@ class Introduction:
     def note(
         self, shards: Mapping[tuple[int, int], model_spec.ShardSpec], links: Mapping[int, Link]
     ) -> None:
-        """Note the workers' reports. shards: by (pipeline rank, tensor rank), a worker's shard, or
-        why it stopped caching. links: by worker number, the connection to the offload tier."""
+        """Note the workers' reports. shards: by (pipeline rank, tensor rank), a shard, or why the
+        worker stopped caching. links: by worker number, the connection to the offload tier."""
         if shards and not self.refused:
             self._shards |= shards
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
@@ -150,12 +149,12 @@ class Introduction:
         return True
 
     def _share(self, client: Client, outbox: Outbox, publications: Publications) -> None:
-        """Begin to read other instances' KV caches, and to show this one's."""
+        """Begin to read other instances' KV caches, and to show this instance's KV cache."""
         self.tables = Tables(client)
         publications.view = self.tables.view
         publications.reachable = lambda: client.connected
         publications.retract = partial(outbox.retract, publications.instance)
-        # Also an answer that a request no longer waits for brings news.
+        # Answers bring news even if no request waits for them any more.
         client.on_reply = lambda reply: (
             publications.hear(reply) if isinstance(reply, Found | Heard) else None
         )
@@ -164,14 +163,14 @@ class Introduction:
         client.on_beat.append(self._listen)
 
     def _join(self, client: Client, publications: Publications) -> None:
-        """Show the server our generations, and listen. Runs in the scheduler's thread or the
+        """Show the server our generation table, and listen. Runs in the scheduler's thread or the
         client's background thread."""
         shape = publications.blocks, self.ranks, publications.each
         client.join(publications.instance, self._prefix, *shape, publications.generations.fd)
         self._listen()
 
     def _listen(self) -> None:
-        """Ask for resets by others, and for chunks that others hold as well. Runs in either
+        """Ask for resets by other instances, and for chunks in several KV caches. Runs in either
         thread."""
         publications, client = self.publications, self.client
         if publications is None or client is None:
@@ -188,8 +187,8 @@ class Introduction:
                 self.announcer.check(self.client.contains)
 
     def clear(self) -> bool:
-        """Reset the namespace: no chunk, pooled or offloaded, is found again. True also if the
-        instance is refused.
+        """Reset the namespace: no chunk, pooled or offloaded, is found again. Also True for a
+        refused instance.
 
         False if the server did not answer, or before the first step, when the namespace is unknown.
         """

@@ -1,4 +1,4 @@
-"""Makes the `LoadSpec` of a load: its chunks, their blocks and their possible sources."""
+"""Makes the `LoadSpec` of a load: the chunks, their blocks and their possible sources."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .tracked import Tracked
 
 
 class LoadSpecs:
-    """Runs in the scheduler's thread. rows: a request's block numbers, one list for each block
-    table."""
+    """Runs in the scheduler's thread. rows: a request's block numbers, by block table."""
 
     def __init__(
         self, config: Config, stores: bool, groups: Groups, instance: Introduction
@@ -27,7 +26,7 @@ class LoadSpecs:
         self._numbers = count(1)
 
     def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
-        """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
+        """Make the load of the tokens [tracked.local, tracked.supplied) that the look-up found.
         ValueError if the chunks do not fit vLLM's blocks."""
         size, end = self._size, tracked.supplied
         answer, below = tracked.lookup.answer, self._instance.offload

@@ -1,8 +1,8 @@
-"""Finds which of a request's chunks the pool, other instances and the offload tier have. Runs in
-the scheduler's thread.
+"""Finds a request's chunks in the pool, other instances and the offload tier. Runs in the
+scheduler's thread.
 
-`send` asks the server when a request arrives, while the scheduler does other work. `find` reads
-that answer, or asks again if the answer is missing or too old."""
+`send` asks the server when a request arrives, while the scheduler does other work. `find` reads the
+answer, or asks again if the answer is missing or too old."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ LATE_SECONDS = 0.001
 """How long vLLM's scheduler waits for an answer in one step. A later answer is read in a later
 step."""
 AHEAD_SECONDS = 0.05
-"""How long an answer may be read after its question was sent, unless vLLM has asked for it since.
-Chunks stored later are not in it."""
+"""How long an answer may be read after the question was sent, unless vLLM has asked for it since.
+An answer lacks chunks that were stored later."""
 
 
 class Lookups:
     """Looks chunks up. Runs in the scheduler's thread.
 
-    `send` and `find` wait `LATE_SECONDS` at most for the question to be sent, and `find` as long
-    again for the answer; twice, if the first answer names the promise of a queued request. `find`
-    waits for whole server calls if the keys or the answer exceed one message, if the model keeps
-    states, if the answer came while vLLM did not ask for it, and to open another instance's table
-    for the first time; and for one look-up in the offload tier."""
+    `send` and `find` wait up to `LATE_SECONDS` to send the question, and `find` as long again for
+    the answer; twice, if the first answer names the promise of a queued request. `find` waits for
+    whole server calls if the keys or the answer exceed one message, if the model keeps states, if
+    vLLM read the answer too late, and to open another instance's table for the first time; and for
+    one look-up in the offload tier."""
 
     def __init__(
         self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0
     ) -> None:
-        """parts: how many chunks one state occupies; 0 if the model keeps no states."""
+        """parts: how many chunks a state occupies; 0 if the model keeps no states."""
         self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
         self._late = False
         """Whether the last answer that vLLM asked for was late."""
         self.epoch = 0
-        """The namespace's epoch as the server last said with an answer."""
+        """The namespace's epoch in the server's last answer."""
 
     def knows(self, lora_request: Any) -> bool:
-        """Whether the adapter's files are identified, so that its requests may be cached."""
+        """Whether the adapter's requests may be cached: its files are identified."""
         return bool(self._adapters.content(lora_request))
 
     def forget(self, tracked: Tracked) -> None:
@@ -69,12 +69,12 @@ class Lookups:
         tracked.lookup.since = 0.0
 
     def rename(self, tracked: Tracked) -> None:
-        """Drop the request's keys, too: they are made of the version of the weights."""
+        """Drop the request's keys, too, since the version of the weights is in every key."""
         self.forget(tracked)
         tracked.lookup.keys = []
 
     def name(self, tracked: Tracked, whole: int) -> bool:
-        """Compute the keys of the request's first `whole` chunks. False if its adapter cannot be
+        """Compute the keys of the request's first `whole` chunks. False if the adapter cannot be
         identified."""
         request, adapter, made = tracked.request, b"", len(tracked.lookup.keys)
         if request.lora_request is not None:
@@ -104,7 +104,7 @@ class Lookups:
         deadline of a call."""
         lookup, client, now = tracked.lookup, self._instance.client, monotonic()
         if lookup.question is not None and not lookup.since:
-            # A late answer may be older, since vLLM has asked for it.
+            # A late answer may be older: vLLM has asked for it.
             lookup.question = lookup.question if now < lookup.question.at + AHEAD_SECONDS else None
         answer: Answer | None = NO_ANSWER
         if client is not None:
@@ -127,7 +127,7 @@ class Lookups:
     def _count(
         self, client: Client | None, tracked: Tracked, answer: Answer, first: int, whole: int
     ) -> None:
-        """Count one look-up. Count each token once, though vLLM asks again while the request waits
+        """Count one look-up, and each token once, though vLLM asks again while the request waits
         for blocks."""
         answer.counted = True
         lookup, hits = tracked.lookup, max(min(answer.hits, whole) - first, 0)
@@ -142,8 +142,8 @@ class Lookups:
     def _answer(
         self, client: Client, tracked: Tracked, first: int, whole: int, over: bool
     ) -> Answer | None:
-        """The last answer if it counts, else the server's to the question that was sent, or is sent
-        now. None if it is late. over: do not wait for it any more. VCacheError."""
+        """Return the last answer if it counts, otherwise the server's answer to the present
+        question, sent now if necessary; None if late. over: stop waiting. VCacheError."""
         lookup, now = tracked.lookup, monotonic()
         while True:
             question = lookup.question
@@ -161,7 +161,7 @@ class Lookups:
                 if question is None:
                     return self._ask(client, tracked, first, whole)
                 over = False
-            # After a late answer the next ones are probably late, too.
+            # After a late answer the next answers are probably late, too.
             if not question.sent.arrives(0.0 if self._late else _patience(client)) and not over:
                 return None
             lookup.question = None
@@ -171,7 +171,7 @@ class Lookups:
             except ServerUnavailable:
                 if over or lookup.since or question.at >= now:
                     raise
-                # It was sent ahead, on a connection that is lost.
+                # The question was sent ahead, on a connection that is lost.
                 continue
             if reply.cut:
                 return self._ask(client, tracked, first, whole)
@@ -186,8 +186,8 @@ class Lookups:
             if answer.counts(first):
                 return answer
             if answer.covers(first):
-                # vLLM has not come back for this answer in time. It waits now, or it might come
-                # back late again.
+                # vLLM has not come back for this answer in time, and might come back late again:
+                # wait now.
                 return self._ask(client, tracked, first, whole)
 
     def _send(
@@ -205,7 +205,7 @@ class Lookups:
         return question
 
     def _ask(self, client: Client, tracked: Tracked, first: int, whole: int) -> Answer:
-        """Ask, and wait for the answers. VCacheError."""
+        """Ask the server, and wait for the answer. VCacheError."""
         at = monotonic()
         reply = client.find(self._request(tracked, first, whole, begins=True))
         return self._answered(client, tracked, first, whole, reply, at, at)
@@ -231,8 +231,8 @@ class Lookups:
         at: float,
         started: float,
     ) -> Answer:
-        """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
-        the offload tier's hits."""
+        """Make and keep the `Answer` for chunks [first, stop) from the server's reply and the
+        offload tier's hits."""
         instance = self._instance
         self.epoch = reply.epoch
         residents: list[ResidentRun] = []
@@ -241,7 +241,7 @@ class Lookups:
         there = chunks = len(reply.pooled)
         if publications is not None and tables is not None:
             chunks, residents = choose(reply, tables, publications.each, first)
-        # Behind a chunk that has just been lost nothing can be loaded.
+        # Nothing can be loaded behind a chunk that has just been lost.
         coming = reply.coming if chunks == there else None
         comes_to = first + there + coming.chunks if coming is not None else 0
         if tracked.promise.early:
@@ -259,8 +259,8 @@ class Lookups:
         return answer
 
     def _with_state(self, client: Client, keys: list[ChunkKey]) -> int:
-        """Shorten a hit to end at a chunk for which all ranks have stored the state, too. Returns
-        the number of chunks left."""
+        """Shorten a hit to end at a chunk with a state, stored by all ranks. Returns the number of
+        chunks left."""
         ranks = self._instance.ranks
         try:
             stored = client.contains(of_ranks(state_keys(keys, self._parts), ranks))

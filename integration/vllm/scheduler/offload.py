@@ -1,4 +1,4 @@
-"""The offload tier as the connector's scheduler half sees it."""
+"""The offload tier in the connector's scheduler half."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OffloadLookup:
         return self._tier.usable and all(link.usable for link in self._links.values())
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
-        """Return how many leading chunks pool and offload tier have. found: how many of them the
+        """Return how many leading chunks the pool and the offload tier have. found: how many the
         pool has."""
         try:
             return self._tier.extend(client, keys, self._ranks, found) if self.usable else found
@@ -44,11 +44,12 @@ class OffloadLookup:
             return found
 
     def note(self, links: Mapping[int, Link]) -> None:
-        """Note how workers reach the store now, by worker number."""
+        """Note the workers' present connections to the store, by worker number."""
         self._links |= links
         rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
         if rates:
-            # All workers load their shards at once, so the slowest decides when a chunk is loaded.
+            # All workers load their shards at once, so the slowest worker decides when a chunk is
+            # loaded.
             self._tier.bandwidth = min(rates) * self._ranks
 
     def close(self) -> None:

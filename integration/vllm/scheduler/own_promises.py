@@ -1,4 +1,4 @@
-"""Promises the chunks that this instance's requests compute, so that others wait for them."""
+"""Promises the chunks that this instance's requests compute, so that other instances wait."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .tracked import NEVER, Tracked
 log = logging.getLogger("vllm.vcache")
 
 LATER_SECONDS = 0.02
-"""How long a promise waits, so that its thread does not take the interpreter from the step that is
+"""How long a promise waits, so that the sending thread does not take the interpreter from the step
 being planned."""
 
 
 class _Unsent(NamedTuple):
-    """A `messages.Promise` to be sent, of the chunks [first, stop) of a request's keys."""
+    """A `messages.Promise` to be sent, for the chunks [first, stop) of a request's keys."""
 
     number: int
     keys: Sequence[ChunkKey] = ()
@@ -39,8 +39,8 @@ class _Unsent(NamedTuple):
 
 
 class OwnPromises:
-    """Runs in the scheduler's thread, and never waits. A thread sends the promises, after
-    `LATER_SECONDS`: waking it costs less than `Outbox` does."""
+    """Runs in the scheduler's thread, and never waits. A thread sends the promises after
+    `LATER_SECONDS`: waking this thread costs less than a call of `Outbox`."""
 
     def __init__(
         self,
@@ -63,20 +63,19 @@ class OwnPromises:
 
     def begun(self, tracked: Tracked, computed: int) -> None:
         """Promise the request's chunks from token `computed` on: its first step with its present
-        blocks is planned. Nothing if less than a chunk is left, as after a hit."""
+        blocks is planned. Does nothing if less than a chunk is left, for example after a hit."""
         if chunks := self._confirm(tracked, computed, begun=True):
             self._pace.begun(tracked, chunks)
 
     def loads(self, tracked: Tracked) -> None:
-        """Promise the chunks behind those that the request begins to load, so that nobody takes
-        them over meanwhile. Nothing if it loads from the offload tier, which may take long."""
+        """Confirm the promise of the chunks behind a load that begins: no other request takes it
+        over meanwhile. Does nothing for a load from the offload tier, which may take long."""
         answer = tracked.lookup.answer
         if tracked.promise.made and answer is not None and not answer.offloaded:
             self._confirm(tracked, tracked.supplied, begun=False)
 
     def ended(self, tracked: Tracked) -> None:
-        """Withdraw what the request has promised and will not compute: it ended or lost its
-        blocks."""
+        """Withdraw the promise of a request that ended or lost its blocks, unless it was kept."""
         self._pace.ended(tracked)
         promise = tracked.promise
         if promise.made and (not promise.stop or tracked.store.stored < promise.stop):
@@ -88,8 +87,8 @@ class OwnPromises:
         self._unsent.put(None)
 
     def _confirm(self, tracked: Tracked, computed: int, begun: bool) -> int:
-        """Promise the request's chunks from token `computed` on, in place of all that it has
-        promised. Returns their number."""
+        """Promise the request's chunks from token `computed` on, in place of its earlier promise.
+        Returns the number of chunks."""
         first, promise = computed // self._size, tracked.promise
         stop = self._whole(tracked) if promise.number else 0
         if stop * self._size < computed + self._size and not promise.made:
@@ -104,7 +103,7 @@ class OwnPromises:
         return max(0, stop - first)
 
     def _whole(self, tracked: Tracked) -> int:
-        """How many chunks the request has that are stored once its present tokens are computed."""
+        """The number of chunks that are stored once the request's present tokens are computed."""
         request = tracked.request
         if (
             tracked.store.complete_at == inf
@@ -134,7 +133,7 @@ class OwnPromises:
         keys = list(promise.keys[promise.first : promise.stop])
         name = own.instance if own is not None else InstanceId(b"")
         chunk = self._pace.chunk_seconds
-        # Other requests of the same step may fill it.
+        # Other requests may fill the step.
         step = min(chunk * self._step_chunks, LONGEST_SECONDS)
         terms = promise.epoch, chunk, step, promise.begun
         answer = client.promise(Promise(promise.number, keys, self._instance.ranks, name, *terms))

@@ -13,11 +13,11 @@ NAME = "vcache"
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request's settings.
+    """A request's settings.
 
-    load, store: the request may load chunks, and store its own. announced: another instance is
-    computing this prompt, so wait for its chunks, at most `wait_seconds`. tenant: whose share of
-    the pool its chunks count for; empty: that of its `cache_salt`."""
+    load, store: the request may load chunks, and store chunks. announced: another instance is
+    computing this prompt, so wait for its chunks, at most `wait_seconds`. tenant: its share of the
+    pool pays for the chunks; empty: the `cache_salt` is the tenant."""
 
     load: bool = True
     store: bool = True
@@ -27,7 +27,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def patience(self) -> float:
-        """How long another instance that computes the prompt may be quiet in any case."""
+        """How long the instance that computes an announced prompt may be quiet in any case."""
         return self.wait_seconds if self.announced else 0.0
 
 
@@ -36,7 +36,7 @@ DEFAULT = RequestParams()
 
 
 def read(params: object) -> RequestParams:
-    """Read the settings from `kv_transfer_params`, which may be whatever a client sends. ValueError
+    """Read the settings from `kv_transfer_params`, an untrusted value from a client. ValueError
     names an unknown key or an impossible value, in one line that can be logged."""
     params = params or {}
     if not isinstance(params, Mapping):

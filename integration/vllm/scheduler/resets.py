@@ -13,8 +13,8 @@ log = logging.getLogger("vllm.vcache")
 
 
 class Resets:
-    """Runs in the scheduler's thread. clearing: a reset is under way; look nothing up until it is
-    over. last: a reset was made, and no request has begun since."""
+    """Runs in the scheduler's thread. clearing: a reset is under way, and look-ups must wait. last:
+    a reset was made, and no request has begun since."""
 
     def __init__(
         self,
@@ -24,17 +24,17 @@ class Resets:
         doubt: Callable[[], None],
         rename: Callable[[], None],
     ) -> None:
-        """numbers: for echoes. drop: called on a reset to forget answers of look-ups. doubt:
-        called on a reset to doubt the KV that vLLM has. rename: called when keys change, to
-        forget those of requests."""
+        """numbers: for echoes. drop: called on a reset to forget answers of look-ups. doubt: called
+        on a reset to doubt vLLM's KV. rename: called when keys change, to forget the requests'
+        keys."""
         self._instance, self._drop, self._doubt = instance, drop, doubt
         self._rename = rename
         self._numbers = numbers
         self.clearing = self.last = False
         self.number = 0
-        """The last reset's echo. While it is `clearing`, every step asks for it until the workers
-        have answered: then all stores from before the reset have reservations, which another
-        clearing voids. Nobody waits for their copies."""
+        """The last reset's echo. While `clearing`, every step asks for the echo until the workers
+        have answered. By then all stores from before the reset have reservations, which a second
+        clear voids without waiting for their copies."""
 
     def reset(self) -> bool:
         """Reset the namespace: remove all chunks, including those still being stored. For vLLM's
@@ -43,7 +43,7 @@ class Resets:
         Before the first step the namespace is unknown. Then the reset happens before the first
         look-up, and the answer is True: vLLM, paused for new weights, would end on a False.
 
-        Where weights have a version, the reset leaves it, and the others keep their chunks."""
+        With versions, the instance leaves its version, whose chunks stay for other instances."""
         if self._instance.versions:
             log.info("vcache: nothing is shared until the version of the weights is named")
             self.change_version(versions.unknown())
@@ -64,8 +64,8 @@ class Resets:
         return cleared or not self._instance.over
 
     def leave_version(self) -> None:
-        """Read and store nothing that others have: the weights change. Without versions this holds
-        until the next reset. The reset may also have come right before, as with a pause."""
+        """Share nothing more, since the weights change: without versions until the next reset,
+        unless a reset has just come, as with a pause."""
         if self._instance.versions or not self.last:
             if not self._instance.version:
                 log.warning("vcache: vLLM's weights change: nothing is shared until the next reset")
@@ -75,7 +75,7 @@ class Resets:
         """Read and store chunks of this version from the next step on. See docs/adr/0024."""
         if version == self._instance.version:
             return
-        # If anything here raises, nobody finds what the next steps store.
+        # If a call below raises, the next steps store under keys that nobody finds.
         self._instance.version = versions.unknown()
         self._rename()
         self._doubt()

@@ -45,10 +45,10 @@ log = logging.getLogger("vllm.vcache")
 class SchedulerSide:
     """Answers vLLM's scheduler, in the scheduler's thread.
 
-    `arrived` and `matched` wait for the server as `Lookups` says, `reset` for two calls, of which
-    one may take `client.control_seconds`. The step in which the namespace becomes known waits for
-    the connection. `close` waits for its threads. vLLM's allocation of blocks waits to open another
-    instance's table for the first time. Nothing else waits."""
+    Only these wait: `arrived` and `matched` for the server, see `Lookups`; `reset` for two calls,
+    of which one may take `client.control_seconds`; the step in which the namespace becomes known,
+    for the connection; `close` for its threads; vLLM's allocation of blocks, to open another
+    instance's table for the first time."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class SchedulerSide:
         stores: bool,
         meter: Meter,
     ) -> None:
-        """decision: to cache. loads, stores: the instance's role allows them. SegmentError if
-        memory is lacking."""
+        """decision: to cache. loads, stores: the instance's role allows loads, stores. SegmentError
+        if memory is lacking."""
         model, config, _ = decision
         self._loads_allowed = loads
         self._size = config.engine.chunk_size
@@ -99,7 +99,7 @@ class SchedulerSide:
     ) -> None:
         """Make the parts that need `instance`. stores: see the constructor."""
         instance = self.instance
-        # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
+        # Chunks shared in place need no events of ours: vLLM announces its own KV cache.
         if compat.publishes_events(vllm_config) and (
             config.connector.share != "in_place" or self.victims is not None
         ):
@@ -150,7 +150,7 @@ class SchedulerSide:
         if lacking < 0 or not tracked.loads or self.resets.clearing:
             return
         ends, first = range(self._size - 1, tokens, self._size), 0
-        # Mostly vLLM's cache has not even the first chunk.
+        # Mostly vLLM's cache lacks even the first chunk.
         if self._has(request, min(lacking, self._size - 1)):
             if self._has(request, lacking):
                 return
@@ -160,7 +160,7 @@ class SchedulerSide:
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
-        to load them asynchronously: always, if there are any.
+        there are any: all loads are asynchronous.
 
         None in place of a number: ask again in the next step."""
         if self.instance.keys is None and self.instance.waits():
@@ -176,20 +176,19 @@ class SchedulerSide:
         return tokens, tokens > 0
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """Prepare the load of `external` tokens into `blocks`, which vLLM has reserved for the
-        request."""
+        """Prepare the load of `external` tokens into `blocks`, reserved for the request."""
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
         self._stands(tracked, load, first, rows)
         self._promises.loads(tracked)
-        # Last: if anything before raises, `lost` describes this load to the workers instead.
+        # Last: if a call above raises, `lost` reports this load to the workers instead.
         self._loads.append(load)
         tracked.loading = True
 
     def lost(self, request: Any) -> None:
-        """Have the workers report a failed load: `allocated` raised, but vLLM waits for
-        the load."""
+        """Make the workers report a failed load: `allocated` raised, and vLLM waits for the
+        load."""
         self._loads.append(LoadSpec(request.request_id))
 
     def begin(self) -> StepMetadata:
@@ -199,9 +198,9 @@ class SchedulerSide:
         return meta
 
     def quiet(self, output: Any) -> bool:
-        """Note that the step that `output` describes is planned. Returns whether it does nothing
-        for the workers, as most steps: then neither `begin` nor `plan` is called for it."""
-        # There are many steps: keep it short.
+        """Note that the step `output` is planned. Returns whether the workers have nothing to do in
+        it, as in most steps: then neither `begin` nor `plan` is called for the step."""
+        # Every step passes here: keep it short.
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         publications, most = self.publications, max(scheduled.values(), default=0)
         self._pace.planned(scheduled, most, bool(cached.req_ids))
@@ -219,8 +218,7 @@ class SchedulerSide:
         )
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
-        """Complete `meta` for the step that `output` describes: stores, and blocks with a new
-        owner."""
+        """Complete `meta` for the step `output`: stores, and blocks with a new owner."""
         requests, cached = self._requests, output.scheduled_cached_reqs
         publications = self.publications
         begun: list[Beginning] = []
@@ -259,8 +257,8 @@ class SchedulerSide:
             self.victims.plan(meta)
 
     def stop_stores(self, meta: StepMetadata) -> None:
-        """Store no more chunks of the present requests, after `plan` raised: their blocks are
-        unknown."""
+        """Store no more chunks of the present requests, whose blocks are unknown after `plan`
+        raised."""
         meta.stores = []
         meta.publications = []
         meta.victims = None
@@ -279,7 +277,7 @@ class SchedulerSide:
             if self._spans is not None:
                 self._spans.loaded(report.spans)
         for request_id in output.finished_recving or ():
-            # Else a later request of this name would be cancelled.
+            # Otherwise a later request of this name would be cancelled.
             self._cancelled.discard(request_id)
             if request_id in self._requests:
                 self._requests[request_id].loading = False
@@ -312,19 +310,19 @@ class SchedulerSide:
             self.lookups.forget(tracked)
 
     def _rename(self) -> None:
-        """Forget the requests' keys, and take back what others and routers were told of them."""
-        # First, and of all: nothing may be stored under a key of other weights.
+        """Forget the requests' keys, and withdraw the promises and announcements of these keys."""
+        # First for all requests: nothing may be stored under a key of other weights.
         for tracked in self._requests.values():
             self.lookups.rename(tracked)
         for tracked in self._requests.values():
             self._promises.ended(tracked)
-            # The chunks that it waits for have other keys now.
+            # The awaited chunks have other keys now.
             self._waits.over(tracked, "withdrawn")
         if self.instance.announcer is not None:
             self.instance.announcer = self.instance.announcer.renewed()
 
     def _doubt_all(self) -> None:
-        """Store nothing that builds on what vLLM has. In place that is void or was not filled."""
+        """Store nothing that builds on vLLM's present KV. In place, blocks are void or unfilled."""
         if self.publications is None:
             self._doubts.reset()
             for tracked in self._requests.values():
@@ -362,7 +360,7 @@ class SchedulerSide:
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
         if tracked.store.complete_at < inf:
-            # What is announced another instance computes.
+            # Another instance computes an announced prompt.
             tracked.promise.number = next(self._numbers)
             tracked.promise.early = not asked.announced
         return tracked
@@ -377,7 +375,7 @@ class SchedulerSide:
 
     def _matched(self, tracked: Tracked, local: int) -> int | None:
         """Look up how many tokens after the first `local` can be loaded. None: the answer is late,
-        or the request waits for more."""
+        or the request waits for more chunks."""
         if (
             not tracked.loads
             or self.resets.clearing
@@ -406,19 +404,19 @@ class SchedulerSide:
         return external if external >= self._least else 0
 
     def _computes(self, tracked: Tracked, chunks: int) -> bool:
-        """Whether the request computes so many chunks rather than load them or wait for them."""
+        """Whether the request computes `chunks` chunks rather than load them or wait for them."""
         settled = tracked.params.announced or tracked.wait.since
         return not settled and self._pace.computes(chunks)
 
     def _stands(
         self, tracked: Tracked, load: LoadSpec, first: int, rows: Sequence[Sequence[int]]
     ) -> None:
-        """Mark chunks that need no store because the load brings them. first: the number of the
-        load's first chunk. rows: the request's blocks, by block table."""
+        """Mark the load's chunks, which need no store. first: the number of the load's first chunk.
+        rows: the request's blocks, by block table."""
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
         self._waits.loads(tracked)
-        # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
-        # are promoted.
+        # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
+        # promoted.
         partial = (
             load.promote and tracked.lookup.answer is not None and tracked.lookup.answer.offloaded
         )
@@ -428,7 +426,7 @@ class SchedulerSide:
             # Once loaded, these chunks are published as if computed here.
             size = self._groups.block
             loaded = slice(tracked.local // size, tracked.supplied // size)
-            self.publications.loads(array(NUMBERS, rows[0][loaded]))
+            self.publications.loads(rows[0][loaded])
         if partial:
             self._completions.expect(tracked, first, end)
 
@@ -445,17 +443,17 @@ class SchedulerSide:
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.loads = False
-            # vLLM may compute it from the start.
+            # vLLM may compute the request from the start.
             self._completions.stored(tracked, 0)
         if lost and self.blocks is not None:
-            # vLLM recomputes them, unless their request ends or is preempted first. It does not
-            # cache them again for it, so the next request with this prompt computes them, too.
+            # vLLM recomputes lost blocks, unless their request ends or is preempted first, but does
+            # not cache them again. So the next request with this prompt computes them, too.
             self.blocks.evict(lost)
             free = (lost & invalid).isdisjoint
             rows = [one.store.rows for one in self._requests.values()]
             if sum(not all(map(free, row)) for row in rows) > 1:
-                # Of all but one request with such a block, vLLM may not compute again what a
-                # further step has computed behind it.
+                # If several requests have a lost block, a further step may have computed tokens
+                # behind it, which vLLM may compute again for one request only.
                 self._doubts.add(lost)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
@@ -463,18 +461,18 @@ class SchedulerSide:
         self.resets.note(report)
 
     def _doubt_loads(self, begun: Iterable[Beginning], meta: StepMetadata) -> None:
-        """Doubt what another connector loads in a step (under MultiConnector) until all workers
-        report the step, and for good what may be from before a reset.
+        """Doubt blocks that another connector loads in a step (under MultiConnector) until all
+        workers report the step; doubt blocks that may be from before a reset for good.
 
-        Another connector loads if a request begins with more tokens than vLLM's own cache and we
-        supply. If that load fails, vLLM computes tokens again that the step would store."""
+        Another connector loads if a request begins with more tokens than vLLM's cache and vcache
+        supply. If this load fails, vLLM computes tokens again that the step would store."""
         echo = next(self._numbers)
         for request_id, computed, rows in begun:
             tracked = self._requests.get(request_id)
             if tracked is None:
                 continue
             foreign = computed > tracked.supplied
-            # vLLM may have copied a part of a block into another.
+            # vLLM may have copied a part of a block into another block.
             copied = self._doubts.kept and any(tracked.local % size for size in self._groups.sizes)
             if foreign:
                 meta.echoes.add(echo)
@@ -486,9 +484,9 @@ class SchedulerSide:
         return tracked.store.rows if tracked is not None else None
 
     def _distrust_turns(self, names: Iterable[str]) -> None:
-        """Store nothing more of sessions that go on with another turn.
+        """Store nothing more of sessions that continue with another turn.
 
-        vLLM takes all accepted guesses for computed tokens of the new turn, even those behind the
+        vLLM counts all accepted guesses as computed tokens of the new turn, even guesses behind the
         last turn's end, where other tokens stand now. names: of the requests that begin."""
         for name in names:
             tracked = self._requests.get(name)
@@ -498,11 +496,11 @@ class SchedulerSide:
                 self._evict_unwritten(tracked)
 
     def _evict_unwritten(self, tracked: Tracked | None) -> None:
-        """Evict what a preempted request may not have computed from vLLM's prefix cache.
+        """Evict blocks that a preempted request may not have computed from vLLM's prefix cache.
 
-        vLLM caches blocks when it plans the step that writes them. If it then takes the step from
-        the request, the next requests would compute from blocks that nobody has written. In this
-        step none does: vLLM lets no request begin in it. tracked: None after a failure of ours."""
+        vLLM caches blocks when it plans the step that writes them. If vLLM then takes the step from
+        the request, later requests would compute from unwritten blocks. No request does so in this
+        step, in which vLLM lets no request begin. tracked: None after a failure of ours."""
         if tracked is None:
             self._doubt_all()
         elif self.blocks is not None:

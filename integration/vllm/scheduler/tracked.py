@@ -22,22 +22,22 @@ from vcache_backend.metadata_server.messages import (
 from .request_params import RequestParams
 
 NEVER = 1 << 62
-"""More blocks than any request has: the place or the number of tokens is never reached."""
+"""More blocks than any request has, so the number is never reached."""
 FRESH_SECONDS, PROMISED_SECONDS = 0.5, QUEUED_SECONDS + 0.02
-"""How long a look-up's answer is used again for a request that vLLM could not schedule at once, and
-one that has promised chunks, since another one may have begun to compute them. Longer than
-`QUEUED_SECONDS`: a request that lacks blocks must not renew its promise before anyone may take it
-over. In the time between, both may compute the same chunks."""
+"""How long a look-up's answer is used again for a request that vLLM could not schedule at once;
+and, shorter, for a request that has promised chunks, since another request may have begun to
+compute them. Longer than `QUEUED_SECONDS`: a request that lacks blocks must not renew its promise
+before another request may take it over. In between, two requests may compute the same chunks."""
 
 
 class Answer(msgspec.Struct):
     """The result of a look-up at the time `at` (time.monotonic): chunks [first, hits) can be
     loaded.
 
-    pooled: chunks below this number are in the pool or in KV caches, the others in the offload
-    tier. residents: the chunks that lie in other instances' KV caches. seconds: how long
-    the look-up took. coming: the chunks that another instance is computing, up to number
-    `comes_to`. counted: the metrics already contain this answer."""
+    pooled: chunks below this number are in the pool or in KV caches, later chunks in the offload
+    tier. residents: the chunks that lie in other instances' KV caches. seconds: how long the
+    look-up took. coming: the chunks that another instance is computing, up to number `comes_to`.
+    counted: the metrics already contain this answer."""
 
     first: int
     hits: int
@@ -51,17 +51,17 @@ class Answer(msgspec.Struct):
 
     @property
     def offloaded(self) -> bool:
-        """Whether some of the chunks lie in the offload tier."""
+        """Whether some chunks lie in the offload tier."""
         return self.hits > self.pooled
 
     def counts(self, first: int, promised: bool = False) -> bool:
-        """Whether the answer is fresh enough, and covers the chunks from `first` on. promised: it
-        was used before, and the request has promised the chunks behind the hits."""
+        """Whether the answer is fresh enough, and covers the chunks from `first` on. promised: the
+        answer is used again, and the request has promised the chunks behind the hits."""
         fresh = PROMISED_SECONDS if promised else FRESH_SECONDS
         return self.covers(first) and self.at + fresh > monotonic()
 
     def covers(self, first: int) -> bool:
-        """Whether the answer says what lies behind the chunks before `first`."""
+        """Whether the answer covers the chunk `first`."""
         return self.first <= first <= self.hits
 
     def residents_of(self, first: int, stop: int) -> list[ResidentRun]:
@@ -91,11 +91,11 @@ class Question(msgspec.Struct):
 
 
 class LookupState(msgspec.Struct):
-    """A request's look-ups. Only `Lookups` writes it.
+    """A request's look-ups. Only `Lookups` writes this state.
 
     keys: the keys of the leading chunks. question: sent, and not answered yet. since: since when
-    vLLM's scheduler comes back for a late answer (time.monotonic); 0.0: the answer is not late.
-    asked, found: the numbers of chunks that the metrics count as looked up and as hits."""
+    vLLM's scheduler comes back for a late answer (time.monotonic); 0.0 for no late answer. asked,
+    found: the numbers of chunks that the metrics count as looked up and as hits."""
 
     keys: list[ChunkKey] = []
     question: Question | None = None
@@ -106,12 +106,12 @@ class LookupState(msgspec.Struct):
 
 
 class StoreState(msgspec.Struct):
-    """A request's blocks and stores. Only `Completions` writes it.
+    """A request's blocks and stores. Only `Completions` writes this state.
 
-    rows: the blocks, by block table. stored: how many leading chunks are stored, published or on
-    their way. complete_at: the number of computed tokens that completes the next chunk; infinite if
-    the request stores no more chunks. written: at least so many tokens are written in these blocks,
-    once the planned steps have run."""
+    rows: the blocks, by block table. stored: how many leading chunks are stored, published or being
+    stored. complete_at: the number of computed tokens that completes the next chunk; infinite if
+    the request stores no more chunks. written: the least number of tokens in these blocks once the
+    planned steps have run."""
 
     rows: list[array[int]] = []
     stored: int = 0
@@ -120,11 +120,11 @@ class StoreState(msgspec.Struct):
 
 
 class ResidentState(msgspec.Struct):
-    """A request's blocks when KV caches are shared in place. Only `Publications` writes it.
+    """A request's blocks when KV caches are shared in place. Only `Publications` writes this state.
 
-    filled: how many blocks have been filled; `NEVER`: the others stay void. generations: of the
-    leading blocks, up to the first void one. resets, evicted: the counters of `ResidentPool` when
-    the request got its blocks (-1: never), and when these were last looked at."""
+    filled: how many blocks have been filled; `NEVER`: further blocks stay void. generations: of the
+    leading blocks, up to the first void block. resets, evicted: the counters of `ResidentPool` when
+    the request got its blocks (-1: never), and when the blocks were last read."""
 
     filled: int = 0
     generations: array[int] = msgspec.field(default_factory=partial(array, "Q"))
@@ -133,11 +133,11 @@ class ResidentState(msgspec.Struct):
 
 
 class PromiseState(msgspec.Struct):
-    """What a request has promised to compute. `SchedulerSide` gives it `number` and `early` when
-    the request arrives; after that only `Lookups` and `OwnPromises` write it.
+    """A request's promise to compute chunks. `SchedulerSide` sets `number` and `early` when the
+    request arrives; afterwards only `Lookups` and `OwnPromises` write this state.
 
-    number: names the promise for the server; 0: the request stores nothing. early: its look-ups
-    promise, too. made: the server may hold a promise. stop: the chunks up to this number are
+    number: names the promise for the server; 0: the request stores nothing. early: look-ups
+    promise, too. made: the server may hold a promise. stop: the chunks below this number are
     promised."""
 
     number: int = 0
@@ -150,17 +150,17 @@ NOTHING_LED = ChunkKey(b"")
 
 
 class WaitState(msgspec.Struct):
-    """A request's wait for chunks that are being computed. Only `Waits` writes it. Times are of
-    time.monotonic.
+    """A request's wait for chunks that are being computed. Only `Waits` writes this state. Times
+    are of time.monotonic.
 
-    since: 0.0 before the wait. until: when it ends at the latest. asked: when the server was last
-    asked. began, target: how many leading chunks were there at the beginning, and will be at the
-    end. owner, owned: who promises the others, and since when; 0: nobody yet. promised: the server
-    has said that chunks are coming. gone: since when it does not say so any more. over: the request
-    waits no more. seconds, tokens, end: how long it has waited, what came, and how the wait ended
-    (`Meter.waited`). loads: a load of the request brings its chunks.
-    leads: the first of these chunks, or `NOTHING_LED`: other requests that lack it may follow this
-    one."""
+    since: 0.0 before the wait. until: the latest end. asked: when the server was last asked. began,
+    target: how many leading chunks exist at the beginning, and at the end. owner, owned: who
+    promises the missing chunks, and since when; 0: nobody yet. promised: the server has reported a
+    promise. gone: since when the server reports no promise. over: the wait has ended. seconds,
+    tokens, end: how long the request has waited, how many tokens came, and how the wait ended
+    (`Meter.waited`). loads: the request has begun a load. leads: the first chunk that the request
+    loads or waits for, or `NOTHING_LED`. Other requests that lack this chunk may follow the
+    request."""
 
     since: float = 0.0
     until: float = 0.0
@@ -180,12 +180,12 @@ class WaitState(msgspec.Struct):
 
 
 class Tracked(msgspec.Struct):
-    """One vLLM request, as `SchedulerSide` and its parts track it.
+    """The state of a vLLM request for `SchedulerSide` and its parts.
 
-    tenant: for whom its chunks count in the pool, see `quotas.tenant_id`; empty: for nobody. loads:
-    the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
+    tenant: the tenant for which chunks count in the pool, see `quotas.tenant_id`; empty: none.
+    loads: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
     hits. supplied: `local` and the tokens that we load. loading: a load is under way. due: a step
-    that reaches fewer tokens completes nothing; only `Completions` writes it."""
+    that reaches fewer tokens completes nothing; only `Completions` writes `due`."""
 
     request: Any
     params: RequestParams

@@ -1,7 +1,7 @@
-"""Decides which requests wait for chunks that are being computed or loaded, and for how long.
+"""Decides which requests wait for chunks being computed or loaded, and for how long.
 
-A request that waits stays in vLLM's queue and holds no blocks. vLLM asks for it again in every
-step. See docs/adr/0022."""
+A waiting request stays in vLLM's queue and holds no blocks. vLLM asks for hits again in every step.
+See docs/adr/0022."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from .tracked import NO_ANSWER, NOTHING_LED, Answer, Tracked, WaitState
 log = logging.getLogger("vllm.vcache")
 
 AGAIN_SECONDS = 0.005
-"""The time between two look-ups of a request that waits."""
+"""The time between two look-ups of a waiting request."""
 LAST_SECONDS = 0.02
-"""How long past a wait's bound the server's last answer may take."""
+"""How long after a wait's bound the server's last answer may come."""
 LONGER = 1.1
-"""A request waits at most so many times as long as it would take to compute the chunks here, at the
-slowest of the recent paces, which counts for at most `ALIKE` times the mean."""
+"""A request waits at most `LONGER` times the time to compute the chunks here, at the slowest recent
+pace, but at most `ALIKE` times the mean."""
 ALIKE = 1.5
-"""An owner is no slower than this instance unless it says that a chunk takes so many times as long
-there. The paces that equal instances measure differ by that much, in a simulation with vLLM's
-scheduler: a prompt is done at the end of one step or, if it begins behind another one, of two."""
+"""An owner is slower than this instance if its pace for a chunk is more than `ALIKE` times ours.
+Equal instances measure paces that differ by this factor, in a simulation with vLLM's scheduler: a
+prompt is done at the end of one step or, if it begins behind another prompt, of two."""
 WAY_SECONDS = 0.01
-"""The time from the end of a step to the end of a wait for its chunks: they are published, and the
-reader looks them up."""
+"""The time from the end of a step to the end of a wait for its chunks: publication and look-up."""
 MOST_STEPS, SLACK_SECONDS = 3, 0.1
-"""An owner is silent if no chunk arrives for so many of its steps, and this time. For an announced
-request it is silent only if no chunk arrives for the request's `wait_seconds`, either."""
+"""An owner is silent if no chunk arrives for `MOST_STEPS` of its steps and `SLACK_SECONDS`; for an
+announced request, for `wait_seconds` as well."""
 LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
-"""Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
+"""The longest step that an owner may report, and the step of an owner that reports none."""
 LONGEST_CHUNK_SECONDS, UNKNOWN_CHUNK_SECONDS = 2.0, 0.02
-"""Bounds what an owner says of a chunk where this instance has measured none; where nobody has."""
+"""The longest time for a chunk that an owner may report, if this instance has measured none; and
+the time for a chunk if the owner has measured none, either."""
 STATE_SECONDS = 0.03
-"""How long the state of a model's layers may come after the last chunk. There may be none at this
-chunk: states are stored where steps end."""
+"""How long the state of a model's layers may come after the last chunk. The chunk may have no
+state: states are stored at the ends of steps."""
 DISTRUST_SECONDS = 10.0
-"""How long this instance does not wait for an owner that was silent, or whose waits brought nothing
-for as long as `_silence` says."""
+"""How long this instance does not wait for an owner that was silent, or for which requests waited
+in vain for `_silence` seconds."""
 
 MOST_WAITING = 256
-"""How many requests wait at once; the next ones are computed. vLLM looks at each that waits in
-every step, which takes some 0.05 ms."""
+"""How many requests wait at once; further requests are computed. vLLM looks at every waiting
+request in every step, which takes some 0.05 ms."""
 
 
 class Waits:
@@ -69,18 +69,18 @@ class Waits:
         self._lookups, self._pace, self._meter = lookups, pace, meter
         self._size = config.engine.chunk_size
         self._leaders: dict[ChunkKey, Tracked] = {}
-        """By the first chunk that a request of this instance loads or waits for, that request.
-        Announced requests are in it while they load."""
+        """The requests of this instance that load or wait, by the first chunk. Announced requests
+        only while they load."""
         self._waiting: set[str] = set()
-        """The ids of the requests that wait."""
+        """The ids of waiting requests."""
         self._silent: dict[int, float] = {}
-        """Owners that are not waited for, and until when (time.monotonic)."""
+        """Owners for which no request waits, and until when (time.monotonic)."""
         self._lacking: dict[int, float] = {}
-        """Owners of which nothing came, and since when a request has waited for them."""
+        """Owners that have delivered nothing, and since when a request has waited."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
-        """Whether another request of this instance brings chunks from the request's chunk `first`
-        on, and vLLM's cache will have them then."""
+        """Whether another request of this instance brings the request's chunks from `first` on into
+        vLLM's cache."""
         keys = tracked.lookup.keys
         leader = self._leaders.get(keys[first]) if self._leaders and first < len(keys) else None
         if leader is None or leader is tracked:
@@ -88,7 +88,8 @@ class Waits:
         if leader.wait.loads:
             return True
         if _is_past(leader.wait, monotonic()):
-            # By priority vLLM may not come to the leader for long, and so it ends its wait late.
+            # With priorities vLLM may not come to the leader for long, so the leader ends its wait
+            # late.
             return False
         # A leader that waits may wait for more chunks than this request needs.
         last = leader.wait.target - 1
@@ -96,7 +97,7 @@ class Waits:
 
     def pauses(self, tracked: Tracked, first: int, chunks: int) -> bool:
         """Whether the request waits, and the next answer from the server is not due yet. Asks for
-        that answer, which the next step reads."""
+        the answer, which the next step reads."""
         wait, now = tracked.wait, monotonic()
         if not wait.since or wait.over or tracked.lookup.question is not None:
             return False
@@ -104,7 +105,7 @@ class Waits:
             wait.asked = now
             self._lookups.forget(tracked)
             self._lookups.send(tracked, first, chunks)
-            # Without a server there is no question, and `holds` ends the wait.
+            # Without a server no question is sent, and `holds` ends the wait.
             return tracked.lookup.question is not None
         return True
 
@@ -134,8 +135,8 @@ class Waits:
         return False
 
     def expired(self, tracked: Tracked) -> bool:
-        """End the request's wait if its bound has passed and the server's last answer is late, too.
-        Returns whether it did: then the request computes."""
+        """End the request's wait if the wait's bound has passed and the server's last answer is
+        late, too. Returns whether the wait ended: then the request computes."""
         wait = tracked.wait
         if not wait.since or wait.over or not _is_past(wait, monotonic()):
             return False
@@ -143,15 +144,14 @@ class Waits:
         return True
 
     def loads(self, tracked: Tracked) -> None:
-        """Note that the request loads the chunks behind those of vLLM's cache."""
+        """Note that the request loads the chunks behind vLLM's cached blocks."""
         self._lead(tracked)
-        # In place of one that only waits.
+        # In place of a leader that only waits.
         self._leaders[tracked.wait.leads] = tracked
         tracked.wait.loads = True
 
     def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
-        """End the request's wait, if it waits, and its lead. reached: how many leading chunks are
-        there."""
+        """End the request's wait, if any, and its lead. reached: how many leading chunks exist."""
         wait = tracked.wait
         if wait.since and not wait.over:
             wait.over = True
@@ -205,12 +205,12 @@ class Waits:
         wait.promised = coming is not None
         wait.owner = coming.owner if coming is not None else 0
         if not tracked.params.announced:
-            # Nobody else waits for as long as an announced request wants to.
+            # No request follows an announced request, which may wait for long.
             self._lead(tracked)
         return True
 
     def _ends(self, tracked: Tracked, answer: Answer, now: float) -> str:
-        """Why the wait ends; empty if it goes on."""
+        """Why the wait ends; empty if the wait goes on."""
         wait, coming = tracked.wait, answer.coming
         if answer.hits >= wait.target:
             return "kept"
@@ -228,7 +228,7 @@ class Waits:
         return "silent" if self._is_silent(tracked, coming, now) else ""
 
     def _is_silent(self, tracked: Tracked, coming: Coming, now: float) -> bool:
-        """Whether the owner makes no progress, or made none a moment ago."""
+        """Whether the owner makes no progress, or has made none lately."""
         if coming.quiet < tracked.params.patience:
             return False
         if self._silent.get(coming.owner, 0.0) > now:
@@ -242,8 +242,8 @@ class Waits:
         return silent
 
     def _lacks(self, coming: Coming, wait: WaitState, now: float) -> None:
-        """Note that in a whole wait nothing came from the owner. The wait may be shorter than the
-        owner's steps, at whose end chunks come: then the first of several counts."""
+        """Note that a whole wait brought nothing from the owner. Chunks come at the ends of steps,
+        and a wait may be shorter than a step: of several vain waits the first counts."""
         oldest = wait.since - DISTRUST_SECONDS
         recent = {owner: at for owner, at in self._lacking.items() if at > oldest}
         self._lacking = recent
@@ -268,7 +268,7 @@ class Waits:
 
 
 def _is_past(wait: WaitState, now: float) -> bool:
-    """Whether the bound of a wait has passed, and the time for the server's last answer, too."""
+    """Whether the wait's bound and the time for the server's last answer have passed."""
     return now > wait.until + AGAIN_SECONDS + LAST_SECONDS
 
 
@@ -278,5 +278,5 @@ def _step(coming: Coming) -> float:
 
 
 def _silence(coming: Coming) -> float:
-    """How long nothing may come from the owner."""
+    """How long the owner may deliver nothing."""
     return MOST_STEPS * _step(coming) + SLACK_SECONDS

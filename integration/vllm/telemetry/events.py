@@ -1,11 +1,11 @@
-"""KV events of the pool. They tell a router which blocks it may count on beside those in vLLM's own
+"""KV events of the pool. They name blocks on which a router may count, beside the blocks in vLLM's
 prefix cache.
 
 The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which the
 chunk may be stored. Workers report stored chunks. Once every rank has stored a chunk, it is
 published as `BlockStored`. Every heartbeat asks the server which published chunks still exist
-(`Announcer.check`); missing chunks are published as `BlockRemoved`. vLLM sends `AllBlocksCleared`,
-which names no medium, when it clears its own prefix cache."""
+(`Announcer.check`); missing chunks are published as `BlockRemoved`. When vLLM clears its prefix
+cache, it sends `AllBlocksCleared`, which names no medium."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from vllm.v1.core import kv_cache_utils
 from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
 
 POOL_MEDIUM = "CPU"
-"""The pool's name in events: what vLLM, Dynamo and llm-d call memory from which a load brings
-blocks."""
+"""The pool's name in events: the name by which vLLM, Dynamo and llm-d know memory behind a load."""
 LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
 MOST_WAITING = 4096
-"""The most chunks that wait for all ranks (some 10 KB each). Beyond it the oldest are never
-announced, and routers do not count on them."""
+"""The most chunks that wait for all ranks (some 10 KB each). Older chunks are never announced, and
+routers do not count on them."""
 MOST_CHECKED = 16_384
 """The most keys checked with one heartbeat; the server takes 4 ms for them."""
 
@@ -33,24 +32,17 @@ MOST_CHECKED = 16_384
 def block_stored(
     request: Any, start: int, end: int, block_size: int, spec_kind: str | None = None
 ) -> BlockStored:
-    """vLLM's `BlockStored` in the pool for the tokens [start, end) of vLLM's `request`.
+    """vLLM's event `BlockStored` for the tokens [start, end) of vLLM's `request` in the pool.
 
-    block_size: tokens that one of `request.block_hashes` covers. spec_kind: see `compat.spec_kind`.
-    ValueError if the tokens are not whole blocks, or not all of these have a hash."""
+    The tokens must be whole blocks with hashes. block_size: tokens of a hash in
+    `request.block_hashes`. spec_kind: see `compat.spec_kind`."""
     first, last = start // block_size, end // block_size
-    hashes = list(request.block_hashes[first:last])
-    if start % block_size or end % block_size or len(hashes) != last - first:
-        have = len(request.block_hashes)
-        raise ValueError(
-            f"tokens {start} to {end} are not whole blocks of {block_size} tokens; the request "
-            f"has {have} such blocks"
-        )
     lora = request.lora_request
     return BlockStored(
         medium=POOL_MEDIUM,
         group_idx=0,
         locality=LOCALITY,
-        block_hashes=_published(hashes),
+        block_hashes=_published(request.block_hashes[first:last]),
         parent_block_hash=_published(request.block_hashes[first - 1 : first])[0] if first else None,
         token_ids=list(request.all_token_ids[start:end]),
         block_size=block_size,
@@ -104,7 +96,7 @@ class Announcer:
         self._ready: list[KVCacheEvent] = []
 
     def expect(self, key: ChunkKey, event: BlockStored) -> None:
-        """Note that workers may store the chunk. `event` is published once all ranks have stored
+        """Note that workers may store the chunk, and publish `event` once all ranks have stored
         it."""
         _put(self._events, key, event)
 

@@ -42,7 +42,7 @@ class _Counter(NamedTuple):
 
 
 WAITS = ("kept", "withdrawn", "silent", "late", "aborted")
-"""How waits end: the chunks came; the promise was withdrawn, or taken over by the request; no chunk
+"""How waits end: the chunks came; the promise was withdrawn, or the request took it over; no chunk
 came for three of the owner's steps; the time was over; the request ended first."""
 
 COUNTERS = {
@@ -122,8 +122,8 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
         kept.extend(seconds[: max(MOST_OBSERVED - len(kept), 0)])
 
     def aggregate(self, other: KVConnectorStats) -> VCacheStats:
-        """Add the stats `other` of another worker or step, and return `self`. `other` is copied and
-        not changed."""
+        """Add the stats `other` of another worker or step, and return `self`. `other` stays
+        unchanged."""
         for name, series in other.data.get("counters", {}).items():
             for label, amount in series.items():
                 self.count(name, amount, label)
@@ -235,8 +235,8 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._histograms[engine, name] = family.labels(*given)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's `VCacheStats.data`. Unknown names and engines, as of a newer worker,
-        are ignored."""
+        """Add one interval's `VCacheStats.data`. Ignores unknown names and engines, for example of
+        a newer worker."""
         for name, series in transfer_stats_data.get("counters", {}).items():
             for label, amount in series.items():
                 if (engine_idx, name, label) in self._counters:

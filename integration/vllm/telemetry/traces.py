@@ -22,9 +22,7 @@ def wanted(vllm_config: Any) -> bool:
 
 def begin(vllm_config: Any) -> Spans | None:
     """Make the spans' recorder; None if vLLM does not trace."""
-    with suppress(ImportError):
-        return Spans() if wanted(vllm_config) else None
-    return None
+    return Spans() if wanted(vllm_config) else None
 
 
 class Spans:
@@ -32,7 +30,7 @@ class Spans:
     part of a load. Runs in the scheduler's thread. Never raises."""
 
     def __init__(self) -> None:
-        """ImportError without OpenTelemetry."""
+        # vLLM traces only with OpenTelemetry.
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -44,7 +42,7 @@ class Spans:
         """The contexts of the requests that were looked up and have not ended."""
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
-        """Record a look-up that found so many tokens after the first `local`. Only a request's
+        """Record a look-up that found `found` tokens after the first `local`. Only a request's
         first look-up makes a span."""
         name, answer, wait = tracked.request.request_id, tracked.lookup.answer, tracked.wait
         if name in self._requests:

@@ -1,4 +1,4 @@
-"""One load in a worker."""
+"""A load in a worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Attached(NamedTuple):
         return self.kv.blocks_in(self.session.chunk_size) * self.kv.block_size // self.block_size
 
     def places(self, blocks: list[int]) -> BlockPlaces:
-        """The places of chunks by vLLM's numbers of their blocks, chunk by chunk."""
+        """The places of chunks whose blocks have these numbers in vLLM, chunk by chunk."""
         return BlockPlaces(self.kv, self.session.chunk_size, blocks, self.block_size)
 
 
@@ -55,8 +55,7 @@ class Loading(transfer.Load):
 
     @property
     def invalid(self) -> list[int]:
-        """vLLM's numbers of the blocks that the finished load has not filled. Empty if it was
-        cancelled."""
+        """The blocks (vLLM's numbers) that the finished load has not filled; empty if cancelled."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
         missed = self.spec.blocks[self.loaded * self.worker.per_chunk :]
@@ -64,7 +63,7 @@ class Loading(transfer.Load):
 
     @property
     def failure(self) -> str:
-        """The cause of a failure, as the metrics count it."""
+        """The metrics' name for the cause of a failure."""
         here = "changed" if self.worker.neighbours is not None else "lease_lost"
         absent = "store" if self.spec.offload else here
         return absent if self.cause == transfer.ABSENT else self.cause

@@ -1,4 +1,4 @@
-"""A worker's loads. Each runs beside the model until it is over."""
+"""A worker's loads, which run beside the model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ IDLE_SECONDS, COPY_SECONDS = 0.002, 0.02
 """How long a step without a model run waits for a load's progress, and for the end of a load whose
 last copy is under way.
 
-vLLM sleeps after each such step. If the step itself sees the load's end, the request saves a step
-and a sleep. A request that arrives meanwhile waits as long."""
+vLLM sleeps after each such step. If the step sees the load's end, the request saves a step and a
+sleep. A request that arrives meanwhile waits as long."""
 
 
 class Loads:
@@ -37,8 +37,8 @@ class Loads:
     def __init__(
         self, block_size: int, several: bool, report: Reporter, stores: Stores, meter: Meter
     ) -> None:
-        """block_size: in tokens. several: report failed loads by request: with several block tables
-        vLLM cannot tell which request owns a block."""
+        """block_size: in tokens. several: report failed loads by request, since with several block
+        tables vLLM cannot tell which request owns a block."""
         self.at_once = False
         """Loads do not wait for the steps under way (`compat.loads_at_once`)."""
         self._ends = EndRing(report.number)
@@ -53,13 +53,13 @@ class Loads:
         self._over: list[str] = []
         """The request of each load that is over, until the load is reported."""
         self._uncounted: list[tuple[Loading, int]] = []
-        """Loads that are over, and when each was (nanoseconds of the wall clock)."""
+        """Finished loads, and the time of each end (nanoseconds of the wall clock)."""
 
     # ---- a step
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
-        """Note the loads that the step wants. Each load's end is reported, whatever happens,
-        because vLLM waits for it."""
+        """Note the loads of a step. The end of each load is reported in any case, since vLLM waits
+        for it."""
         self._lost += specs
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
@@ -104,25 +104,25 @@ class Loads:
 
     def advance(self) -> None:
         """Advance all loads between two steps, for the scheduler of the same thread. `finished`
-        counts those that are over, while the next step runs."""
+        counts finished loads while the next step runs."""
         if self._under_way:
-            # As in the worker's own calls.
+            # In the same mode as the worker's calls.
             with torch.inference_mode():
                 self._advance()
 
     def invalid(self) -> set[int]:
-        """Return the blocks that loads have failed to fill since the last call, vLLM's numbers. See
-        `failed`."""
+        """Return the blocks (vLLM's numbers) that loads have failed to fill since the last call.
+        See `failed`."""
         invalid = self._invalid
         self._invalid = set()
         return invalid
 
     def failed(self) -> set[str]:
-        """Return the requests whose load failed since the last call, and that vLLM computes from
-        the start.
+        """Return the requests with a failed load since the last call that vLLM computes from the
+        start.
 
-        These are loads that never began and, with several block tables, all failed loads. For the
-        others `invalid` names the blocks, and vLLM keeps the blocks before them."""
+        Named are loads that never began and, with several block tables, all failed loads. For all
+        other loads `invalid` names the blocks, and vLLM keeps the blocks before them."""
         failed = self._failed
         self._failed = set()
         return failed
@@ -130,7 +130,7 @@ class Loads:
     # ---- the end
 
     def stop(self, deadline: float) -> None:
-        """Cancel all loads, and abandon those that still run at `deadline` (time.monotonic): vLLM
+        """Cancel all loads, and abandon loads that still run at `deadline` (time.monotonic): vLLM
         takes the KV cache's memory away, or ends."""
         for loading in self._under_way:
             loading.cancel()

@@ -16,9 +16,9 @@ MOST_STORED = 4096
 
 
 class Reporter:
-    """Runs in the worker's main thread. number: this worker's among all.
+    """Runs in the worker's main thread. number: this worker's number among all workers.
 
-    next: the next report, to which the worker adds. introduce: put this worker's shard into it."""
+    next: the next report, to which the worker adds. introduce: add this worker's shard to it."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Reporter:
         events: bool = False,
         traces: bool = False,
     ) -> None:
-        """place: pipeline and tensor rank. rank: the rank of this worker's part of a chunk. events,
-        traces: somebody wants KV events, spans."""
+        """place: pipeline and tensor rank. rank: of this worker's part of a chunk. events, traces:
+        KV events, spans are wanted."""
         self._place = place
         self.number = number
         self._rank = rank
@@ -43,7 +43,7 @@ class Reporter:
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
 
     def open(self, session: Session, shard: ShardSpec) -> None:
-        """The worker has joined the pool."""
+        """Note that the worker has joined the pool."""
         self._session = session
         self._shard = shard
         if self._events:
@@ -73,8 +73,8 @@ class Reporter:
     # ---- inside
 
     def _reached(self) -> Link:
-        """This worker's connection to the offload tier. A small change of bandwidth leaves the last
-        report's value."""
+        """This worker's connection to the offload tier. After a small change, the bandwidth stays
+        as in the last report."""
         if self._session is None:
             return self._link
         tier = self._session.tier

@@ -1,7 +1,7 @@
 """The connector's worker half: moves chunks between the pool and vLLM's KV cache.
 
 A load runs on a separate stream, and vLLM schedules its request after the load. Stores read
-computed blocks on another stream. Only a step that hands such a block out again waits for the
+computed blocks on another stream. Only a step that gives such a block to a new owner waits for the
 store, on the device."""
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class WorkerSide:
     # ---- start
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe vLLM's new KV cache, join the pool, and check that bytes come back from the pool
-        unchanged.
+        """Describe vLLM's new KV cache, join the pool, and check that bytes come back unchanged.
 
         VCacheError (or LayoutError, a kind of it) if this worker cannot cache."""
         if self._refused:
@@ -108,7 +107,7 @@ class WorkerSide:
     def _session(
         self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
     ) -> Session:
-        """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
+        """Join the pool, and check that bytes come back unchanged. VCacheError."""
         session = Session(
             self._config,
             model_spec.layout(self._model, [shard], self._config.engine.chunk_size, b""),
@@ -156,7 +155,7 @@ class WorkerSide:
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
-        """Store or publish the chunks that the step completes. All of its model run must be
+        """Store or publish the chunks that the step completes. The whole model run must be
         queued."""
         if (worker := self._worker) is None:
             return
@@ -178,7 +177,7 @@ class WorkerSide:
             self.stores.measure(self._worker.session.stats)
 
     def sleep(self) -> None:
-        """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory
+        """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes the memory
         away. Idempotent until `wake`."""
         worker = self._worker
         self._worker = None
@@ -197,7 +196,7 @@ class WorkerSide:
 
     def wake(self) -> None:
         """Use the KV cache's memory again, which is back at the same addresses. Does nothing
-        without a `sleep` before it."""
+        without an earlier `sleep`."""
         worker = self._asleep
         self._asleep = None
         if worker is None:

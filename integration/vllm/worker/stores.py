@@ -1,5 +1,4 @@
-"""Launches a worker's stores. Steps that would overwrite blocks wait for the stores that still read
-them."""
+"""Launches a worker's stores. Steps that would overwrite blocks wait for stores that read them."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ COUNTED = {
     "offload_written": "offload_written_chunks",
     "bytes_offload_written": "offload_written_bytes",
 }
-"""Counts of the session, and our metrics of them."""
+"""Counts of the session, and the metric of each."""
 
 
 class _Gather(NamedTuple):
-    """A store under way. blocks: vLLM's numbers of the blocks that it reads."""
+    """A store under way. blocks: the blocks that the store reads, vLLM's numbers."""
 
     copy: Completion
     blocks: frozenset[int]
@@ -41,30 +40,29 @@ class Stores:
     """Runs in the worker's main thread. Only `fence` may raise."""
 
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
-        """at_once: make the model's stream wait for every store. Models need it whose blocks vLLM
-        clears (`compat.clears`): it clears and copies a step's blocks before it tells us of the
-        step."""
+        """at_once: make the model's stream wait for every store. Needed if vLLM clears blocks
+        (`compat.clears`): vLLM clears and copies a step's blocks before it tells us of the step."""
         self._meter, self._at_once = meter, at_once
         self._under_way: list[_Gather] = []
         self._counted: dict[tuple[str, str], float] = {}
         self._updates = 0
 
     def fence(self, worker: Attached, meta: StepMetadata) -> None:
-        """Make this step's work wait, on the device, for stores that read a block with
-        a new owner."""
+        """Make this step's work wait, on the device, for stores that read a block with a new
+        owner."""
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
         for gather in self._under_way:
             if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
                 worker.session.copier.fence(gather.copy)
 
     def start(self, worker: Attached, stores: Sequence[StoreSpec]) -> None:
-        """Store the chunks that the step completes. All of its model run must be queued."""
+        """Store the chunks that the step completes. The step's whole model run must be queued."""
         for spec in stores:
             keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
             self._store("store", worker, keys, spec.blocks, prefix, tenant=spec.tenant)
 
     def promote(self, load: Loading) -> None:
-        """Store chunks in the pool again that a load has brought from the offload tier."""
+        """Store chunks that a load has brought from the offload tier in the pool again."""
         worker, spec = load.worker, load.spec
         if chunks := load.to_promote():
             prefix, blocks = worker.session.own(spec.prefix), spec.blocks
@@ -86,7 +84,7 @@ class Stores:
         self._store("save", worker, keys, blocks, fetched_in=epoch, holds=holds)
 
     def measure(self, stats: EngineStats) -> None:
-        """Tell the meter what the session has counted since the last call."""
+        """Give the meter the session's counts since the last call."""
         if stats.updates == self._updates:
             return
         self._updates = stats.updates
@@ -132,8 +130,8 @@ class Stores:
             self._under_way.append(_Gather(pending.completion, frozenset(blocks)))
 
     def _over(self, gather: _Gather) -> bool:
-        """Whether the store reads its blocks no more. A failed store has stopped, and is not
-        committed."""
+        """Whether the store has stopped reading its blocks. A failed store has stopped, too, and is
+        not committed."""
         try:
             return gather.copy.done()
         except VCacheError as error:

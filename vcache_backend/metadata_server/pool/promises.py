@@ -86,7 +86,8 @@ class Promises:
     ) -> None:
         """Note that a request of the client will compute the unpromised chunks of `lacking`.
         lacking: see `Directory.lacking`. begins: see `coming`."""
-        free = [key for key in lacking if self._holder(key, begins) is None]
+        held = {key for key in self._by_key.keys() & lacking if self._holder(key, begins)}
+        free = [key for key in lacking if key not in held]
         self._promise(client, number, free, ranks)
 
     def begin(self, client: Peer, request: m.Promise, lacking: Sequence[m.ChunkKey]) -> int:
@@ -171,11 +172,10 @@ class Promises:
             promised = OpenPromise(client, number, ranks, 0.0, client.pace, {})
         room = min(MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
         new = [key for key in lacking if key not in promised.left][: max(0, room)]
-        for key in new:
-            if (holder := self._by_key.get(key)) is not None:
-                self._remove(holder, [key])
-            self._by_key[key] = promised
-            promised.left[key] = None
+        for key in self._by_key.keys() & new:
+            self._remove(self._by_key[key], [key])
+        self._by_key.update(dict.fromkeys(new, promised))
+        promised.left.update(dict.fromkeys(new))
         if not promised.left:
             return None
         self._counters["promised_chunks"] += len(new)

@@ -32,13 +32,6 @@ class Admission:
         share = max(1, (limit - SPARE_DESCRIPTORS - min(m.MAX_FDS, limit // 4)) // 3)
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
-        if self._max_clients < config.max_clients:
-            log.warning(
-                "the limit of %d descriptors is enough for %d clients, not for "
-                "server.max_clients: raise ulimit -n",
-                limit,
-                self._max_clients,
-            )
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll = endpoint.listener, epoll
         self._numbers = 0

@@ -16,8 +16,8 @@ LONGEST_SECONDS = 320.0
 
 
 class MonitorProcess:
-    """Restarts a process that has ended, `AGAIN_SECONDS` after the last start. If the process
-    cannot listen, for example at a port in use, the pauses double up to `LONGEST_SECONDS`."""
+    """Restarts a process that has ended, `AGAIN_SECONDS` after the last start. These pauses double
+    up to `LONGEST_SECONDS`: it may be unable to listen, for example at a port in use."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
@@ -34,11 +34,11 @@ class MonitorProcess:
             status = self._process.poll()
             if status is None:
                 return
-            could_listen = status != 1
-            self._pause = AGAIN_SECONDS if could_listen else min(2 * self._pause, LONGEST_SECONDS)
-            then = "" if could_listen else f" now, and after {self._pause:g} s"
-            said = "server.metrics: its process ended with %d; it is started again%s"
-            log.error(said, status, then)
+            self._pause = min(2 * self._pause, LONGEST_SECONDS)
+            said = (
+                "server.metrics: its process ended with %d; it is started again now, and after %g s"
+            )
+            log.error(said, status, self._pause)
             self.close()
         self._again_at = time.monotonic() + self._pause
         try:
