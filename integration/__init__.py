@@ -7,9 +7,9 @@ import time
 
 
 def booted() -> float:
-    """When this machine started, by its clock of now: seconds since the epoch."""
+    """When this machine started, by its present clock: seconds since the epoch."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 BOOTED = booted()
-"""The same by the clock of the moment when vLLM loaded our plugin, before it loads weights."""
+"""`booted()` at the time when vLLM loaded our plugin, before it loads weights."""

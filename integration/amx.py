@@ -1,5 +1,4 @@
-"""AMX, the matrix unit of newer x86 CPUs: a process must ask Linux for permission before it uses
-it."""
+"""AMX, the matrix unit of newer x86 CPUs: a process must ask Linux for permission to use AMX."""
 
 from __future__ import annotations
 
@@ -11,11 +10,12 @@ log = logging.getLogger("vllm.vcache")
 
 
 def permit() -> None:
-    """Ask for this process, its threads and those forked from it, if the CPU has AMX. Never raises.
+    """Ask for this process, its threads and later child processes, if the CPU has AMX. Never
+    raises.
 
-    vLLM's attention on CPUs relies on an earlier large matrix product to have asked. If a process's
-    first model run is small, as after a hit, none has, and the process dies of an illegal
-    instruction."""
+    vLLM's attention on CPUs relies on an earlier large matrix product, which asks. If a process's
+    first model run is small, for example after a hit, nothing has asked, and the process dies of an
+    illegal instruction."""
     try:
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             log.warning(

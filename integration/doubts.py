@@ -1,5 +1,5 @@
-"""Follows the blocks whose bytes may be wrong, for our connector and behind LMCache's. Imports
-neither vLLM nor LMCache."""
+"""Follows the blocks whose bytes may be wrong, for our connector and LMCache's. Imports neither
+vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Beginning = tuple[str, int, Rows]
 
 
 class Doubts:
-    """vLLM's blocks that are doubtful: a load has not filled them or may not, they hold KV from
-    before a reset, or they were computed behind such blocks. A request is doubtful from its first
-    doubtful block on, so its last block tells. Runs in the scheduler's thread.
+    """vLLM's doubtful blocks: a load has not filled or may not fill them, they hold KV from before
+    a reset, or were computed behind doubtful blocks. A request is doubtful from its first doubtful
+    block on, so the last block tells. Runs in the scheduler's thread.
 
     A doubt ends when the step with a certain echo is over, or when vLLM hands the block out (`inf`
-    in place of an echo), as its next owner writes it.
+    in place of an echo) to a new owner, which writes to the block.
 
-    everything: all blocks are doubtful, until the next reset. kept: some were at the last reset."""
+    everything: all blocks are doubtful, until the next reset. kept: vLLM held blocks at the last
+    reset."""
 
     def __init__(self) -> None:
         self.pool: KVBlocks | None = None
@@ -43,21 +44,21 @@ class Doubts:
         pool.on_taken.append(self._forget)
 
     def reset(self) -> None:
-        """Doubt all that vLLM has. It may just have cleared its own prefix cache."""
+        """Doubt all blocks that vLLM holds. vLLM may just have cleared its prefix cache."""
         self.everything = self.pool is None
         held = self.pool.held if self.pool is not None else ()
         self.add(held)
         self.kept = bool(held)
 
     def add(self, blocks: Iterable[int], until: float = inf) -> None:
-        """Doubt these blocks. until: at least; an echo, or `inf`."""
+        """Doubt these blocks at least until `until`: an echo, or `inf`."""
         for block in blocks:
             if block != NULL:
                 self._until[block] = max(until, self._until.get(block, 0))
 
     def over(self, echoes: Collection[int], invalid: AbstractSet[int]) -> set[int]:
-        """End the steps with these echoes. invalid: the blocks that vLLM reports as not filled.
-        Returns all doubtful blocks if one of these is among them."""
+        """End the steps with these echoes. invalid: the blocks that vLLM reports as not filled. If
+        one of them is doubtful, returns all doubtful blocks."""
         failed = not self._until.keys().isdisjoint(invalid)
         lost = set(self._until) if failed else set[int]()
         if echoes:
@@ -66,8 +67,8 @@ class Doubts:
         return lost
 
     def until(self, rows: Rows | None) -> float:
-        """The end of the doubt about a request with these blocks; 0: it is not doubtful. None: its
-        blocks are not known."""
+        """The end of the doubt about a request with the blocks `rows`; 0: no doubt. rows: None if
+        unknown."""
         if self.everything or rows is None or not self._until:
             return inf if self.everything or self._until else 0
         return max((self._until.get(row[-1], 0) for row in rows if row), default=0)
@@ -75,8 +76,8 @@ class Doubts:
     def follow(
         self, output: Any, begun: Iterable[Beginning], rows_of: Callable[[str], Rows | None]
     ) -> None:
-        """Doubt what the step that `output` describes computes behind doubtful blocks. begun: see
-        `beginning`. rows_of: a request's blocks before the step; None if they are not known."""
+        """Doubt the blocks that the step `output` computes behind doubtful blocks. begun: see
+        `beginning`. rows_of: a request's blocks before the step; None if unknown."""
         if not self._until:
             return
         cached = output.scheduled_cached_reqs
@@ -87,19 +88,19 @@ class Doubts:
         self.spread([rows for _, _, rows in begun])
 
     def spread(self, requests: Sequence[Rows]) -> None:
-        """Doubt what these requests have behind a doubtful block."""
-        # One may begin with what another one computes.
+        """Doubt these requests' blocks behind doubtful blocks."""
+        # A request may begin with blocks that another request computes.
         for _ in requests:
             if not sum(map(self._reaches, requests)):
                 break
 
     def _reaches(self, rows: Rows) -> bool:
-        """Doubt what the request has behind a doubtful block. Returns whether that is news."""
+        """Doubt the request's blocks behind a doubtful block. Returns whether any doubt is new."""
         found = {block: at for row in rows for at, block in enumerate(row) if block in self._until}
         if not found:
             return False
         worst = max(map(self._until.__getitem__, found))
-        # Places in several tables do not compare.
+        # Places in several tables are not comparable.
         first = min(found.values()) if len(rows) == 1 else 0
         behind = {*chain(*(row[first:] for row in rows))} - {NULL}
         news = [block for block in behind if self._until.get(block, 0) < worst]

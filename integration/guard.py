@@ -10,10 +10,11 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def answers(default: object) -> Callable[[Method], Method]:
-    """Decorator: a method that raises returns `default` instead (or what it returns, if callable).
+    """Decorator: if the method raises, return `default` (or the result of `default()`, if
+    callable).
 
-    vLLM and LMCache end on an exception in most calls. The method's object gets `note_failure(name,
-    error)`, which logs it once."""
+    vLLM and LMCache end on an exception in most calls. The method's object gets a call of
+    `note_failure(name, error)`, which logs the error once."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)

@@ -1,10 +1,10 @@
 """Our plugin for vLLM, `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` early
 in each of its processes.
 
-It sets the hook for LMCache (lmcache/patches.py), and checks our connector's settings before vLLM
-starts anything, so that a mistake in `kv_connector_extra_config` is the last line of vLLM's log. If
-`VLLM_PLUGINS` leaves the plugin out, the connector's constructor finds the mistake, in an engine
-process, and much of the log comes after it."""
+The plugin sets the hook for LMCache (lmcache/patches.py), and checks our connector's settings
+before vLLM starts anything, so that a mistake in `kv_connector_extra_config` is the last line of
+vLLM's log. If `VLLM_PLUGINS` leaves the plugin out, the connector's constructor finds the mistake,
+in an engine process, and much of the log follows."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 def register() -> None:
     """Cheap, and never raises."""
     patches.register()
-    # Only the front end has loaded this module. The other processes get the configuration that it
-    # makes.
+    # Only the front end has loaded this module. All other processes get the front end's
+    # configuration.
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
     create = getattr(made, "create_engine_config", None)
     if callable(create):
-        # A class of vLLM's, which mypy does not see.
+        # A class of vLLM, invisible to mypy.
         setattr(made, "create_engine_config", _checking(create))  # noqa: B010
 
 
@@ -50,8 +50,8 @@ def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mistake(transfer: Any) -> str:
-    """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line;
-    empty if there is none. Never raises."""
+    """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line, or
+    empty. Never raises."""
     try:
         for where, extra in _connectors(transfer):
             from .vllm import settings  # only where our connector is asked for
@@ -67,7 +67,7 @@ def mistake(transfer: Any) -> str:
 
 
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where each connector of ours stands, within MultiConnectors too, and its
+    """The place of each of our connectors, also within MultiConnectors, and its
     `kv_connector_extra_config`."""
     read = (transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})).get
     extra = read("kv_connector_extra_config") or {}
@@ -79,8 +79,8 @@ def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[s
 
 
 def _is_a_command() -> bool:
-    """Whether this program is vLLM's own: `vllm …`, or a module of it by `python -m`. Other
-    programs may want to catch the error."""
+    """Whether this program is vLLM's own: `vllm …`, or a vLLM module by `python -m`. Other programs
+    may want to catch the error."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     return Path("".join(sys.argv[:1])).name == "vllm" or (
         module is not None and module.name.startswith("vllm.")

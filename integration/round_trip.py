@@ -1,7 +1,7 @@
 """Sends bytes through a slot of the pool and back before an integration caches anything, and
 compares them.
 
-This finds a layout that was misread, a broken copier, and a GPU that cannot be reached."""
+The comparison finds a misread layout, a broken copier, and an unreachable GPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ COPY_SECONDS = 10.0
 
 
 def through_pool(session: Session, kv: PagedKV) -> str | None:
-    """`round_trip` through a slot that the server reserves under a random key: what is wrong, or
-    None.
+    """`round_trip` through a slot that the server reserves under a random key: the fault, or None.
 
-    None too if there is no slot to try: no server yet, or nothing to evict. In the worker's main
+    Also None without a slot to try: no server yet, or nothing to evict. In the worker's main
     thread, after `session.bind`."""
     if isinstance(session.pool, PinnedPool):
-        # Its segments are pinned in the background and may not be there yet: try memory of the same
-        # kind.
+        # The pool's segments are pinned in the background and may not be ready: try memory of the
+        # same kind.
         return _through_like_memory(session.pool, session, kv)
     key = ChunkKey(session.namespace.prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
     try:
@@ -64,12 +63,12 @@ def _through_like_memory(pool: PinnedPool, session: Session, kv: PagedKV) -> str
 
 
 def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> str | None:
-    """Send the first blocks of `kv`, one chunk's, through the slot `view` and back, and compare
-    every byte.
+    """Send a chunk of the first blocks of `kv` through the slot `view` and back, and compare every
+    byte.
 
-    None if all are right; else the layer and block that differ, or the error. In the worker's main
-    thread; nothing else may use the KV cache meanwhile. Its bytes are always restored, on the
-    current stream. The slot's bytes are overwritten."""
+    Returns None, or the layer and block that differ, or the error. In the worker's main thread; no
+    other work may use the KV cache meanwhile. The cache's bytes are always restored, on the current
+    stream. The slot's bytes are overwritten."""
     count = min(kv.blocks_in(chunk_size), kv.num_blocks)
     pages = [page for kind in kv.kinds for page in kind.pages]
     try:
@@ -103,7 +102,7 @@ def _there_and_back(
     ]
     for page, pattern in zip(pages, patterns, strict=True):
         page[:count] = pattern
-    # Last block first, so that a copy that ignores block ids is seen.
+    # Last block first: a copy that ignores block ids then shows.
     ids = np.arange(count - 1, -1, -1)
     copy = plan_blocks(kv, chunk_size, ids)
     if not copier.gather(kv, copy, [view]).wait(COPY_SECONDS):
@@ -138,7 +137,7 @@ def _in_slot(kv: PagedKV, view: SlotView, chunk_size: int, count: int) -> Iterat
 
 
 def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Where two runs of blocks of one plane first differ; empty if they do not."""
+    """Where two runs of blocks of a plane first differ, or empty."""
     if torch.equal(expected, found):
         return ""
     block, byte = torch.nonzero(expected != found)[0].tolist()
@@ -152,7 +151,7 @@ def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Te
 
 
 def _settled(device: torch.device) -> bool:
-    """Wait for the current stream's work so far; False if it is not done in time."""
+    """Wait for the current stream's work so far; False if it takes too long."""
     if device.type != "cuda":
         return True
     event = torch.cuda.current_stream(device).record_event()

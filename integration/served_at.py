@@ -1,4 +1,4 @@
-"""Where users reach the vLLM that this process is part of, as the server's status names it."""
+"""The address of this process's vLLM for users, for the server's status."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import sys
 from typing import Any
 
 _DEFAULT = "8000"
-"""The port of vLLM's API server if it is given none."""
+"""The default port of vLLM's API server."""
 _ELSEWHERE = ("--config", "--headless", "--uds")
-"""Options with which it may have another port, or none."""
+"""Options under which the API server may have another port, or none."""
 
 
 def served_at(vllm_config: Any) -> str:
     """The port of vLLM's API server, such as `:8000`, or `:8000 rank 1` for a data parallel rank;
-    empty if there is none, or if it is not on the command line, which the engine's processes
-    inherit."""
+    empty without a port on the command line, which the engine's processes inherit."""
     words, parallel = sys.argv, vllm_config.parallel_config
     served = bool(words) and (words[0].endswith("api_server.py") or "serve" in words[1:2])
     port = _DEFAULT if served and not any(word.startswith(_ELSEWHERE) for word in words) else ""

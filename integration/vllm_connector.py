@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from .vllm.connector import VCacheConnector
 
 with suppress(ValueError):  # registered already
-    # MultiConnector looks up the class that reads a connector's statistics by its registered name.
+    # MultiConnector looks up the class that reads a connector's statistics by the registered name.
     KVConnectorFactory.register_connector(
         VCacheConnector.__name__, __name__, VCacheConnector.__name__
     )

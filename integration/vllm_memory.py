@@ -11,15 +11,15 @@ from vcache_backend.vram_pool import memory_budget
 
 
 def beside_vllm(vllm_config: Any) -> Callable[[int, int], str | None]:
-    """A function that `Pool` asks before it lends memory: given the bytes in all and those that are
-    new, why the GPU has no room for them.
+    """A function that `Pool` asks before it lends memory: maps the bytes in all and the new bytes
+    to the reason why the GPU has no room, or None.
 
-    The GPU is the one that is current now."""
+    The GPU is the current one."""
     cache = vllm_config.cache_config
-    # vLLM goes by one of both.
+    # vLLM uses one of both settings.
     utilization = None if cache.kv_cache_memory_bytes else float(cache.gpu_memory_utilization)
     on_gpu = vllm_config.device_config.device_type != "cpu" and torch.cuda.is_available()
-    # Determined now: `Pool` also asks from its client's thread, where another GPU may be current.
+    # Fixed now: `Pool` also asks from its client's thread, in which another GPU may be current.
     device = torch.cuda.current_device() if on_gpu else None
 
     def over_budget(whole: int, new: int) -> str | None:

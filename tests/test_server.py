@@ -26,31 +26,21 @@ KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with stage(tmp_path_factory.mktemp("server")) as made:
-        before = len(made.server().fds())
-        yield made
-        eventually(lambda: len(made.servers[0].fds()) <= before)
+@pytest.fixture
+def server(alone: Stage) -> Child:
+    return alone.server()
 
 
 @pytest.fixture
-def server(shared: Stage) -> Child:
-    """One server for all tests of this module that do not start their own. It is left with no
-    descriptor of theirs.
-    """
-    return shared.servers[0]
-
-
-@pytest.fixture
-def stage_(shared: Stage) -> Iterator[Stage]:
-    """The clients of one test; what they made goes with them."""
-    with stage(shared.path.parent) as made:
+def stage_(alone: Stage, server: Child) -> Iterator[Stage]:
+    """The clients of the server. It is left with no descriptor of theirs."""
+    before = len(server.fds())
+    with stage(alone.path.parent) as made:
         yield made
-    with Raw(shared.path) as raw:
+    with Raw(alone.path) as raw:
         for segment in raw.ask("list_segments")[1]:
             raw.ask("drop_segment", segment[0])
-        eventually(lambda: raw.ask("list_segments") == ["segments", []])
+    eventually(lambda: len(server.fds()) <= before)
 
 
 @pytest.fixture

@@ -23,20 +23,14 @@ from vcache_backend.metadata_server.client import Client
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
 
-def restart_with(stage_: Stage, client: Client, server: Child, **config: Any) -> Child:
-    """Kill the server, start another one, wait until `client` has offered it what it holds."""
+def restart_with(stage_: Stage, client: Client, server: Child, **more: Any) -> Child:
+    """Kill the server, start another one, wait until it has what `client` holds."""
     before = client.epoch
     server.kill()
-    eventually(lambda: not client.connected)
-    again = stage_.server(**config)
+    again = stage_.server(**more)
     eventually(lambda: client.connected and client.epoch != before)
+    eventually(lambda: all(one.state == "live" for one in client.list_segments()))
     return again
-
-
-def is_back(client: Client, before: int) -> bool:
-    """It is connected to a server after the one with this epoch, which has its segment."""
-    states = [one.state for one in client.list_segments()] if client.connected else []
-    return client.epoch != before and states == ["live"]
 
 
 def test_a_killed_server_s_leases_hold_for_their_grace(stage_: Stage, memfd: int) -> None:
@@ -180,10 +174,7 @@ def test_slots_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd
     client = offering(stage_, memfd)
     writer = reserving(stage_)
     writer.signal(signal.SIGSTOP)
-    before = client.epoch
-    server.kill()
-    again = stage_.server()
-    eventually(lambda: is_back(client, before))
+    again = restart_with(stage_, client, server)
     eventually(lambda: watches(again, writer))
     assert not has_room(client)
     assert client.stats().quarantined == 1
@@ -200,10 +191,7 @@ def test_a_server_in_another_namespace_takes_nobody_for_gone(stage_: Stage, memf
     server = stage_.server()
     client = offering(stage_, memfd)
     reserving(stage_)
-    before = client.epoch
-    server.kill()
-    stage_.server(within=processes.IN_A_CONTAINER)
-    eventually(lambda: is_back(client, before))
+    restart_with(stage_, client, server, within=processes.IN_A_CONTAINER)
     time.sleep(0.2)  # some ticks
     assert client.stats().quarantined == 1
     assert not has_room(client)

@@ -17,7 +17,7 @@ import pytest
 import vllm_cases
 from processes import PATIENT, eventually
 from vllm_cases import BLOCK, CHUNK, Node, Prompt, here, needs_vllm, new_tokens
-from vllm_models import TOKEN_BYTES, write_model, write_states
+from vllm_models import write_model, write_states
 from vllm_objects import vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -36,7 +36,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.round_trip import round_trip
-from vcache_backend.integration.vllm.model import compat, decision, groups
+from vcache_backend.integration.vllm.model import compat, decision, groups, versions
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.integration.vllm.model.decision import decide
 from vcache_backend.metadata_server.client import Client
@@ -384,6 +384,13 @@ def test_chunks_that_no_request_can_fill_are_refused() -> None:
         assert refused(size).startswith(said) == (size > 2048)
 
 
+def test_any_name_is_a_version_or_none() -> None:
+    """What is no text names nothing. Half of a surrogate pair comes out of JSON."""
+    for name in ("x" * 1_000_000, "v\udc80é\0\n\x1b[31m", "../../v0", "", None, 7, b"v"):
+        shared = isinstance(name, str) and bool(name)
+        assert (versions.digest(name) == versions.digest(name)) == shared
+
+
 def test_a_model_whose_pooling_needs_every_token_is_refused() -> None:
     """vLLM ends if its prompt is not computed as a whole."""
     for supported in (False, True):
@@ -538,10 +545,10 @@ def test_what_another_instance_computes_is_waited_for_with_its_state(
         # In an instance's first step its workers describe themselves.
         instance.one(new_tokens(5))
     before = here.chunks()
-    promised = here.stats().counters.get("promised_chunks", 0)
     kept = pair.b.counter("vllm:vcache_waits", end="kept")
     pair.a.add("first", tokens)
-    eventually(lambda: here.stats().counters.get("promised_chunks", 0) > promised)
+    assert pair.a.step(1) == {}
+    here.stored(before + 8 + 1)
     pair.b.add("second", tokens)
     assert pair.b.step(3) == {}
     first = pair.a.finish("first")["first"]
@@ -560,19 +567,6 @@ def test_a_second_turn_finds_the_state_within_the_last_answer(here: Node, pairs:
     found, own = pair.b.again(turn), pair.a.one(turn)
     assert (found.cached, own.cached) == (4 * CHUNK, 4 * CHUNK)
     assert found.said == own.said
-
-
-@needs_vllm
-def test_hits_with_states_that_fill_the_kv_cache_end_no_engine(here: Node, pairs: Pairs) -> None:
-    """Those that come to an idle engine together."""
-    pair, prompts = pairs(STATES, 0), [new_tokens(HIT + 5) for _ in range(2)]
-    cold = [pair.keep(here, tokens) for tokens in prompts]
-    begins = HIT // CHUNK + 1 + 2
-    few = {"block_size": CHUNK, "kv_cache_memory_bytes": 2 * begins * CHUNK * TOKEN_BYTES // 2}
-    c = here.connect("few-blocks", model=pair.model, **few)
-    hits = c.run(*map(Prompt, prompts), together=True)
-    assert [hit.cached for hit in hits] == [HIT, HIT]
-    assert all(hit.agrees(one) for hit, one in zip(hits, cold, strict=True))
 
 
 @needs_vllm

@@ -121,6 +121,14 @@ def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine)
     assert later[1][0].sequence > first[0].sequence
 
 
+def test_who_hits_what_another_request_of_its_step_computes_is_published(engine: Engine) -> None:
+    head = new_tokens(2 * CHUNK)
+    both = [engine.add([*head, *new_tokens(2 * CHUNK + 1)]) for _ in range(2)]
+    engine.step()
+    assert [engine.hit(one) for one in both] == [0, 2 * CHUNK]
+    assert [engine.numbers(one) for one in both] == [[0, 1, 2, 3]] * 2
+
+
 def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engine: Engine) -> None:
     tokens, pool = new_tokens(CHUNK), engine.scheduler.kv_cache_manager.block_pool
     engine.add([*tokens, 5])
@@ -321,29 +329,6 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     assert [one.number for one in published] == [0, 1]
     assert engine.right(published)
     assert published[0].sequence >= sequence
-
-
-def test_what_began_before_a_reset_is_not_published_by_who_hits_it(engine: Engine) -> None:
-    """vLLM did not reset, as a request ran: what it has computed stays in its own cache, and so
-    does what is computed behind that.
-    """
-    tokens = new_tokens(3 * CHUNK)
-    request = engine.add(tokens + new_tokens(5))
-    engine.step()
-    assert not engine.scheduler.reset_prefix_cache()
-    engine.finish(request)
-    longer = engine.add(tokens + new_tokens(2 * CHUNK))
-    meta = engine.step()
-    assert engine.hit(longer) == 3 * CHUNK
-    assert engine.numbers(longer, meta) == []
-    own = engine.scheduler.kv_cache_manager.get_block_ids(longer.request_id)[0][: 5 * EACH]
-    numbers = engine.half.publications.generations.counters[own]
-    assert (numbers & np.uint64(1)).all(), "nobody ever believes these"
-    engine.finish(longer)
-    fresh = engine.add(new_tokens(18 * BLOCK))
-    engine.step()
-    assert engine.right(engine.published(fresh))
-    assert engine.numbers(fresh) == list(range(9))
 
 
 # ---- whatever happens

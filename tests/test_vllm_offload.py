@@ -8,8 +8,6 @@ costs a computation: same tokens, and nobody else notices."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
-from importlib import import_module
 
 import pytest
 import vllm_cases
@@ -19,12 +17,9 @@ from processes import eventually
 from vllm_cases import BLOCK, CHUNK, LEASE, OURS, Instance, Prompt, meddled, new_tokens, stopped_at
 from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
-from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
 from vcache_backend.transfer.keys import HASH_BYTES
-from vcache_backend.transfer.session import make_tier
-from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["own_depot"]
 pytestmark = [vllm_cases.needs_vllm, needs_mooncake]
@@ -320,31 +315,3 @@ def test_after_a_reset_nothing_of_before_is_taken_from_below(two: Two) -> None:
     assert old <= before
     two.empty()
     assert two.b.again(tokens).cached == HITS
-
-
-# ---- what the halves tell each other
-
-
-def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: Depot) -> None:
-    """Of two workers both said so, in one step; what is slow is as slow as the slower one, which
-    has half of each chunk.
-    """
-    with vllm_cases.beside_vllm() as worker:
-        said = worker.ask(reported, own_depot.offload(retry_seconds=0.1))
-        assert said == [(False, 2e9), (True, 6e9)]
-
-
-def reported(served: object, config: OffloadConfig) -> list[tuple[bool, float | None]]:
-    """In a process with vLLM: what the scheduler makes of the two workers' reports, and of one
-    worker's second.
-    """
-    names = "scheduler.offload", "metadata"
-    halves, metadata = (import_module(f"{OURS}.{name}") for name in names)
-    link, told, tier = metadata.Link, metadata.WorkerReport, make_tier(config, EngineStats(), False)
-    with closing(halves.OffloadLookup(tier, 2)) as below:
-        eventually(lambda: below.usable)
-        both = told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)}))
-        below.note(both.links)
-        first = below.usable, below._tier.bandwidth
-        below.note({1: link(True, 3e9)})
-        return [first, (below.usable, below._tier.bandwidth)]

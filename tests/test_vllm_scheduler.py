@@ -8,6 +8,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -386,16 +387,18 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(make: Make) -
     request = engine.add(tokens)
     assert engine.step().loads
 
-    def coming() -> tuple[int, bool]:
-        found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
-        return (0, False) if found is None else (found.chunks, found.begun)
-
-    eventually(lambda: coming() == (CHUNKS - 2, False))
+    eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, False))
     time.sleep(2 * QUEUED_SECONDS)
     assert asking.find(Find(engine.keys(request), 1, promise=1, begins=True)).coming is not None
     engine.step(finished_recving={request.request_id})
     engine.step()
-    eventually(lambda: coming() == (CHUNKS - 2, True))
+    eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, True))
+
+
+def coming(asking: Client, engine: Engine, request: Request) -> tuple[int, bool] | None:
+    """How many of the request's chunks are promised, and whether their owner has begun."""
+    found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
+    return None if found is None else (found.chunks, found.begun)
 
 
 @pytest.mark.parametrize(("ahead", "chunks"), [(False, 9), (True, 2), (True, 9)])
@@ -727,32 +730,27 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(make
     steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
     steps |= {"scheduling_policy": "priority"}
     engine = make(share="pool", blocks=10, arguments=steps)
-    asking = engine.here.client()
-
-    def coming(request: Request) -> tuple[int, bool] | None:
-        found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
-        return None if found is None else (found.chunks, found.begun)
-
+    promised = partial(coming, engine.here.client(), engine)
     gone = engine.add(new_tokens(4 * CHUNK + 3), priority=1)
-    eventually(lambda: coming(gone) == (4, False))
+    eventually(lambda: promised(gone) == (4, False))
     engine.step()
-    eventually(lambda: coming(gone) == (4, True))
+    eventually(lambda: promised(gone) == (4, True))
     gone.skip_reading_prefix_cache = True
     first = engine.add(new_tokens(BLOCK), max_tokens=40)
     assert any(engine.step() and gone.num_preemptions for _ in range(20))
-    eventually(lambda: coming(gone) is None)
+    eventually(lambda: promised(gone) is None)
     engine.finish(first)
     engine.step()
-    eventually(lambda: coming(gone) == (4, True))
+    eventually(lambda: promised(gone) == (4, True))
     queued = engine.add(new_tokens(4 * CHUNK + 3))
-    eventually(lambda: coming(queued) == (4, False))
+    eventually(lambda: promised(queued) == (4, False))
     for one in (gone, queued):
         engine.scheduler.finish_requests(one.request_id, RequestStatus.FINISHED_ABORTED)
-        eventually(lambda one=one: coming(one) is None)
+        eventually(lambda one=one: promised(one) is None)
     # Nobody waits for what is not stored.
     private = engine.add(new_tokens(PROMPT), store=False)
     engine.step()
-    assert coming(private) is None
+    assert promised(private) is None
 
 
 def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(engine: Engine) -> None:

@@ -64,17 +64,6 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node) -> No
     assert here.b.counter("vllm:vcache_stored_bytes") == 0
 
 
-def test_requests_of_one_step_are_found_though_one_hits_what_the_other_computes(here: Node) -> None:
-    head = new_tokens(2 * CHUNK)
-    first, second = (Prompt(head + new_tokens(2 * CHUNK + 1)) for _ in range(2))
-    assert [answer.cached for answer in here.a.run(first, second, together=True)] == [0, 2 * CHUNK]
-    assert here.a.ask("told")
-    for prompt in (first, second):
-        hit, own = here.b.one(prompt.tokens), here.a.one(prompt.tokens)
-        assert (hit.cached, own.cached) == (4 * CHUNK, 4 * CHUNK)
-        assert hit.said == own.said
-
-
 def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(here: Node) -> None:
     """The worker's report of that step was made before, and its next one would come a step later."""
     before, tokens = new_tokens(CHUNK + 1), new_tokens(3 * CHUNK + 1)

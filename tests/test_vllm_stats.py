@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import pickle
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mooncake_cases import needs_mooncake, own_depot
+from mooncake_store import Depot
+from processes import eventually
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
@@ -24,13 +28,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vcache_backend.errors import ServerTimeout
-from vcache_backend.integration.vllm.metadata import WorkerReport
+from vcache_backend.integration.vllm.metadata import Link, WorkerReport
+from vcache_backend.integration.vllm.scheduler.offload import OffloadLookup
 from vcache_backend.integration.vllm.telemetry import events, stats
 from vcache_backend.integration.vllm.telemetry.events import Announcer
 from vcache_backend.integration.vllm.telemetry.stats import Meter, VCacheStats
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, of_rank
 from vcache_backend.offload.write import DROPPED
+from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.sources import CAUSES
+from vcache_backend.transfer.stats import EngineStats
+
+__all__ = ["own_depot"]
 
 BLOCK = 16
 
@@ -273,3 +282,21 @@ def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.Mo
     # The first one was dropped for the third.
     whole = [("BlockStored", two.last(chunk)) for chunk in (3, 2)]
     assert two.step({1: [3, 2, 1]}, {}) == whole
+
+
+# ---- what workers say of the offload tier
+
+
+@needs_mooncake
+def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: Depot) -> None:
+    """Of two workers both said so, in one step; what is slow is as slow as the slower one, which
+    has half of each chunk.
+    """
+    tier = make_tier(own_depot.offload(retry_seconds=0.1), EngineStats(), False)
+    with closing(OffloadLookup(tier, 2)) as below:
+        eventually(lambda: below.usable)
+        one, other = {0: Link(True, 4e9)}, {1: Link(False, 1e9)}
+        below.note(WorkerReport(links=one).aggregate(WorkerReport(links=other)).links)
+        assert (below.usable, tier.bandwidth) == (False, 2e9)
+        below.note({1: Link(True, 3e9)})
+        assert (below.usable, tier.bandwidth) == (True, 6e9)

@@ -395,18 +395,3 @@ def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node) -> None:
             apart.ask(name_version, name)
             again = apart.one(tokens)
             assert (again.cached, again.agrees(computed)) == (cached * CHUNK, True)
-
-
-@pooled
-def test_any_name_is_a_version_or_none(two: Two) -> None:
-    """What is no text names nothing. Half of a surrogate pair comes out of JSON."""
-    tokens = new_tokens(4 * CHUNK + 1)
-    computed = kept(two.a, tokens)
-    for name in ("x" * 1_000_000, "v\udc80é\0\n\x1b[31m", "../../v0", "", None, 7, b"v"):
-        for one in (two.a, two.b):
-            one.ask(update, two.models[0], name)
-        assert two.a.one(tokens).cached == 0
-        assert two.a.ask("told")
-        hit = two.b.one(tokens)
-        shared = isinstance(name, str) and bool(name)
-        assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK * shared, True)

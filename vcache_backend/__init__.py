@@ -1,5 +1,5 @@
-"""vcache: the inference processes of a node read each other's transformer KV caches. `VCacheEngine`
-and `Layout` are its library."""
+"""vcache: the inference processes of a node read each other's transformer KV caches. The library is
+`VCacheEngine` and `Layout`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MODULES = {"VCacheEngine": "vcache_backend.engine", "Layout": "vcache_backend.t
 
 
 def __getattr__(name: str) -> Any:
-    """Import `VCacheEngine` and `Layout` on first use: they need torch, which the server and the
-    commands do without."""
+    """Import `VCacheEngine` and `Layout` on first use: both need torch, which the server and the
+    commands do not need."""
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

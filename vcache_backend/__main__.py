@@ -6,8 +6,8 @@ import signal
 
 
 def main() -> None:
-    """Run a command. Until the command says otherwise, Ctrl-C ends the program at once: Python's
-    own handler raises within whatever is being imported, and that may lose the exception."""
+    """Run a command. Until the command sets a handler, Ctrl-C ends the program at once: Python's
+    handler would raise within an import, which may lose the exception."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from vcache_backend import cli

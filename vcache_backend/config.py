@@ -1,7 +1,7 @@
 """The configuration: frozen values, read once. No other module reads settings from the environment.
 
-`load(path)` reads a YAML file strictly: an unknown key is an error. Without a path it reads the
-file that `VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`.
+`load(path)` reads a YAML file strictly: an unknown key is an error. Without a path, `load` reads
+the file `VCACHE_CONFIG`, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`.
 configs/vcache.yaml explains every key. Times are in seconds."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 48
 MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in a socket's address."""
 MAX_FILE_BYTES = 1 << 20
-"""The largest configuration file. Real ones have some kilobytes."""
+"""The largest configuration file. Real files have some kilobytes."""
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 DEVICE_FORMS = (
@@ -39,10 +39,10 @@ DEVICE_FORMS = (
 )
 
 KV_AXES = ("part", "block", "token", "head", "dim")
-"""Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of
-K and V if they are packed)."""
+"""Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of a head (of K
+and V if packed)."""
 MAX_SECONDS = 1_000_000
-"""The longest time that can be set: eleven days. poll() takes at most 24."""
+"""The longest time that can be set: eleven days. poll() takes at most 24 days."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
@@ -79,7 +79,7 @@ class ByteSize(int):
         return cls(nbytes)
 
     def __str__(self) -> str:
-        """In the largest binary unit that divides it: `parse` reads the same number back."""
+        """In the largest binary unit without a remainder: `parse` reads the same number back."""
         for unit, size in _LARGEST_FIRST:
             if self and self % size == 0:
                 return f"{self // size} {unit}"
@@ -95,8 +95,8 @@ class ByteSize(int):
 
 
 def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[str, int]:
-    """Host and port of `address`; the host is `absent` if there is none. name: the setting, for
-    errors. Raises ValueError."""
+    """Host and port of `address`; without a host, `absent`. name: the setting, for errors. Raises
+    ValueError."""
     parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
     if parts is None:
         alone = absent and address.isdecimal()
@@ -163,7 +163,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
 
 
 class ClientConfig(_Section, frozen=True, kw_only=True):
-    """A connection to the metadata server: deadlines, and pauses before it is made again."""
+    """A connection to the metadata server: deadlines, and pauses before reconnections."""
 
     connect_seconds: Positive = 0.5
     request_seconds: Positive = 0.25
@@ -191,12 +191,12 @@ class PoolConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def lent(self) -> ByteSize:
-        """Bytes that a worker lends to a pool: `segment_bytes`, or its default."""
+        """Bytes that a worker lends to a pool: `segment_bytes`, or the default."""
         return ByteSize(8 << 30) if self.segment_bytes is None else self.segment_bytes
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):
-    """Chunks, and the KV caches they are copied from and to."""
+    """Chunks, and the KV caches from which and to which they are copied."""
 
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     kv_axes: str = ""
@@ -210,9 +210,9 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
-    """Our connector in vLLM. Token counts leave out what vLLM's own prefix cache has. share:
-    `from_dict` turns `auto` into `pool` if another setting needs a pool; else the connector
-    decides, from vLLM's version and settings and the model."""
+    """Our connector in vLLM. Token counts leave out tokens in vLLM's prefix cache. share:
+    `from_dict` turns `auto` into `pool` if another setting needs a pool; otherwise the connector
+    decides by vLLM's version and settings and the model."""
 
     share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
@@ -260,9 +260,9 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
         return 15 * self.retry_seconds
 
     def least_bandwidth(self, on_gpu: bool) -> ByteSize:
-        """`min_bandwidth` in bytes a second, or its default: 5 GB/s for GPUs over TCP, which is how
-        fast an H200 computes KV of an 8B model; else 0. on_gpu: whether the KV caches are on GPUs.
-        """
+        """`min_bandwidth` in bytes a second, or the default: 5 GB/s for GPUs over TCP, the rate at
+        which an H200 computes KV of an 8B model; otherwise 0. on_gpu: whether the KV caches are on
+        GPUs."""
         if self.min_bandwidth is not None:
             return self.min_bandwidth
         return ByteSize(5 * 10**9) if on_gpu and self.mooncake.protocol == "tcp" else ByteSize(0)
@@ -290,8 +290,8 @@ def whole(path: Path) -> Path:
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock` unless that is a
-    whole path of printable characters that is short enough."""
+    """`$XDG_RUNTIME_DIR/vcache/vcache.sock` if that is a whole, short path of printable characters,
+    otherwise `/tmp/vcache-UID/vcache.sock`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     path = f"{runtime}/vcache/vcache.sock"
     fits = path.isprintable() and len(os.fsencode(path)) <= MAX_SOCKET_PATH
@@ -300,23 +300,23 @@ def default_socket() -> Path:
 
 
 def hash_seed() -> str | None:
-    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if not set."""
+    """`PYTHONHASHSEED`, the beginning of vLLM's and LMCache's block hashes; None if not set."""
     return os.environ.get("PYTHONHASHSEED")
 
 
 def expandable_segments() -> bool:
-    """Whether `expandable_segments` is on for torch's CUDA allocator. As in torch, the first of its
-    two variables that is set counts."""
+    """Whether `expandable_segments` is on for torch's CUDA allocator. As in torch, the first of two
+    variables that is set counts."""
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return bool(re.search(r"(^|,)\s*expandable_segments\s*:\s*(true|1)\s*(,|$)", given.lower()))
 
 
 def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
     """Set the environment variables of Mooncake's library that the user has not set. Returns the
-    values in force. Call it before the library is loaded.
+    values in force. Call before the library is loaded.
 
-    The library's own defaults wait too long: 80 s for a missing master, 30 s for a master or
-    provider that hangs."""
+    The library's defaults wait too long: 80 s for a missing master, 30 s for a hanging master or
+    provider."""
     wanted = {
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": str(max(1, round(1000 * section.rpc_seconds))),
@@ -347,10 +347,10 @@ def _encode(value: object) -> object:
 def from_dict(
     values: dict[str, Any], source: str = "configuration", lines: dict[str, int] | None = None
 ) -> Config:
-    """Check `values`, turn `connector.share: auto` into `pool` if another setting needs one, and
+    """Check `values`, turn `connector.share: auto` into `pool` if another setting needs a pool, and
     apply `VCACHE_SOCKET`.
 
-    Raises ConfigError that names `source`, the key, and its line if `lines` has it: see
+    ConfigError names `source`, the key, and the key's line if `lines` has it: see
     `config_file.parse`."""
     offload = values.get("offload")
     if isinstance(offload, dict) and offload.get("policy") is False:
@@ -372,7 +372,7 @@ def from_dict(
 
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
-    """Set `connector.share`, and in place also `pool.segment_bytes: 0` unless it is given."""
+    """Set `connector.share`, and in place also `pool.segment_bytes: 0` unless given."""
     connector, pool = msgspec.structs.replace(config.connector, share=share), config.pool
     if share == "in_place" and pool.segment_bytes is None:
         pool = msgspec.structs.replace(pool, segment_bytes=ByteSize(0))
@@ -380,7 +380,7 @@ def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:
-    """Set `server.socket`. source: where it was given, for errors. Raises ConfigError."""
+    """Set `server.socket`. source: the setting's origin, for errors. Raises ConfigError."""
     try:
         server = msgspec.structs.replace(config.server, socket=socket)
     except ValueError as error:
@@ -401,8 +401,8 @@ def load(path: str | Path | None = None) -> Config:
 
 
 def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
-    """Read the file that `load` reads, without checking keys and values. Returns its values, its
-    name, and the lines of its keys. Raises ConfigError."""
+    """Read the file of `load`, without checking keys and values. Returns the values, the file's
+    name, and the keys' lines. Raises ConfigError."""
     if path in (None, ""):
         path = os.environ.get("VCACHE_CONFIG", "")
     if path == "":

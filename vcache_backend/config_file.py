@@ -1,4 +1,4 @@
-"""Reads YAML, and explains mistakes in configuration files: their lines, what was meant."""
+"""Reads YAML, and explains mistakes in configuration files: the lines, and likely corrections."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 from vcache_backend.errors import MAX_SHOWN_CHARS, ConfigError
 
 _DEEPEST = 8
-"""The deepest nesting of a YAML text that is read. Its parser recurses in C, and ends the process
-some ten thousand levels down."""
+"""The deepest nesting of a YAML text. PyYAML's parser recurses in C, and ends the process some ten
+thousand levels down."""
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse(text: bytes, source: str) -> tuple[Any, dict[str, int]]:
-    """Read a YAML text. Returns its value, and the line of each key by path, such as
-    `.pool.device`. ConfigError, with the mistake's line if it is known."""
+    """Read a YAML text. Returns the value, and the line of each key by path, such as
+    `.pool.device`. ConfigError, with the mistake's line if known."""
     _refuse_endless(text, source)
     try:
         loader = _Loader(text)
@@ -36,7 +36,7 @@ def parse(text: bytes, source: str) -> tuple[Any, dict[str, int]]:
 
 def _refuse_endless(text: bytes, source: str) -> None:
     """Raise ConfigError for YAML that takes endless time or memory to read: aliases, which can
-    stand for a thousand times as much text, and deep nesting. What is no YAML passes."""
+    stand for a thousand times as much text, and deep nesting. Text that is not YAML passes."""
     depth = 0
     event: Any
     with suppress(yaml.YAMLError):
@@ -52,7 +52,7 @@ def _refuse_endless(text: bytes, source: str) -> None:
 
 
 def _lines(document: yaml.Node | None, source: str) -> dict[str, int]:
-    """The line of each key, by path. Raises ConfigError: a key is there twice, or is no text."""
+    """The line of each key, by path. Raises ConfigError: a key occurs twice, or is no text."""
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, at: str) -> None:
@@ -90,7 +90,7 @@ def _not_yaml(error: yaml.YAMLError, text: bytes) -> str:
 
 
 def line(where: dict[str, int], path: str) -> str:
-    """`line N: ` of the key at `path`, such as `.pool.device`; empty if it is not in the file."""
+    """`line N: ` of the key at `path`, such as `.pool.device`; empty if not in the file."""
     return f"line {where[path]}: " if path in where else ""
 
 
@@ -116,16 +116,16 @@ def explained(error: str, kind: type, where: dict[str, int], values: object) -> 
     elif "`float" in error and "got `str`" in error:
         hint = "; write digits, without quotes, 0.001 for 1e-3"
     elif named := [word for word in re.findall(r"\w+", error) if word in names]:
-        # The error of a section's own check names one or two of its keys: the line is that of the
-        # first which the file has.
+        # The error of a section's own check names one or two keys: take the line of the first key
+        # that the file has.
         path += "." + next((name for name in named if f"{path}.{name}" in where), named[0])
     begin = line(where, path) or line(where, path.rpartition(".")[0])
     return f"{begin}{error}{_given(error, values, steps)}{hint}"
 
 
 def _near(name: str, names: list[str], kind: type) -> str:
-    """A hint at what may have been meant by the unknown key `name`. names: the keys of its section.
-    kind: the whole configuration."""
+    """Guess the key behind the unknown key `name`. names: the keys of the section. kind: the whole
+    configuration."""
     if close := get_close_matches(name, names, 1):
         return f"did you mean `{close[0]}`?"
     key = name.rpartition(".")[2]
@@ -144,11 +144,11 @@ def _paths(kind: Any, at: str = "") -> list[str]:
 
 
 def _given(error: str, value: Any, steps: list[str]) -> str:
-    """`, which is VALUE` for the value at `steps`; empty if `error` shows it, or it is long."""
+    """`, which is VALUE` for the value at `steps`; empty if long, or if `error` shows it."""
     with suppress(LookupError, TypeError, ValueError):
         for step in steps:
             value = value[int(step)] if isinstance(value, list) else value[step]
-        # msgspec does not say which value of a mapping is wrong.
+        # msgspec does not name the wrong value of a mapping.
         simple = isinstance(value, str | int | float) or "[...]`" in error
         shown = repr(value) if steps and simple else ""
         if shown and shown not in error and len(shown) <= MAX_SHOWN_CHARS:

@@ -37,11 +37,11 @@ class VCacheEngine:
     """Store, look up and retrieve the KV of token prefixes, in chunks of `config.engine.chunk_size`
     tokens.
 
-    One engine serves one rank of one model instance. `store` and `retrieve` run in the worker's
-    thread that launches kernels; `lookup` and `contains` in any thread, at any time. A failure is a
-    miss: the five calls raise ValueError for wrong arguments (the message says which), and nothing
-    if a server, segment or GPU fails. `get_stats()` says what failed, and so does the log, once for
-    each cause."""
+    An engine serves a rank of a model instance. `store` and `retrieve` run in the worker's thread
+    that launches kernels; `lookup` and `contains` in any thread, at any time. A failure is a miss:
+    the five calls raise ValueError for wrong arguments, which the message names, and nothing if a
+    server, segment or GPU fails. `get_stats()` counts failures, and the log names each cause
+    once."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class VCacheEngine:
     ) -> None:
         """Connect to the server, and lend this worker's segment to the pool.
 
-        rank: this worker's number among the `ranks` that each hold a part of every chunk (`ranks`
-        is 1 if all hold the same, as with MLA). copier: how bytes move; by default the configured
-        device's. kv_device: where the KV caches lie, such as `cuda:0`; needed if the pool is in
-        host memory and they are not.
+        rank: this worker's number among the `ranks` workers that each hold a part of every chunk
+        (`ranks` is 1 if all hold the same, as with MLA). copier: moves bytes; by default the
+        configured device's. kv_device: the device of the KV caches, such as `cuda:0`; needed if the
+        pool is in host memory and they are not.
 
         Raises ConfigError for an impossible configuration, and ValueError if `layout` has another
-        chunk size. An absent server is no error: everything is a miss until it is there."""
+        chunk size. An absent server is no error: until it answers, everything is a miss."""
         self._session = session = Session(
             config, layout, rank=rank, copier=copier, kv_device=kv_device
         )
@@ -107,13 +107,13 @@ class VCacheEngine:
     ) -> None:
         """Put the KV of whole chunks of `tokens` into the pool.
 
-        mask: boolean, one for each token: False on a prefix that the pool has already, True on the
-        rest. None: True everywhere. kvcaches: one tensor a layer, as vLLM has them. slot_mapping:
+        mask: a boolean for each token: False on a prefix that the pool has already, then True.
+        None: True everywhere. kvcaches: vLLM's tensors, one for each layer. slot_mapping:
         `slot_mapping[i]` is the slot of token `offset + i`: block · block_size + place in the
         block, -1 for none, no slot twice. int64, preferably on the CPU.
 
         A chunk is stored if its tokens lie in whole blocks, in order. Returns when the copy is
-        launched; on a GPU the current stream waits for it, so that work queued after this call may
+        launched; on a GPU the current stream waits for the copy, so work queued after this call may
         overwrite the blocks. The chunks become visible in the background."""
         with self._stats.timed("store"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
@@ -139,16 +139,16 @@ class VCacheEngine:
         *,
         salt: bytes | None = None,
     ) -> torch.Tensor:
-        """Fill `kvcaches` with the KV of the leading tokens that the pool or the offload tier has.
-        Waits until it is there.
+        """Fill `kvcaches` with the KV of the leading tokens that the pool or the offload tier has,
+        and wait for the KV.
 
-        mask: as in `store`; False on a prefix that the caller has already and that is not written.
-        slot_mapping: the slot of each token, -1 for tokens that are not wanted. A block is filled
-        only if all its tokens are wanted and lie in it, in order.
+        mask: as in `store`; False on a prefix that the caller has already, which is not written.
+        slot_mapping: the slot of each token, -1 for unwanted tokens. A block is filled only if all
+        its tokens are wanted and lie in the block, in order.
 
-        Returns a boolean CPU tensor, one for each token: True where the KV is now in `kvcaches`,
-        complete and valid. What was read from the pool counts only if its lease held until the copy
-        was over. On a GPU the current stream waits for the copy."""
+        Returns a CPU tensor with a boolean for each token: True if the KV is now in `kvcaches`,
+        complete and valid. KV from the pool counts only if the lease held until the copy was over.
+        On a GPU the current stream waits for the copy."""
         with self._stats.timed("retrieve"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids))
@@ -162,7 +162,7 @@ class VCacheEngine:
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
-        as is known. Takes no lease."""
+        as known. Takes no lease."""
         key = as_key(cache_key)
         try:
             return self._session.contains(key)
@@ -172,8 +172,7 @@ class VCacheEngine:
 
     def get_stats(self) -> dict[str, Any]:
         """Counters and latencies of this engine (see `EngineStats.snapshot`). Under `server`: the
-        pool's segments with their occupancy, chunks and evictions; None while there is no
-        server."""
+        pool's segments with their occupancy, chunks and evictions; None without a server."""
         mine: dict[str, Any] = self._stats.snapshot()
         client = self._session.client
         mine["connected"] = client.connected
@@ -195,11 +194,11 @@ class VCacheEngine:
     # ---- life
 
     def register(self, kvcaches: KVCaches) -> None:
-        """Check the KV caches and compile the kernels for them, so that no request waits for that.
-        Optional; in the worker's thread.
+        """Check the KV caches and compile their kernels, so that no request waits for it. Optional;
+        in the worker's thread.
 
-        Raises ValueError if they are not tensors, and LayoutError if they do not match the layout:
-        nothing would ever be stored or retrieved."""
+        Raises ValueError for other objects than tensors, and LayoutError for KV caches that do not
+        match the layout: nothing would ever be stored or retrieved."""
         self._session.bind(kvcaches)
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
@@ -208,7 +207,7 @@ class VCacheEngine:
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up; False after `timeout` seconds.
-        through: wait until they are written to the offload tier or dropped, too."""
+        through: also wait until the chunks are offloaded or dropped."""
         return self._session.flush(as_seconds(timeout), through)
 
     def close(self) -> None:

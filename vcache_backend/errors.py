@@ -1,6 +1,6 @@
 """The errors that vcache raises.
 
-In a call of the engine or of an integration they are counted, logged and answered with a miss."""
+A call of the engine or of an integration counts and logs an error, and answers with a miss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 MAX_SHOWN_CHARS = 64
 """The most characters shown of a name or value."""
 MAX_LINE_CHARS = 1200
-"""The most characters of a line that may contain what others say, or have written."""
+"""The most characters of a line that may contain foreign text."""
 
 
 class VCacheError(Exception):
@@ -22,7 +22,7 @@ class ConfigError(VCacheError):
 
 
 class LayoutError(VCacheError):
-    """KV tensors or a copy do not fit the layout: axes, device, or blocks that are not there."""
+    """KV tensors or a copy do not fit the layout: axes, device, or missing blocks."""
 
 
 class SegmentError(VCacheError):
@@ -30,11 +30,11 @@ class SegmentError(VCacheError):
 
 
 class ProtocolError(VCacheError):
-    """The peer sent something that the protocol does not allow, or speaks another version of it."""
+    """The peer sent a message against the protocol, or speaks another version."""
 
 
 class Refused(VCacheError):
-    """The metadata server cannot grant a request. It raises this, and so does the client, with the
+    """The metadata server cannot grant a request. Raised by the server, and by the client with the
     server's text. The connection stays."""
 
 

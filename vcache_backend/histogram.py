@@ -25,7 +25,7 @@ class Histogram:
         self._buckets[min(max(at, 0), _BUCKETS - 1)] += 1
 
     def percentile(self, q: float) -> float:
-        """The duration in µs that a share `q` (0 to 1) of the samples did not exceed; else 0.0."""
+        """The duration in µs that a share `q` (0 to 1) of the samples did not exceed, or 0.0."""
         wanted = q * self.count
         seen = 0
         for at, count in enumerate(self._buckets):

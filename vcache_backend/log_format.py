@@ -12,18 +12,18 @@ from queue import SimpleQueue
 
 LOG_BYTES = 4 << 20
 MAX_WAITING = 1024
-"""The most lines that wait to be written. Further ones are left out."""
+"""The most lines that wait to be written. Further lines are left out."""
 LAST_SECONDS = 1.0
 """How long the end of the process waits for the last lines."""
 
 
 class _Log(QueueHandler):
-    """Writes to stderr in a thread of its own: a terminal that is stopped (Ctrl-S), or a pipe that
-    nobody reads, holds up nobody who logs. It has no handler of `logging` write: for the lock of
-    one that writes forever, the end of the process would wait forever, too.
+    """Writes to stderr in a separate thread: a terminal that is stopped (Ctrl-S), or a pipe without
+    a reader, delays no thread that logs. Uses no other handler of `logging`: the end of the process
+    would wait forever for the lock of a handler that writes forever.
 
-    path: stderr becomes a log there of at most `LOG_BYTES`, with the one before it as `.1`.
-    Whatever else goes to stderr, such as a traceback, stands in it, too. OSError."""
+    path: stderr becomes a log at `path` of at most `LOG_BYTES`, with the earlier log as `.1`. The
+    log also holds all other output to stderr, such as tracebacks. OSError."""
 
     def __init__(self, path: Path | None) -> None:
         self._lines, self._left_out = SimpleQueue[logging.LogRecord | None](), 0

@@ -15,8 +15,8 @@ RESIZING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def sealed(name: str, nbytes: int, seals: int = RESIZING) -> tuple[int, mmap.mmap]:
-    """A memfd of `nbytes` zero bytes with these seals, closed on exec, and a mapping of it, which
-    can write even if the seals forbid it to others. The caller closes both. OSError.
+    """A memfd of `nbytes` zero bytes with these seals, closed on exec, and a mapping that can write
+    even if the seals forbid other writers. The caller closes both. OSError.
 
     Pages are allocated when first written."""
     with ExitStack() as undo:
@@ -30,7 +30,7 @@ def sealed(name: str, nbytes: int, seals: int = RESIZING) -> tuple[int, mmap.mma
 
 
 def lacking(fd: int, needed: int = RESIZING) -> str:
-    """Why `fd` is no memfd with the `needed` seals; empty if it is one. OSError if it is closed."""
+    """Why `fd` is no memfd with the `needed` seals; empty if it is. OSError for a closed `fd`."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return f"fd {fd} is not a memfd but {stat.filemode(status.st_mode)}"

@@ -18,13 +18,13 @@ from vcache_backend.metadata_server import messages as m
 
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0
-"""An instance that is silent for so long does not answer: heartbeats come every second."""
+"""After this silence an instance does not answer any more: heartbeats come every second."""
 ABSENT = (
     "absent: lost when the server was restarted, unless a worker still maps it and offers "
     "it again; `vcache segment add` lends anew"
 )
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
-"""A GPU's UUID. Tables show its start."""
+"""A GPU's UUID. Tables show the beginning."""
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 
 
@@ -40,13 +40,13 @@ def plain(value: Any) -> Any:
 
 
 def summary(stats: m.ServerStats) -> dict[str, Any]:
-    """`stats` as plain values, with the `verdict`, whether it is `ok`, and the `hit_rate`."""
+    """`stats` as plain values, with the `verdict`, `ok`, and the `hit_rate`."""
     good, said = verdict(stats)
     return {**plain(stats), "verdict": said, "ok": good, "hit_rate": hit_rate(stats)}
 
 
 def tokens(stats: m.ServerStats) -> tuple[int, int]:
-    """Prompt tokens that instances asked for since the server's start, and those found."""
+    """Prompt tokens looked up since the server's start, and tokens found."""
     asked, found = zip((0, 0), *stats.hits.values(), strict=True)
     return sum(asked), sum(found)
 
@@ -58,7 +58,7 @@ def hit_rate(stats: m.ServerStats) -> float | None:
 
 
 def verdict(stats: m.ServerStats) -> tuple[bool, str]:
-    """Say whether sharing works, and who shares, in one line. What is wrong comes first."""
+    """Say whether sharing works, and who shares, in one line. Faults come first."""
     wrong = _wrong(stats)
     if wrong:
         more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -67,7 +67,7 @@ def verdict(stats: m.ServerStats) -> tuple[bool, str]:
 
 
 def _wrong(stats: m.ServerStats) -> list[str]:
-    """List what keeps instances from sharing."""
+    """List the faults that keep instances from sharing."""
     instances = stats.instances
     wrong = [f"{_named(each)} {trouble(each)}" for each in instances if trouble(each)]
     if all(segment.state != "live" for segment in stats.segments):
@@ -105,7 +105,7 @@ def _sharing(stats: m.ServerStats) -> str:
 
 
 def trouble(instance: m.InstanceStats) -> str:
-    """Say what is wrong with an instance; empty if nothing is."""
+    """Name the fault of an instance, or nothing."""
     if instance.stopped:
         return f"is stopped (pid {instance.stopped}): continue it, or kill it"
     if instance.silent > SILENT_SECONDS:
@@ -141,7 +141,7 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 def render(stats: m.ServerStats) -> RenderableType:
-    """Make the output of `vcache status`: the verdict, what is wrong, who shares, and the pool."""
+    """Make the output of `vcache status`: the verdict, faults, instances, and the pool."""
     good, said = verdict(stats)
     style = "bold yellow" if not good else "bold green" if len(stats.instances) > 1 else "bold"
     shown = [
@@ -158,7 +158,7 @@ def render(stats: m.ServerStats) -> RenderableType:
 
 
 def segments_table(segments: Sequence[m.SegmentInfo]) -> RenderableType:
-    """Make one row for each segment, or a sentence if there is none."""
+    """Make a row for each segment, or a sentence without segments."""
     if not segments:
         return Text("no segments: start a worker, or use `vcache segment add`", style="yellow")
     rows = [
@@ -243,7 +243,7 @@ def _hits(stats: m.ServerStats) -> Iterator[Text]:
 
 
 def _waits(stats: m.ServerStats) -> Iterator[Text]:
-    """Show how requests waited for what another instance computes; nothing before a promise."""
+    """Show how requests waited for chunks of other instances; nothing before a promise."""
     counts = Counter(stats.counters)
     if counts["promised_chunks"]:
         promised, broken = counts["promised_chunks"], counts["promised_chunks_broken"]
@@ -254,7 +254,7 @@ def _waits(stats: m.ServerStats) -> Iterator[Text]:
 
 
 def _reports(reports: Sequence[m.Reported]) -> Table:
-    """Make one row for each of the newest reports, newest first."""
+    """Make a row for each of the newest reports, newest first."""
     rows = [
         (_when(report.time), level(report.level), str(report.pid), report.text)
         for report in reversed(reports[-SHOWN_REPORTS:])
@@ -269,13 +269,13 @@ def _when(at: float) -> str:
 
 
 def _quarantined(stats: m.ServerStats) -> Table:
-    """Make one row for each process whose slots are in quarantine."""
+    """Make a row for each process with slots in quarantine."""
     rows = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
     return table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), rows)
 
 
 def _mismatches(stats: m.ServerStats) -> Table:
-    """Make one row for each value of each field in which instances of one model differ."""
+    """Make a row for each value of a field in which instances of a model differ."""
     made = list[tuple[str, ...]]()
     for mismatch in stats.mismatches:
         advice = mismatch.advice or f"make {mismatch.field} the same everywhere"

@@ -17,8 +17,8 @@ def numbers(text: str) -> Version:
 
 
 class Package(NamedTuple):
-    """A distribution and its supported versions: at least `low`, below `high`. role: what needs it.
-    builds: other distributions of the same modules."""
+    """A distribution and its supported versions: at least `low`, below `high`. role: the part that
+    needs it. builds: other distributions of the same modules."""
 
     name: str
     low: Version
@@ -34,7 +34,7 @@ class Package(NamedTuple):
         return self.low <= numbers(version) < self.high
 
     def installed(self) -> tuple[str, str]:
-        """The distribution that is installed, and its version; else the name and ""."""
+        """The installed distribution and its version; otherwise the name and ""."""
         for name in (self.name, *self.builds):
             with suppress(metadata.PackageNotFoundError):
                 return name, metadata.version(name)

@@ -28,10 +28,10 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     """The plugin's storage backend in one worker. LMCache makes it for `storage_plugins: [vcache]`;
     see docs/lmcache.md.
 
-    LMCache calls `contains` and its variants in the look-up thread, and the rest in the worker's
-    main thread. Nothing raises, and no call waits longer than the client's deadlines. The backend
-    is LMCache's allocator, which always returns None, also if the plugin must not work here (see
-    `checks`)."""
+    LMCache calls `contains` and its variants in the look-up thread, and other methods in the
+    worker's main thread. Nothing raises, and no call waits longer than the client's deadlines. The
+    backend is LMCache's allocator, which always returns None, even if the plugin must not work here
+    (see `checks`)."""
 
     is_vcache = True
 
@@ -39,11 +39,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         super().__init__(config=config, metadata=metadata, **given)
         logs.join_vllm()
         self.worker: PoolWorker | None = None
-        """None if the plugin stepped aside, and once it is closed."""
+        """None if the plugin stepped aside, and after `close`."""
         try:
             self.worker = begin(config, metadata, self)
         except Exception as error:  # noqa: BLE001
-            # LMCache would swallow it, and go on without us but with our GPU connector.
+            # LMCache would swallow the error, and go on without us but with our GPU connector.
             reason = str(error) or type(error).__name__
             unknown = None if isinstance(error, StepAside | VCacheError) else error
             say_stepped_aside(config, metadata, reason, unknown)
@@ -72,7 +72,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     # ---- stores: `Verbs.store` stores chunks straight out of the paged KV cache
 
     def allocate(self, *_: Any, **__: Any) -> None:
-        """Return None, with which LMCache stores nothing."""
+        """Return None: LMCache then stores nothing."""
 
     batched_allocate = batched_submit_put_task = allocate
 
@@ -85,7 +85,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def clear(self) -> int:
-        """Reset the namespace, for all who share it. Returns the number of tokens removed."""
+        """Reset the namespace for all instances. Returns the number of tokens removed."""
         return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:

@@ -1,5 +1,5 @@
-"""Checks that must pass before the plugin works. Each returns None, or a sentence: what is wrong
-and what to change.
+"""Checks that must pass before the plugin works. Each returns None, or a sentence with the fault
+and the change to make.
 
 Imports neither LMCache nor vLLM."""
 
@@ -26,8 +26,8 @@ def version() -> str | None:
 
 
 def refusal(lm_config: Any, instance: Instance) -> str | None:
-    """Name the first setting of LMCache or the instance that the plugin does not work with, and
-    what to change. None if all settings fit."""
+    """Name the first setting of LMCache or the instance with which the plugin does not work, and
+    the change to make. None if all settings fit."""
     return next(chain(_unsupported(lm_config), _instance_reasons(lm_config, instance)), None)
 
 
@@ -100,7 +100,7 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str]:
 
 
 def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
-    """Warn of settings with which the plugin works, but perhaps not as the user expects."""
+    """Warn of settings with which the plugin may work in an unexpected way."""
     if getattr(lm_config, "save_unfull_chunk", False):
         yield ("vcache keeps whole chunks only: set save_unfull_chunk: false")
     if (host := getattr(lm_config, "max_local_cpu_size", 0)) > 0:

@@ -1,12 +1,12 @@
-"""Keeps out of the pool what vLLM may have computed from wrong KV: what a failed load has not
-brought, or what is from before a reset.
+"""Keeps KV out of the pool that vLLM may have computed from wrong KV: from blocks of a failed load,
+or from before a reset.
 
-LMCache loads in the step that computes with what it loads, and stores in that step, too. A failure
-in one worker vLLM hears of when that step is over, and by then further steps may be planned. So
-stores of steps with a load, and of the next ones, are committed when the scheduler says that all
-workers' loads have succeeded. After a failure or a reset the scheduler follows the blocks that may
-be wrong. It asks the workers for a reset by a look-up, as LMCache has no other way to them. Imports
-neither vLLM nor LMCache."""
+LMCache loads KV in the step that computes with this KV, and stores in the same step. vLLM hears of
+a failure in a worker when the step is over, and may have planned further steps by then. So stores
+of steps with a load, and of the next steps, are committed when the scheduler says that all workers'
+loads have succeeded. After a failure or a reset the scheduler follows the blocks that may be wrong.
+It asks the workers for a reset by a look-up, LMCache's only way to them. Imports neither vLLM nor
+LMCache."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ log = logging.getLogger(__name__)
 
 MOST_SECONDS, PAUSE_SECONDS = 5.0, 0.02
 """How long a store waits for the scheduler's word, which comes with a later step, and how often it
-looks."""
+checks."""
 
 
 RESET = "vcache.reset"
-"""The name of a look-up that asks the workers to reset, and of what it has in `request_configs`."""
+"""The name of a look-up that asks the workers to reset, and of its entry in `request_configs`."""
 NOT_RESET, WAS_RESET = 1, 2
-"""What a worker answers. LMCache returns the least answer; 0 is that of a worker without us."""
+"""A worker's answers. LMCache returns the least answer; a worker without the plugin answers 0."""
 
 
 class Word(NamedTuple):
-    """What the scheduler says to the workers in each step, as `vcache` in LMCache's metadata.
+    """The scheduler's message to the workers in each step, `vcache` in LMCache's metadata.
 
-    failures: how many steps with a failed load it has heard of. doubtful: the requests of which
-    nothing may be stored; None: all. resets: how many resets it has asked for. number: of the step.
-    results: of so many steps it has the results."""
+    failures: how many steps with a failed load are known. doubtful: the requests of which nothing
+    may be stored; None: all. resets: how many resets were asked for. number: of the step. results:
+    how many steps' results are known."""
 
     failures: int = 0
     doubtful: frozenset[str] | None = None
@@ -47,8 +47,8 @@ class Word(NamedTuple):
 
 
 class LMCacheDoubts(Doubts):
-    """Follows the doubtful blocks behind LMCache's connector, whose calls it wraps. LMCache's own
-    results and exceptions come through. While it doubts `everything`, nothing is loaded, either."""
+    """Follows doubtful blocks by wrapping calls of LMCache's connector. LMCache's results and
+    exceptions pass through. While `everything` is doubtful, nothing is loaded, either."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__()
@@ -64,15 +64,15 @@ class LMCacheDoubts(Doubts):
         connector.weights_change, connector.weights_are = self._weights_change, lambda name: None
 
     def _weights_change(self) -> None:
-        """vLLM is about to change the weights, see `versions.watch`. The reset may have come right
+        """vLLM is about to change the weights, see `versions.watch`. A reset may have come just
         before, as with a pause."""
         if not self.everything and not self._last:
             log.warning("vcache: vLLM's weights change: nothing is shared until the next reset")
             self.everything = True
 
     def _reset_cache(self) -> bool:
-        """Reset the namespace, see `connector.reset_cache`. What vLLM still has is wrong. Nothing
-        is shared after a failure."""
+        """Reset the namespace, see `connector.reset_cache`, and doubt vLLM's present KV. After a
+        failure nothing is shared."""
         self.everything = True
         client = self._adapter.lookup_client
         if client is None:
@@ -86,7 +86,7 @@ class LMCacheDoubts(Doubts):
         except Exception:  # LMCache's
             log.exception("vcache: the pool was not reset, so nothing is shared")
             return False
-        # LMCache returns 0, and keeps no answer, if a worker has not answered in time.
+        # If a worker has not answered in time, LMCache returns 0 and keeps no answer.
         answered = client.lookup_cache(RESET) != -1
         client.clear_lookup_status(RESET)
         if answer == WAS_RESET:
@@ -100,7 +100,7 @@ class LMCacheDoubts(Doubts):
         self.watch(KVBlocks(pool))
 
     def _update_connector_output(self, connector_output: Any) -> None:
-        """Learn which loads have failed. Later requests do not find their blocks."""
+        """Learn which loads have failed. Later requests do not find the loads' blocks."""
         self._results += 1
         with self._keeping_track():
             if invalid := connector_output.invalid_block_ids:
@@ -127,7 +127,7 @@ class LMCacheDoubts(Doubts):
 
     @contextmanager
     def _keeping_track(self) -> Iterator[None]:
-        """Share nothing more if what is inside raises. vLLM goes on."""
+        """Share nothing more if the block raises. vLLM goes on."""
         try:
             yield
         except Exception:
@@ -140,11 +140,11 @@ class LMCacheDoubts(Doubts):
 
 
 class Steps:
-    """Counts a worker's steps, to know which of them the scheduler's word covers. In the worker's
-    main thread, except what `confirms` returns."""
+    """Counts a worker's steps, to know which steps the scheduler's word covers. In the worker's
+    main thread, except the result of `confirms`."""
 
     def __init__(self, adapter: Any, closed: Callable[[], bool]) -> None:
-        """adapter: LMCache's. closed: whether nothing is stored any more."""
+        """adapter: LMCache's. closed: whether stores have ended."""
         self._adapter, self._closed = adapter, closed
         self._number, self._failures, self._results = 0, 0, 0
         self._last_load = -inf
@@ -168,10 +168,10 @@ class Steps:
         return word.doubtful is None or request in word.doubtful or word.resets < self.resets
 
     def confirms(self) -> Callable[[], bool | None] | None:
-        """Return what says whether this step's stores may be committed, see `PendingStore.holds`.
-        None: they may, for no load can have failed."""
+        """Return a function that says whether this step's stores may be committed, see
+        `PendingStore.holds`. None: they may, since no load can have failed."""
         step, word, vllm = self._number, self._word, self._adapter._vllm_config
-        # So many steps vLLM plans before it has the result of the first one.
+        # vLLM plans `depth` steps before it has the first step's result.
         depth = getattr(
             vllm, "max_concurrent_batches", vllm.parallel_config.pipeline_parallel_size + 1
         )

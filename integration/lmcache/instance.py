@@ -1,5 +1,5 @@
 """Describes the serving instance around the plugin, from vLLM's configuration
-(`..vllm.model.spec`), and makes its layout.
+(`..vllm.model.spec`), and makes the instance's layout.
 
 Imports neither vLLM nor LMCache."""
 
@@ -26,10 +26,10 @@ from ..vllm.model.spec import ModelSpec
 class Instance:
     """One worker of a serving instance.
 
-    rank, ranks: the number of this worker's shard of a chunk, of how many, within a pipeline stage;
-    0 of 1 with MLA, where all ranks hold the same KV. several: there are several block tables, or
-    one of a sliding window. num_blocks: as vLLM counts them. kvcaches: by layer. adapter: LMCache's
-    adapter in vLLM."""
+    rank, ranks: this worker's shard of a chunk, and the number of shards, within a pipeline stage;
+    0 of 1 with MLA, since all ranks hold the same KV. several: the model has several block tables,
+    or a table of a sliding window. num_blocks: vLLM's number. kvcaches: by layer. adapter:
+    LMCache's adapter in vLLM."""
 
     model: ModelSpec
     rank: int
@@ -54,8 +54,8 @@ class Instance:
         return kv
 
     def layout(self, kv: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str) -> Layout:
-        """Make the layout on which two instances must agree to share. LMCache's own key covers only
-        the model, the dtype and the number of workers.
+        """Make the layout, which must be equal in instances that share. LMCache's own key covers
+        only the model, the dtype and the number of workers.
 
         chunk_size: in tokens. hash_probe: see `hash_probe`. hash_algorithm: LMCache's
         `pre_caching_hash_algorithm`. All ranks of a pipeline stage get the same layout."""
@@ -69,8 +69,8 @@ class Instance:
 
 
 def discover(metadata: Any, name: str) -> Instance:
-    """Describe the instance of vLLM that LMCache's `metadata` belongs to. name: the user's for the
-    weights. ConfigError if there is none."""
+    """Describe the vLLM instance of LMCache's `metadata`. name: the user's name for the weights.
+    ConfigError without such an instance."""
     group = _transfer_group()
     adapter = _adapter(group)
     if adapter is None or not adapter.kv_caches:
@@ -100,7 +100,7 @@ def hash_probe(token_database: Any) -> str:
 
 
 def _transfer_group() -> Any:
-    """vLLM's KV connector in this worker; None unless vLLM has made one."""
+    """vLLM's KV connector in this worker; None if vLLM has made none."""
     module = sys.modules.get("vllm.distributed.kv_transfer")
     has = module is not None and module.has_kv_transfer_group()
     return module.get_kv_transfer_group() if module is not None and has else None

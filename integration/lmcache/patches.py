@@ -1,11 +1,11 @@
-"""All patches of LMCache and vLLM. All go through `_replace`, which may be repeated.
+"""All patches of LMCache and vLLM. All use `_replace`, which may be repeated.
 
 Our plugin for vLLM (../plugin.py) calls `register` in each of vLLM's processes. `register` wraps
-the constructor of LMCache's connector once vLLM imports it, that is, when a user asked for
-`LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's connector tags
-each request with its scope (scope.py) before any look-up. It does not cache requests that keys
-cannot tell apart. Without the tag the plugin refuses every key. On a CPU, for which LMCache has no
-GPU connector, a worker gets ours instead of an exception.
+the constructor of LMCache's connector once vLLM imports the connector, that is, when a user asked
+for `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's connector
+tags each request with the request's scope (scope.py) before any look-up, and does not cache
+requests that keys cannot tell apart. Without the tag the plugin refuses every key. On a CPU, for
+which LMCache has no GPU connector, a worker gets our connector instead of an exception.
 
 The plugin's backend calls `take_allocator_role` and `install` in a worker."""
 
@@ -100,7 +100,7 @@ def register() -> None:
 
 
 class _OnImport(MetaPathFinder):
-    """Finds LMCache's connector module as always, and calls `register` once it is executed."""
+    """Finds LMCache's connector module as always, and calls `register` after its execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -139,8 +139,8 @@ def _guarded(call: Callable[..., None], *args: Any) -> None:
 
 
 def _supply_connector() -> None:
-    """Make `CreateGPUConnector` return ours on a CPU, for which LMCache has none. vLLM's adapter
-    imports the function on each call."""
+    """Make `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. vLLM's
+    adapter imports the function on each call."""
     source: Any = importlib.import_module("lmcache.v1.gpu_connector")
     vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
 
@@ -179,8 +179,8 @@ def _patch_scheduler(connector: Any) -> None:
 
 
 def take_allocator_role() -> None:
-    """Make LMCache's storage managers allocate from our backend if they have one. The class is
-    patched, because a manager decides in its constructor."""
+    """Make LMCache's storage managers allocate from our backend, if present. Patches the class,
+    because a manager decides in its constructor."""
     manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
 
     def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +196,7 @@ def take_allocator_role() -> None:
 
 
 def engine_of(metadata: Any) -> Any:
-    """Find the LMCacheEngine that is being built with this `metadata` object; None if absent."""
+    """Find the LMCacheEngine being built with this `metadata` object; None if absent."""
     builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     _must_have(builder, "_instances")
     engines = builder._instances.values()
@@ -204,11 +204,12 @@ def engine_of(metadata: Any) -> Any:
 
 
 def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
-    """Put `backend` into its engine and LMCache's adapter, in place of an earlier one of ours.
+    """Put `backend` into its engine and LMCache's adapter, in place of our earlier backend.
 
-    LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. LMCache would go
-    on allocating from the earlier backend, and would close it only if the call was for our tier. So
-    this function does both. StepAside if LMCache's internals have changed."""
+    LMCache's `recreate_backend` makes a new backend of ours, even for another tier. LMCache would
+    go on allocating from the earlier backend, and would close it only if the call was for our tier.
+    So this function replaces and closes the earlier backend. StepAside if LMCache's internals have
+    changed."""
     from .unused import NoGPUConnector
     from .verbs import Verbs
 
@@ -244,11 +245,10 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
 
 
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `start_load_kv`: replace attention metadata of None if there is something to load.
+    """Wrap `start_load_kv`: replace attention metadata of None if requests have loads.
 
-    Under full CUDA graphs vLLM passes None. Then LMCache would load nothing and report nothing, and
-    the request would be computed from stale blocks. LMCache only checks whether the metadata is
-    None."""
+    Under full CUDA graphs vLLM passes None. LMCache, which only checks for None, would then load
+    and report nothing, and the request would be computed from stale blocks."""
 
     def start_load_kv(forward_context: Any, **kwargs: Any) -> Any:
         if forward_context.attn_metadata is None:

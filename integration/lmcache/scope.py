@@ -1,10 +1,10 @@
-"""Scopes: requests share cached prefixes only within a scope, which a tag in their
-`kv_transfer_params` names.
+"""Scopes: requests share cached prefixes only within a scope, named by a tag in
+`kv_transfer_params`.
 
-LMCache's key contains neither vLLM's `cache_salt` nor the LoRA adapter, but it contains a request's
-tags (`lmcache.tag.NAME` in `kv_transfer_params`). So the scheduler's hook gives every request the
-tag `vcache`, its scope, and the worker refuses keys without this tag. Imports neither vLLM nor
-LMCache."""
+LMCache's key contains neither vLLM's `cache_salt` nor the LoRA adapter, but a request's tags
+(`lmcache.tag.NAME` in `kv_transfer_params`). So the scheduler's hook gives every request the tag
+`vcache`, the request's scope, and the worker refuses keys without this tag. Imports neither vLLM
+nor LMCache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
-    """Make a request's scope: `-`, or the hex BLAKE2b-128 of its salt and its adapter.
+    """Make a request's scope: `-`, or the hex BLAKE2b-128 of salt and adapter.
 
     LMCache joins tags into strings with `@` and `%`, which hex digits never contain."""
     if salt is None and adapter is None:
@@ -52,7 +52,7 @@ def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
 
 
 def scoped(tags: Tags) -> bool:
-    """Whether a key's tags contain ours. If not, the scheduler has not loaded our plugin."""
+    """Whether a key has our tag. If not, the scheduler has not loaded our plugin."""
     return any(name == TAG_NAME for name, _ in tags or ())
 
 
@@ -66,12 +66,12 @@ def tags_of(configs: Mapping[str, Any] | None) -> Tags:
 
 
 def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether the user has set another LMCache tag than ours to tell requests apart."""
+    """Whether the user has set an LMCache tag besides ours to tell requests apart."""
     return any(name.startswith(TAG_PREFIX) and name != TAG for name in _params(extra_args))
 
 
 def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
-    """Copy `SamplingParams.extra_args` with our tag, which overrides the user's.
+    """Copy `SamplingParams.extra_args` with our tag, which overrides a user's tag of this name.
 
     ValueError, in one short line for the log, if LMCache cannot hash a tag's value."""
     params = _params(extra_args)
@@ -80,7 +80,7 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
             kind = type(setting).__name__
             said = f"{name!r:.80} in kv_transfer_params is a {kind}; a tag is text or a number"
             raise ValueError(said)
-    # LMCache's own keys depend on the order of tags: ours comes first.
+    # LMCache's own keys depend on the order of tags: our tag comes first.
     return {**(extra_args or {}), _PARAMS: {TAG: value, **params} | {TAG: value}}
 
 
@@ -90,7 +90,7 @@ def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copy `extra_args` without tags, and with the order to store nothing of the request."""
+    """Copy `extra_args` without tags, and with settings that store nothing of the request."""
     try:
         params = _params(extra_args)
     except ValueError:
@@ -138,7 +138,7 @@ def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[st
 
 
 class Scheduler:
-    """Wraps the look-up of LMCache's adapter in vLLM's scheduler, to give every request its scope.
+    """Wraps the look-up of LMCache's adapter in vLLM's scheduler, to give every request a scope.
     Runs in the scheduler's thread."""
 
     def __init__(self, adapter: Any, doubts: Doubts) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
         return 0
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        """Forget the look-up of a request that has not run. Its name may come again, if vLLM does
+        """Forget the look-up of a request that has not run. The name may come again, if vLLM does
         not make names unique (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)."""
         if self._adapter.lookup_client is not None:
             self._adapter.lookup_client.clear_lookup_status(request.request_id)

@@ -1,5 +1,5 @@
-"""Reads our settings from `vcache` in LMCache's `extra_config`: what `kv_connector_extra_config`
-holds for our own connector (`..vllm.settings`).
+"""Reads our settings from `vcache` in LMCache's `extra_config`: the same settings as in
+`kv_connector_extra_config` for our own connector (`..vllm.settings`).
 
 Of the section `connector` the plugin uses `model` and `start_server`."""
 
@@ -19,8 +19,8 @@ SOURCE = f"{KEY} in LMCache's extra_config"
 
 
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
-    """Read the configuration. Other keys of `extra_config` are not ours. chunk_size: LMCache's,
-    which becomes ours.
+    """Read the configuration. Other keys of `extra_config` are not ours. chunk_size: of LMCache,
+    adopted by us.
 
     ConfigError names an unknown key, an impossible value, or another chunk size."""
     given = extra_config.get(KEY, {})

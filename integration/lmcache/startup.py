@@ -42,8 +42,8 @@ def begin(config: Any, metadata: Any, backend: VCacheBackend) -> PoolWorker:
     """Check LMCache and its settings, install the plugin, and join the pool. In the main thread.
 
     config, metadata: LMCache's. Raises StepAside, or any other error of the start."""
-    # First, because LMCache needs an allocator even if the plugin steps aside: it may have no host
-    # tier.
+    # First, because LMCache needs an allocator even if the plugin steps aside: LMCache may have no
+    # host tier.
     patches.take_allocator_role()
     _refuse(checks.version())
     settings = read(config.extra_config or {}, config.chunk_size)

@@ -1,4 +1,4 @@
-"""What LMCache's interfaces ask for and nobody uses: `Verbs` replaces the calls that would."""
+"""Objects that LMCache's interfaces require and nobody uses: `Verbs` replaces their callers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from lmcache.v1.memory_management import MemoryAllocatorInterface
 
 
 class NoGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
-    """Takes the place of LMCache's GPU connector, which has buffers, and which LMCache lacks on a
-    CPU."""
+    """Replaces LMCache's GPU connector, which has buffers, and which LMCache lacks on a CPU."""
 
     def to_gpu(self, *_: Any, **__: Any) -> NoReturn:
         """Raise RuntimeError."""

@@ -1,9 +1,9 @@
 """Replaces calls of LMCache's engine: look-up, retrieve, store, and the end of a look-up.
 
 LMCache computes a request's keys three times, makes an object for each chunk, and searches every
-tier for each: 2 ms for 32k tokens before the copy begins. Here KV blocks move as opaque bytes, in
-one launch each way, and a look-up's hit is kept under the request's id, with the keys and the lease
-that the load needs. LMCache's other tiers are neither asked nor filled, since their keys do not
+tier for each chunk: 2 ms for 32k tokens before the copy begins. Here KV blocks move as opaque
+bytes, in one launch each way, and a look-up's hit is kept under the request's id, with the keys and
+the lease for the load. LMCache's other tiers are neither asked nor filled, since their keys do not
 contain the layout of the bytes (ADR 0014)."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST = 1024
-"""The most hits that are kept. Requests that never run leave theirs: the oldest go."""
+"""The most hits that are kept; the oldest go first. Requests that never run leave hits behind."""
 
 
 class Hits:
@@ -44,7 +44,7 @@ class Hits:
         self._lock = threading.Lock()
 
     def keep(self, request: str, hit: Hit) -> None:
-        """Keep `hit` until `take`, in place of the request's earlier one. End an empty hit."""
+        """Keep `hit` until `take`, in place of the request's earlier hit. End an empty hit."""
         with self._lock:
             over = [self._kept.pop(request, None)]
             if hit.names:
@@ -67,7 +67,7 @@ class Hits:
 
 
 class Verbs:
-    """Our methods of one engine. None raises: a failure is a miss. `lookup` runs in any thread,
+    """Our methods of an engine. No method raises: a failure is a miss. `lookup` runs in any thread,
     `retrieve` and `store` in the worker's main thread. `theirs`: the engine's own method."""
 
     def __init__(self, engine: Any, backend: VCacheBackend, steps: Steps) -> None:
@@ -80,8 +80,8 @@ class Verbs:
 
     def lookup(self, theirs: Callable[..., int], *args: Any, **asked: Any) -> int:
         """Return how many leading tokens can be loaded, and keep the hit for the request, if
-        LMCache's look-up server asks: with hashes, pinned, and with an id. Other look-ups are
-        answered by LMCache's own method."""
+        LMCache's look-up server asks: with hashes, pinned, and with an id. LMCache's own method
+        answers other look-ups."""
         worker, engine = self._backend.worker, self._engine
         hashes: Any = asked.get("hashes")
         request: Any = asked.get("lookup_id")
@@ -103,7 +103,7 @@ class Verbs:
         return hit_tokens
 
     def _reset(self, worker: PoolWorker) -> int:
-        """Reset the namespace, and store nothing more of steps that were planned before."""
+        """Reset the namespace, and store nothing more of earlier planned steps."""
         try:
             with self._storing:
                 self._steps.resets += 1
@@ -133,8 +133,8 @@ class Verbs:
         hashes: Sequence[int],
         configs: dict[str, Any] | None,
     ) -> list[ChunkKey]:
-        """The keys of a request's chunks. Empty if LMCache does not want to use our tier: if it is
-        frozen, say, or our tier is bypassed."""
+        """The keys of a request's chunks. Empty if LMCache leaves out our tier, for example because
+        LMCache is frozen, or our tier is bypassed."""
         tiers = self._engine.storage_manager.get_active_storage_backends(
             search_range=self._engine.retrieve_locations
         )
@@ -146,8 +146,8 @@ class Verbs:
     def retrieve(
         self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any
     ) -> Any:
-        """Load a request's tokens. Returns a bool tensor: True for tokens that are in the KV cache,
-        or will be (see `PoolWorker.load`).
+        """Load a request's tokens. Returns a bool tensor: True for tokens that are or will be in
+        the KV cache (see `PoolWorker.load`).
 
         mask: bool tensor; leading False tokens are not loaded."""
         engine, size, first = self._engine, self._size, _left_out(mask)
@@ -177,10 +177,10 @@ class Verbs:
         request: str | None,
         kwargs: dict[str, Any],
     ) -> int:
-        """Load the chunks from number `first` on. Returns how many are in place, or will be."""
+        """Load the chunks from number `first` on. Returns how many are or will be in place."""
         hit = self._hits.take(request)
         if hit is None:
-            # No look-up was made, or its hit was dropped.
+            # No look-up was made, or the hit was dropped.
             hashes = self._hashes(tokens)
             hit = Hit(self._names(worker, hashes, kwargs.get("request_configs")))
         try:
@@ -224,7 +224,7 @@ class Verbs:
         )
 
     def _announce(self, tokens: Any, hashes: Sequence[int], first: int) -> None:
-        """Add LMCache's KV events of stored chunks, if it publishes any."""
+        """Add LMCache's KV events of stored chunks, if LMCache publishes events."""
         if not self._engine.kv_events_enabled:
             return
         for chunk in range(first, len(hashes)):
@@ -243,7 +243,7 @@ class Verbs:
 
 
 def _left_out(mask: Any) -> int:
-    """How many tokens LMCache does not want. Only leading ones may be False; most often none is."""
+    """How many leading tokens LMCache does not want: False in the mask; most often none."""
     # numpy, since torch's first operation after a pause takes up to 0.2 ms.
     wanted = None if mask is None else mask.numpy()
     if wanted is None or wanted[:1].all():

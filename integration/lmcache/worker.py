@@ -1,4 +1,4 @@
-"""Makes a worker's chunk keys, leases, loads and stores its chunks. May raise."""
+"""Makes a worker's chunk keys; leases, loads and stores the worker's chunks. May raise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Slots = npt.NDArray[np.int64]
 
 @dataclass
 class Hit:
-    """A look-up's hit: the keys of the leading chunks that can be loaded, and a lease on them."""
+    """A look-up's hit: the keys of the leading loadable chunks, and a lease on the chunks."""
 
     names: list[ChunkKey] = field(default_factory=list)
     lease: Lease | None = None
@@ -39,8 +39,8 @@ class Hit:
 class _Launched(NamedTuple):
     """A load that was launched and not settled yet.
 
-    starts: the first token of each chunk. slots: the slots of the request's tokens. skip: tokens
-    before this one are not written."""
+    starts: the first token of each chunk. slots: the slots of the request's tokens. skip: earlier
+    tokens are not written."""
 
     load: Load
     slots: Slots
@@ -49,8 +49,8 @@ class _Launched(NamedTuple):
 
 
 class PoolWorker:
-    """Loads and stores one rank's chunks. Look-ups in any thread, else the main thread. Requests
-    without our tag are not cached (see `scope`)."""
+    """Loads and stores a rank's chunks. Look-ups run in any thread, all other calls in the main
+    thread. Requests without our tag are not cached (see `scope`)."""
 
     def __init__(self, session: Session, kv: PagedKV, ranks: int) -> None:
         """kv: the KV cache that loads fill and stores read. ranks: how many ranks hold a shard of
@@ -82,13 +82,13 @@ class PoolWorker:
         lease = self.session.leases.acquire(names) if names else None
         hit = Hit()
         if lease is not None:
-            # Those that this worker can read; maps their segments.
+            # The chunks that this worker can read; maps their segments.
             hit = Hit(names[: len(self.session.views(lease.locations))], lease)
         self._count(asked, len(hit.names))
         return hit
 
     def _count(self, asked: int, found: int) -> None:
-        """Report a look-up to the server, in chunks. Every rank looks up; the first reports."""
+        """Report a look-up to the server, in chunks. Every rank looks up; rank 0 reports."""
         size = self.session.chunk_size
         if self.session.rank == 0:
             self.session.client.count(asked * size, found * size)
@@ -96,12 +96,12 @@ class PoolWorker:
     # ---- loads
 
     def load(self, hit: Hit, first: int, count: int, slots: Slots, skip: int) -> int:
-        """Launch the load of the chunks [first, count) of `hit`. Returns how many are on their way:
-        the caller asks `settle` in the same step which blocks failed. Work queued on the current
+        """Launch the load of the chunks [first, count) of `hit`. Returns how many are being copied:
+        the caller asks `settle` for failed blocks in the same step. Work queued on the current
         stream comes after the copies.
 
-        slots: int64, the slots of the request's tokens. skip: tokens before this one are not
-        written. Uses the hit's lease if it has time for a copy; else leases the chunks anew."""
+        slots: int64, the slots of the request's tokens. skip: earlier tokens are not written. Uses
+        the hit's lease if it lasts long enough for a copy, otherwise leases the chunks again."""
         size, names = self.session.chunk_size, hit.names[first:count]
         starts = range(first * size, count * size, size)
         places = SlotPlaces(self._kv, size, slots, starts, skip, whole=True)
@@ -111,7 +111,7 @@ class PoolWorker:
         return reached
 
     def _lease_on(self, hit: Hit, first: int, count: int) -> Lease | None:
-        """Take the hit's lease, cut to these chunks. None if it has no time for a copy."""
+        """Take the hit's lease, cut to these chunks. None if it is too short for a copy."""
         lease, leases = hit.lease, self.session.leases
         if lease is None or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
             return None
@@ -139,7 +139,7 @@ class PoolWorker:
         holds: Callable[[], bool | None] | None = None,
     ) -> None:
         """Store the chunks from number `first` on: reserve slots, launch one copy, and return.
-        Skips what the pool has. The commit follows in the background.
+        Skips chunks of the pool. The commit follows in the background.
 
         slots: int64, the slots of the request's tokens. holds: see `PendingStore`."""
         size = self.session.chunk_size
@@ -157,7 +157,7 @@ class PoolWorker:
     # ---- inside
 
     def _mine(self, tags: Tags) -> bool:
-        """Whether chunks with these tags may be cached: they contain our tag. Reports the first
+        """Whether chunks with these tags may be cached: our tag is among them. Reports the first
         refusal."""
         if scoped(tags):
             return True

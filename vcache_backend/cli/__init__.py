@@ -1,8 +1,8 @@
 """The program `vcache`. Each command reads the configuration, calls one function and shows the
 result.
 
-A command imports what it needs in its body, so that `vcache --help` is quick and `serve` never
-loads torch. `command` turns errors into one line on stderr."""
+Commands import modules in their bodies, so that `vcache --help` is quick and `serve` never loads
+torch. `command` turns errors into one line on stderr."""
 
 from __future__ import annotations
 

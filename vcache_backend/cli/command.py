@@ -1,4 +1,4 @@
-"""What the commands share: options, configuration, connection, and how errors are shown."""
+"""The common parts of commands: options, configuration, connection, and error lines."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Socket = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 LEAST_WITHOUT_UNIT = 1 << 20
-"""A size of a command below it needs its unit: `80` is never meant as 80 bytes."""
+"""A smaller size needs a unit: `80` never means 80 bytes."""
 EXIT_CODES = (
     "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says "
     "why; 2 wrong usage."
 )
 ENGINE = ("torch", "numpy", "triton")
-"""Modules that some commands need and that the base install does not have."""
+"""Modules that some commands need and the base install lacks."""
 
 
 class _Group(TyperGroup):
@@ -81,7 +81,7 @@ class _Group(TyperGroup):
 
 
 def group(text: str, root: bool = False) -> typer.Typer:
-    """An empty group of commands. text: its help. root: with completion and exit codes."""
+    """An empty group of commands. text: the help. root: with completion and exit codes."""
     return typer.Typer(
         cls=_Group,
         help=text,
@@ -89,8 +89,7 @@ def group(text: str, root: bool = False) -> typer.Typer:
         add_completion=root,
         epilog=EXIT_CODES if root else None,
         pretty_exceptions_enable=False,
-        # in rich's boxes flags have `<bool>` behind them, and texts are squeezed beside wide
-        # columns
+        # rich's boxes show `<bool>` behind flags, and squeeze texts beside wide columns
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -112,7 +111,7 @@ def client(path: Path | None, socket: Path | None) -> Client:
     """Connect to the server, for one command. Raises ServerUnavailable with the reason.
 
     Every call may take `client.control_seconds`: people can wait, and a busy machine should not end
-    a command halfway."""
+    a command early."""
     from vcache_backend.metadata_server.client import Client
 
     loaded = load(path, socket)

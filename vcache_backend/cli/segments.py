@@ -35,8 +35,8 @@ def add_segment(
         place = devices.resolve(device)
     except ConfigError as error:
         raise ConfigError(str(error).replace("pool.device:", "--device", 1)) from error
-    # Pages are allocated on first write: without this check a lack of memory would hit whoever
-    # writes there later.
+    # Pages are allocated on first write: without this check a lack of memory would hit a later
+    # writer.
     if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
         raise SegmentError(
             f"--bytes {nbytes}: {available.about} of host memory are free; lend less"

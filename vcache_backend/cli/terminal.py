@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LEAST_COLUMNS = 80
-"""Every table fits into so many columns. A narrower terminal folds its lines."""
+"""Every table fits into 80 columns. A narrower terminal folds lines."""
 
 
 @contextmanager
 def whatever_it_shows() -> Iterator[None]:
-    """Within the block, a sign that the output's encoding does not have becomes a question mark,
-    and an OSError, such as a full disk or a closed pipe, ends the program with one line. What goes
-    to a closed stream goes nowhere."""
+    """Within the block, a sign that the output's encoding lacks becomes a question mark, and an
+    OSError, such as a full disk or a closed pipe, ends the program with one line. Output to a
+    closed stream is dropped."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # A file that is opened later must not take its number, either.
+            # A file that is opened later must not take the stream's number, either.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the program ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -48,7 +48,7 @@ def show(what: RenderableType) -> None:
     # Piped, a table keeps its columns rather than being folded at 80.
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width, highlight=False)
-    # Where there is no room for a column, rich leaves it out.
+    # rich leaves out a column without room.
     console.width = max(console.width, LEAST_COLUMNS)
     console.print(what)
 

@@ -1,8 +1,8 @@
-"""`vcache demo`: a real metadata server and two real workers. Each worker retrieves what the other
-has stored, and every byte is checked.
+"""`vcache demo`: a real metadata server and two real workers. Each worker retrieves prompts that
+the other worker has stored, and checks every byte.
 
-Only the workers (`worker`) import torch, which takes seconds: this process does only if there
-are two GPUs that are linked."""
+The workers (`worker`) import torch, which takes seconds; this process does only with two linked
+GPUs."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from vcache_backend.metadata_server.server import Server
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 
 PROMPTS, CHUNKS = 8, 8
-"""How many prompts there are, and a prompt's chunks."""
+"""The number of prompts, and of a prompt's chunks."""
 DAMAGED = PROMPTS
-"""The number of one more prompt, of which a byte is changed on purpose."""
+"""The number of a further prompt with a byte changed on purpose."""
 SECONDS = 300.0
-"""The most that an answer of a worker may take: importing torch can take a minute."""
+"""The deadline of a worker's answer: importing torch can take a minute."""
 FOLDER = None if len(gettempdir()) < 70 else "/tmp"
-"""Where the socket's folder is made. A socket's path has at most 107 bytes."""
+"""The parent of the socket's folder. A socket's path has at most 107 bytes."""
 SOCKET = "vcache.sock"
 
 
 def run(as_json: bool = False) -> int:
-    """Run the demo and print its result. Returns the exit code: 0 if every byte was right and the
-    changed byte was found, else 1.
+    """Run the demo and print the result. Returns the exit code: 0 if every byte was right and the
+    changed byte was found, otherwise 1.
 
-    Leaves no process and no file behind, even if it is killed. Raises VCacheError if it cannot
+    Leaves no process and no file behind, even if killed. Raises VCacheError if the demo cannot
     run."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
@@ -59,7 +59,7 @@ def run(as_json: bool = False) -> int:
 
 
 def choose_devices() -> list[str]:
-    """Two GPUs that can read each other's memory, else host memory twice."""
+    """Two GPUs that can read each other's memory, or host memory twice."""
     with suppress(SegmentError):
         for gpu, peer in combinations(gpus(), 2):
             linked = "none" not in (gpu.links[peer.uuid], peer.links[gpu.uuid])
@@ -69,8 +69,8 @@ def choose_devices() -> list[str]:
 
 
 def play(devices: list[str]) -> dict[str, Any]:
-    """Have each worker store half of the prompts, and the other worker retrieve them. In another
-    prompt one byte is changed: the check must find it. Returns the fields of `--json`.
+    """Let each worker store half of the prompts, and the other worker retrieve them. The check must
+    find the changed byte of another prompt. Returns the fields of `--json`.
 
     Raises VCacheError if a worker fails."""
     total: Counter[str] = Counter()
@@ -100,7 +100,7 @@ def play(devices: list[str]) -> dict[str, Any]:
 
 
 class WorkerProcess(subprocess.Popen[bytes]):
-    """A worker's process, out of reach of Ctrl-C. It ends with the demo."""
+    """A worker's process, out of reach of Ctrl-C. The process ends with the demo."""
 
     def __init__(self, *arguments: str) -> None:
         self.pipe, theirs = Pipe()
@@ -109,7 +109,7 @@ class WorkerProcess(subprocess.Popen[bytes]):
             super().__init__(command, stdin=theirs.fileno(), start_new_session=True)
 
     def ask(self, verb: str, prompt: int) -> Any:
-        """Have the worker do `verb`, a method of `Worker`. Returns its answer. VCacheError."""
+        """Let the worker call `verb`, a method of `Worker`. Returns the answer. VCacheError."""
         try:
             self.pipe.send((verb, prompt))
             if self.pipe.poll(SECONDS):

@@ -1,8 +1,8 @@
-"""A worker of `vcache demo`: it stores and retrieves prompts as the demo tells it to.
+"""A worker of `vcache demo`: stores and retrieves prompts on the demo's commands.
 
-It has a paged KV cache and an engine, but no model. The content of a block follows from its prompt
-and its place in the prompt, so each worker knows what it must retrieve. Blocks that nothing was
-written to hold a byte that only this worker uses."""
+A worker has a paged KV cache and an engine, but no model. The prompt and the place in the prompt
+determine a block's content, so each worker knows the right bytes. Unwritten blocks hold a byte that
+only this worker uses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from vcache_backend.transfer.layout import Layout
 
 CHUNK_SIZE, BLOCK_SIZE = 256, 16
 BLOCKS = CHUNKS * CHUNK_SIZE // BLOCK_SIZE
-"""Of a prompt, and of a worker's cache."""
+"""Blocks of a prompt, and of a worker's cache."""
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 
 
 class Worker:
-    """A worker's KV cache and engine. Its methods answer the commands of the same names."""
+    """A worker's KV cache and engine. The methods answer the commands of the same names."""
 
     def __init__(self, folder: str, device: str, number: int) -> None:
         torch.manual_seed(number)
         cuda = device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(device)
-        # Those of Llama-3.2-1B, but on the CPU with two layers only.
+        # The shape of Llama-3.2-1B, on the CPU with two layers only.
         shape = (16 if cuda else 2, 2, BLOCKS, BLOCK_SIZE, 8, 64)
         kv = torch.empty(shape, dtype=torch.bfloat16, device=device if cuda else "cpu")
         self.kv = list(kv)
@@ -47,7 +47,7 @@ class Worker:
         self.engine.register(self.kv)
 
     def prompt(self, number: int, blocks: int = BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
-        """A prompt's tokens, and what this worker's cache holds with its first `blocks` in it."""
+        """A prompt's tokens, and the content of a cache that holds the first `blocks` blocks."""
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(128_000, self.slots.shape, generator=generator)
         content = torch.randint(256, self.rows.shape, dtype=torch.uint8, generator=generator)
@@ -77,8 +77,8 @@ class Worker:
 
 
 def main(folder: str, device: str, number: str) -> None:
-    """Answer each command that comes through stdin, a pipe of `multiprocessing`'s. The end of the
-    demo ends it; a demo that was killed has left its folder."""
+    """Answer each command from stdin, a pipe of `multiprocessing`. The worker ends with the demo,
+    and removes the folder that a killed demo leaves."""
     worker = Worker(folder, device, int(number))
     with worker.engine, Connection(sys.stdin.fileno()) as pipe, suppress(EOFError, OSError):
         while True:

@@ -1,7 +1,7 @@
-"""`vcache doctor`: finds what is wrong with this machine for vcache, and says what to do about it.
+"""`vcache doctor`: finds the faults of this machine for vcache, and says what to do about each.
 
-For a moment it makes a CUDA context on each GPU, and puts one small object into the offload tier.
-It imports neither torch nor LMCache nor vLLM."""
+For a moment, the doctor makes a CUDA context on each GPU, and puts a small object into the offload
+tier. Imports neither torch nor LMCache nor vLLM."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vcache_backend.doctor.system import check_kernel, check_packages
 
 
 def diagnose(config: Config, model: str = "") -> list[Finding]:
-    """All findings, or those about `model` only. Never raises. Takes seconds; with `model` some 20,
-    and up to a minute if an offload tier hangs."""
+    """All findings, or only findings about `model`. Never raises. Takes seconds; with `model` some
+    20 s, and up to a minute if an offload tier hangs."""
     if model:
         return _made(partial(check_model, model), "model", config)
     checks: list[Callable[[Config], Iterator[Finding]]] = [

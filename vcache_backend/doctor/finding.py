@@ -8,7 +8,7 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of one check. advice: what to do; empty if there is nothing to do."""
+    """The result of one check. advice: what to do, or empty."""
 
     check: str
     status: Literal["ok", "warn", "fail"]

@@ -1,8 +1,8 @@
 """`vcache doctor --model`: whether vLLM's connector caches a model, and how many tokens a pool of
 memory holds.
 
-The vLLM that is installed here is asked, in a child process: see `integration.vllm.model.report`.
-No weights are needed, nothing is downloaded, and no code of the model runs."""
+Asks the installed vLLM, in a child process: see `integration.vllm.model.report`. Needs no weights,
+downloads nothing, and runs no code of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONHASHSEED": "0",
 }
-"""For the child. That `PYTHONHASHSEED` is not set is a finding of its own."""
+"""For the child. A missing `PYTHONHASHSEED` is a separate finding."""
 _KINDS = {
     "full": "of full attention",
     "window": "with a window of {:,} tokens",
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """`count` layers of a kind: `full`, `window` of so many tokens, `state`, or vLLM's name."""
+    """`count` layers of a kind: `full`, `window` of `window` tokens, `state`, or vLLM's name."""
 
     kind: str
     window: int
@@ -45,12 +45,12 @@ class Layers(msgspec.Struct, frozen=True):
 
 
 class ModelReport(msgspec.Struct, frozen=True):
-    """What vLLM and our connector say of a model, with one worker.
+    """The answer of vLLM and our connector about a model, with one worker.
 
-    vllm: its version. dtype: of the KV cache. in_place: whether instances share in place with these
-    settings. refused: why nothing is cached, with what to change; empty if it is. chunk_bytes,
+    vllm: the version. dtype: of the KV cache. in_place: whether instances share in place with these
+    settings. refused: why nothing is cached, and what to change, or empty. chunk_bytes,
     state_bytes: of a chunk, and of a state beside it; 0 if refused. trouble: why vLLM does not know
-    the model or cannot be asked; then the rest is missing."""
+    the model or cannot be asked; then other fields are missing."""
 
     vllm: str = ""
     architecture: str = ""
@@ -94,7 +94,7 @@ def ask(name: str, config: Config) -> ModelReport:
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
-    """Say whether a model is cached, the size of its chunks, and what a pool holds of it."""
+    """Say whether a model is cached, the size of its chunks, and how many tokens a pool holds."""
     shown = printable(name)
     if find_spec("vllm") is None:
         lacks = "vLLM is not installed here, and only vLLM knows its models"

@@ -1,6 +1,6 @@
 """Checks the offload tier: the Mooncake store's library, master and providers.
 
-It asks the store through an offload process, as workers do, since the library may hang or crash."""
+Asks the store through an offload process, as workers do, since the library may hang or crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vcache_backend.supported import MOONCAKE
 
 NBYTES = 1 << 20
 SECONDS = 8.0
-"""The deadline of each call, which takes a fraction of a second if all is well."""
+"""The deadline of each call, which usually takes a fraction of a second."""
 LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
 START = "`vcache mooncake` starts a master and a provider"
 
@@ -38,7 +38,7 @@ def check_offload(config: Config) -> Iterator[Finding]:
 
 
 def check_store(config: Config) -> Iterator[Finding]:
-    """Put one small object into the store, read it and remove it."""
+    """Put a small object into the store, read it and remove it."""
     with ExitStack() as undo:
         fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
         undo.callback(os.close, fd)
@@ -75,7 +75,7 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
 
 
 def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Check that an object comes back unchanged; else StoreDown. fd: 2 * `NBYTES` bytes for it."""
+    """Check that an object comes back unchanged. StoreDown. fd: memory of 2 * `NBYTES` bytes."""
     names = [f"vcache1/doctor-{secrets.token_hex(8)}"]
     content = secrets.token_bytes(NBYTES)
     with mmap.mmap(fd, 2 * NBYTES) as memory:

@@ -26,8 +26,8 @@ def check_server(config: Config) -> Iterator[Finding]:
     )
     with Client(config.server.path, within, reconnect=False) as client:
         if not client.connected:
-            # An absent server may only have to be started: a warning. One that is there and does
-            # not answer is a failure.
+            # An absent server may only have to be started: a warning. A server that does not answer
+            # is a failure.
             absent = client.trouble.startswith("no metadata server at")
             detail, _, advice = client.trouble.rpartition("; ")
             if not detail:

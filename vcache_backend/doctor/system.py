@@ -1,4 +1,4 @@
-"""Checks Linux, and the versions of the packages that are installed."""
+"""Checks Linux, and the versions of installed packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that `server.metrics` starts: it shows the metadata server's statistics over HTTP.
+"""The process that `server.metrics` starts, which shows the metadata server's statistics over HTTP.
 
-It is an ordinary client of the server and asks every few seconds, so HTTP requests take no time
-from the server's loop."""
+The process is an ordinary client that asks the server every few seconds, so HTTP requests take no
+time from the server's loop."""

@@ -1,8 +1,8 @@
 """Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor SOCKET HOST:PORT
-[NAME...]`, with further names by which clients may reach it.
+[NAME...]`, with further host names that clients may use.
 
-The server starts it if `server.metrics` is set. It ends when its standard input ends, and so with
-the server."""
+The server starts this process if `server.metrics` is set. The process ends with its standard input,
+and so with the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("vcache_backend.monitor")
 
 
 def main(path: str, listen: str, *names: str) -> int:
-    """Serve until standard input ends, or Ctrl-C. Returns the exit code: 1 if it cannot listen."""
+    """Serve until standard input ends, or Ctrl-C. Returns the exit code: 1 if listening fails."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     log_format.begin()
     samples = Samples(Path(path))

@@ -51,7 +51,7 @@ _COUNTERS = {
     "refused_too_large": "Chunks that were not stored: they are larger than any segment.",
     "refused_no_segment": "Chunks that were not stored: their worker can use no segment.",
 }
-"""The server's counters. They start at 0, so that a scraper sees the first increase."""
+"""The server's counters, which start at 0, so that a scraper sees the first increase."""
 _SEGMENT = ("segment", "device", "medium")
 _INSTANCE = ("instance_id", "device", "pid")
 _READER = ("pid", "device", "instance_id")
@@ -62,8 +62,8 @@ class ServerMetrics(Collector):
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._models: dict[str, str] = {}
-        """The model of each namespace with hits. It stays when the last instance goes: a changed
-        label would begin another series."""
+        """The model of each namespace with hits. The entry stays when the last instance goes: a
+        changed label would begin another series."""
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; only `vcache_server_up` if the server did not answer the last question."""
@@ -116,7 +116,7 @@ def _hits(hits: Mapping[str, tuple[int, int]], models: Mapping[str, str]) -> Ite
 
 
 def _tenants(tenants: Sequence[TenantStats]) -> Iterator[Metric]:
-    """Only tenants that `server.quotas` names, so that requests cannot make series."""
+    """Only tenants of `server.quotas`: requests must not make series."""
     if not tenants:
         return
     rows = [((tenant.name,), tenant) for tenant in tenants]
@@ -130,7 +130,7 @@ def _tenants(tenants: Sequence[TenantStats]) -> Iterator[Metric]:
 
 
 def _requests(stats: ServerStats) -> Metric:
-    """A summary with quantiles. prometheus_client has no family for that."""
+    """A summary with quantiles, for which prometheus_client has no family."""
     what = "Time of requests inside the server; quantiles since its start."
     made = Metric("vcache_server_request_seconds", what, "summary")
     for name, latency in stats.latency.items():
@@ -193,8 +193,8 @@ def _counters(name: str, what: str, labels: Sequence[str], rows: Iterable[Row]) 
 
 
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, rows: Iterable[Row]) -> Metric:
-    """Fill a metric. Rows with equal labels are added up: processes whose pids are not visible
-    cannot be told apart."""
+    """Fill a metric. Rows with equal labels are added up: processes without a visible pid cannot be
+    told apart."""
     totals = defaultdict[tuple[str, ...], float](float)
     for values, value in rows:
         totals[tuple(values)] += value

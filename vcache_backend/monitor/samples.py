@@ -1,4 +1,4 @@
-"""Asks the server for its statistics every few seconds, and keeps an hour of them."""
+"""Asks the server for statistics every few seconds, and keeps an hour of samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ ANSWER_SECONDS = 2.0
 
 
 class Point(NamedTuple):
-    """What is kept of one answer. Counts are since the server's start.
+    """A sample of the statistics. Counts are since the server's start.
 
-    at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and those that
-    were there."""
+    at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and found."""
 
     at: float
     epoch: int
@@ -35,7 +34,7 @@ class Samples:
     """Asks the server in a background thread until `close`. Any thread may call the methods.
 
     path: the server's socket. stats: the last answer; None before the first. problem: why the last
-    question failed; empty if it did not."""
+    question failed; empty after an answer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

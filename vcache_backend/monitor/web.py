@@ -1,8 +1,8 @@
 """The monitor's HTTP server: metrics, health, statistics as JSON, and a page.
 
 Each connection has a thread and gets one answer. When all places are taken, the oldest connection
-makes room for the newest, so a client that sends nothing or reads nothing keeps no scraper out.
-Costly answers are made at most once a second."""
+makes room for the newest, so a client that sends or reads nothing keeps no scraper out. Costly
+answers are made at most once a second."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ BACKLOG = 64
 ANSWER_SECONDS = 10.0
 """The most seconds between two bytes of a request, and for a whole answer."""
 SAME_SECONDS = 1.0
-"""For so long the same metrics and statistics are sent to all who ask."""
+"""How long all clients get the same metrics and statistics."""
 EXHAUSTED_SECONDS = 0.5
-"""How long to accept nobody when no descriptors are left."""
+"""How long to accept no connection when no descriptors are left."""
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format, which every scraper reads."""
 
@@ -81,8 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Web(ThreadingTCPServer):
-    """Listens from construction on; raises OSError if it cannot. Answers while `serve_forever`
-    runs."""
+    """Listens from construction on, or raises OSError. Answers while `serve_forever` runs."""
 
     daemon_threads = allow_reuse_address = True
     request_queue_size = BACKLOG
@@ -95,7 +94,7 @@ class Web(ThreadingTCPServer):
         registry: CollectorRegistry,
         hosts: Sequence[str] = (),
     ) -> None:
-        """hosts: further names by which clients may reach it."""
+        """hosts: further host names that clients may use."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self._samples, self._registry = samples, registry
@@ -108,7 +107,7 @@ class Web(ThreadingTCPServer):
         self._making = threading.Lock()
         self._complained = False
         self._made: dict[str, tuple[float, _Response]] = {}
-        """By path, the last costly answer, and when it was made."""
+        """By path, the last costly answer, and its time."""
         self.served: dict[socket.socket, None] = {}
         """The connections that have a thread, oldest first."""
         host, port = self.socket.getsockname()[:2]
@@ -143,7 +142,7 @@ class Web(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error that is not the client's: it may go away, be slow, or make room."""
+        """Log an error, but not a client's: clients may go away, be slow, or make room."""
         if not isinstance(sys.exc_info()[1], OSError):
             log.exception("a request of %s failed", client_address)
 
@@ -174,7 +173,7 @@ class Web(ThreadingTCPServer):
         return _said(HTTPStatus.NOT_FOUND, "here are /, /metrics, /stats.json, /healthz, /readyz")
 
     def _lately(self, path: str) -> _Response:
-        """The answer of the last second, or a new one."""
+        """The answer of the last second, or a new answer."""
         with self._making:
             at, answer = self._made.get(path, (0.0, None))
             if answer is None or time.monotonic() - at > SAME_SECONDS:
@@ -212,8 +211,8 @@ def _said(status: HTTPStatus, line: str) -> _Response:
 
 
 def _policy(page: bytes) -> str:
-    """The Content-Security-Policy: only the page's own script and style, by their hashes, and
-    requests to this server."""
+    """The Content-Security-Policy: only the page's own script and style, by hash, and requests to
+    this server."""
     allowed = []
     for name in (b"script", b"style"):
         (inside,) = re.findall(b"<" + name + b">(.*?)</" + name + b">", page, re.DOTALL)

@@ -1,1 +1,1 @@
-"""The storage offload tier: chunks that left VRAM, or never fitted, and the way to other nodes."""
+"""The storage offload tier: chunks that left VRAM, or never fitted, shared between nodes."""

@@ -1,5 +1,5 @@
-"""Decides when to leave a failing store alone, and when to try it again. Pure: callers pass the
-clock, and it owns no thread."""
+"""Decides when to leave a failing store alone, and when to try it again. Pure: the caller passes
+the clock, and no thread runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """A circuit breaker. It is open at first, with a trial due.
+    """A circuit breaker, open at first, with a trial due.
 
-    `failures` failures in a row open it. The next trials come after `retry_seconds`, doubling up to
-    `longest_pause`. A successful trial closes it. Any thread. `now`: a monotonic clock in
-    seconds."""
+    `failures` failures in a row open the breaker. The next trials come after `retry_seconds`,
+    doubling up to `longest_pause`. A successful trial closes the breaker. Any thread. `now`: a
+    monotonic clock in seconds."""
 
     def __init__(
         self, failures: int, retry_seconds: float, longest_pause: float, now: Callable[[], float]
@@ -29,13 +29,13 @@ class Breaker:
         """How often failures have opened the breaker."""
 
     def succeeded(self) -> None:
-        """Note a successful call. It does not close an open breaker; only a trial does."""
+        """Note a successful call. Only a trial closes an open breaker."""
         with self._lock:
             if not self.is_open:
                 self._in_a_row = 0
 
     def failed(self) -> bool:
-        """Note a failed or late call. Returns whether it opened the breaker."""
+        """Note a failed or late call. Returns whether the call opened the breaker."""
         with self._lock:
             self._in_a_row += 1
             if self.is_open or self._in_a_row < self._failures:

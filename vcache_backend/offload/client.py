@@ -1,4 +1,4 @@
-"""Starts the offload process (process.py), sends it calls with a deadline, and kills it if it
+"""Starts the offload process (process.py), sends it calls with a deadline, and kills a process that
 hangs. The verbs are in verbs.py."""
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vcache_backend.offload.verbs import StoreDown, StoreLost
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 15.0
-"""Longer than the library took to load, or the store to open (4.6 s at most, without a master)."""
+"""The deadline of loading the library and opening the store (4.6 s at most, without a master)."""
 LAST_WORDS = 5
 """How many of the process's last lines of output are shown when it ends."""
 LAST_WORDS_SECONDS = 1.0
-"""How long to wait for these lines: a child of the process may keep its output open."""
+"""How long to wait for these lines: a child of the process may keep the output open."""
 ERRORS: dict[str, type[VCacheError]] = {"ConfigError": ConfigError, "StoreLost": StoreLost}
 
 
 class OffloadProcess:
-    """One offload process. Any thread of the process that started it.
+    """An offload process. Any thread of the parent.
 
-    A call that takes too long ends by killing the process. So once a call has returned or raised,
-    nothing writes into its memory."""
+    A call that takes too long kills the process. So once a call has returned or raised, nothing
+    writes into the call's memory."""
 
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
         """Start the process, which loads the library. memory: a memfd with all buffers that calls
@@ -95,8 +95,8 @@ class OffloadProcess:
         return call
 
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
-        """Send a call and wait for its answer. After `seconds` the process is killed, and its other
-        calls fail. Raises StoreDown."""
+        """Send a call and wait for the answer. After `seconds` the process is killed, and all calls
+        fail. Raises StoreDown."""
         try:
             return self.ask(verb, *arguments).result(seconds)
         except TimeoutError:
@@ -114,7 +114,7 @@ class OffloadProcess:
     # ---- the three threads
 
     def _send(self) -> None:
-        """Send queued messages, so that a process that does not read holds up no caller."""
+        """Send queued messages: no caller waits for a process that does not read."""
         with suppress(OSError):
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(message)

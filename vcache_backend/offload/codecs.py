@@ -1,4 +1,5 @@
-"""Encodes chunks for the offload tier: raw, or one byte a number, which loses precision.
+"""Encodes chunks for the offload tier: raw, or with one byte for each number, which loses
+precision.
 
 Payload of int8 and fp8: first the scales, bfloat16, one for each vector of `head_dim` consecutive
 numbers (one head of a token), then the bytes. A number x is written as x / scale and read as byte *
@@ -26,7 +27,7 @@ SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
 PIECE_NUMBERS: Final = 1 << 20
 """How many numbers a CPU processes at once, so that they stay in its cache. A GPU processes
-GPU_PIECES times as many, which bounds its memory."""
+GPU_PIECES times as many, which bounds the memory."""
 GPU_PIECES: Final = 8
 
 
@@ -48,7 +49,7 @@ class Codec:
         self.id, self._code, self._largest = KINDS[name]
 
     def payload_bytes(self, chunk_bytes: int) -> int:
-        """The payload size of a chunk of `chunk_bytes` bytes. CodecError if none has that size."""
+        """The payload size of a chunk of `chunk_bytes` bytes. CodecError for an impossible size."""
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
             size = f"{self._head_dim} x {self._dtype.itemsize} B"
@@ -92,7 +93,7 @@ class Codec:
 
 
 def make(name: str, dtype: str, head_dim: int) -> Codec | None:
-    """Make the codec of this name; None for raw. Raises CodecError if it does not fit this KV."""
+    """Make the codec of this name; None for raw. Raises CodecError if it does not fit the KV."""
     return None if name == "raw" else Codec(name, dtype, head_dim)
 
 

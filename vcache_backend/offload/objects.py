@@ -1,9 +1,9 @@
 """The format of an object in the store: a header that identifies the bytes, then the chunk's bytes
-as a codec wrote them.
+in a codec's form.
 
 The header has 128 bytes, little-endian: magic `VCKV`, format version, codec, decoded and encoded
 length, xxh3-64 of the payload, chunk key, fingerprint, and at the end xxh3-64 of all earlier
-fields. Stores are shared, lose power, and contain objects of other versions. So an object counts
+fields. Stores are shared, lose power, and contain objects of other versions, so an object counts
 only if this version would write the same header, bit by bit. xxh3 finds damage but not forgery: the
 store must be trusted."""
 
@@ -36,13 +36,13 @@ assert _FIELDS.size + _DIGEST.size == HEADER_BYTES
 
 
 class BadObject(VCacheError):
-    """The object is not the requested object, or is not whole."""
+    """The object is not the requested one, or not whole."""
 
 
 def name(key: ChunkKey, epoch: int = 0) -> str:
     """Name the object of a chunk stored in `epoch`.
 
-    A reset raises the epoch. Nobody asks for the objects of a process that misses it."""
+    A reset raises the epoch. Nobody asks for objects of a process that missed the reset."""
     namespace, rest = key[:NAMESPACE_BYTES].hex(), key[NAMESPACE_BYTES:].hex()
     return f"{NAME_PREFIX}{namespace}.{epoch:x}/{rest}"
 

@@ -2,7 +2,7 @@
 this process loads Mooncake; client.py starts it.
 
 The library may hang, crash or hold the GIL, but not in the process that computes tokens. A caller
-that has waited too long kills the offload process, which ends all its calls.
+that has waited too long kills the offload process, which ends all calls.
 
 A message is MessagePack in a frame of multiprocessing's: `[number, verb, arguments]` from the
 parent, `[number, error, answer]` back, in any order. Calls read and write the parent's memory. The
@@ -30,10 +30,10 @@ from vcache_backend.offload.verbs import Mooncake
 
 THREADS = 16
 PARENT_SECONDS = 1.0
-"""How often the process checks that its parent is alive."""
+"""How often the process checks that the parent is alive."""
 NICENESS = 10
-"""The niceness of threads that wait for a transfer. On two cores 512 MiB came 15 % faster. With 19
-a load waited 0.3 s beside others that computed."""
+"""The niceness of threads that wait for a transfer. On two cores 512 MiB came 15 % faster. With
+niceness 19, a load waited 0.3 s beside computing threads."""
 
 
 class OffloadService:
@@ -73,7 +73,7 @@ class OffloadService:
 
 def _step_back() -> None:
     """Lower this thread's priority. The library moves bytes in its own threads, and the calling
-    thread spins until they are done (0.3.13). With few cores it would take their time."""
+    thread spins meanwhile (0.3.13). With few cores, the calling thread would take their time."""
     # Linux changes the niceness of this thread only.
     os.nice(NICENESS)
 
@@ -87,7 +87,7 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    # Ctrl-C is for the parent. This process ends after the parent.
+    # Ctrl-C is for the parent, and this process ends after the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fd, parent, memory = (int(argument) for argument in sys.argv[1:4])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

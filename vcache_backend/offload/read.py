@@ -1,4 +1,4 @@
-"""Reads chunks from the store: threads read batches, and pass chunks on in order as they arrive."""
+"""Reads chunks from the store: threads read batches, and pass arrived chunks on in order."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from vcache_backend.transfer.stats import EngineStats
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 128 << 20
-"""Bytes of one store call: enough that fixed costs do not count, few enough that arrived chunks can
-be copied beside the next call."""
+"""Bytes of a store call: enough to make fixed costs small, few enough to copy arrived chunks beside
+the next call."""
 MAX_BATCH = 16
 BUFFER_SECONDS = 10.0
-"""How long a thread waits for buffers, which come back when their chunks are copied."""
+"""How long a thread waits for buffers, which become free when their chunks are copied."""
 READERS = 2
 """How many threads call the store to read."""
 CHECKERS = 4
-"""The most threads that hash arrived chunks, beside the calls: one for each four cores.
+"""The most threads that hash arrived chunks beside the calls: one for every four cores.
 
-One thread hashes 10 GB/s on an H200's host, where 4 GB/s came over loopback. On two cores, which
-the transfer fills, a second thread made reading slower (0.72 of the library's speed instead of
-0.80, medians of six runs)."""
+A thread hashes 10 GB/s on an H200's host, where 4 GB/s came over loopback. On two cores, busy with
+the transfer, a second thread slowed reading (0.72 of the library's speed instead of 0.80, medians
+of six runs)."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The parts that reads and writes of one worker share. measured: called with the bytes and the
+    """The common parts of a worker's reads and writes. measured: called with the bytes and the
     seconds of a load. codec: None for raw."""
 
     store: Store
@@ -55,7 +55,7 @@ class Bound:
 
 
 class Staged(NamedTuple):
-    """A chunk that has arrived. payload: 1-D uint8 on the host, as the codec wrote it; valid until
+    """A chunk that has arrived. payload: 1-D uint8 on the host, in the codec's form; valid until
     `give_back`."""
 
     payload: torch.Tensor
@@ -115,7 +115,7 @@ class Fetch:
         self._given = 0
         self._end = len(self.keys)
         self._started = self._moved = reader.now()
-        """The first moves on while threads wait for buffers, the second with each chunk."""
+        """`_started` moves on while threads wait for buffers, `_moved` with each chunk."""
         self._called: dict[int, float] = {}
         """The start of each batch's call, by the batch's first chunk."""
         self.cause = ""
@@ -125,7 +125,7 @@ class Fetch:
             reader.calls.submit(partial(self._read, part))
 
     def ready(self, most: int) -> list[Staged]:
-        """Return the next chunks that have arrived, in order, at most `most`."""
+        """Return the next `most` chunks at most that have arrived, in order."""
         self._look_at_clock()
         with self._arrived:
             chunks = list[Staged]()
@@ -145,12 +145,12 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """Whether the fetch is over and `ready` is empty. Ends a fetch that is late."""
+        """Whether the fetch is over and `ready` is empty. Ends a late fetch."""
         self._look_at_clock()
         return self._given >= self._end
 
     def give_back(self, chunks: Sequence[Staged]) -> None:
-        """Return the buffers of chunks that are not used any more."""
+        """Return the buffers of chunks that are no longer used."""
         self._reader.ring.give([chunk.buffer for chunk in chunks])
 
     def cancel(self) -> None:
@@ -162,8 +162,8 @@ class Fetch:
     def _look_at_clock(self) -> None:
         """End the fetch if no chunk came for `get_seconds`.
 
-        That counts as a failure of the store only if the call took most of the time. The wait for a
-        thread or for buffers does not count."""
+        The end counts as a failure of the store only if the call took most of the time. Waits for a
+        thread or for buffers do not count."""
         reader, now = self._reader, self._reader.now()
         if self._given >= self._end or now - self._moved < reader.seconds:
             return
@@ -192,8 +192,8 @@ class Fetch:
         self.give_back(dropped)
 
     def _read(self, part: range) -> None:
-        """Read some chunks in one call. Runs in a reader thread. Checker threads check the result,
-        so that the next call begins at once."""
+        """Read the chunks of `part` in one call. Runs in a reader thread. Checker threads check the
+        result, so that the next call begins at once."""
         reader, keys = self._reader, self.keys[part.start : part.stop]
         if part.start >= self._end:
             return
@@ -212,7 +212,7 @@ class Fetch:
             reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
     def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
-        """Pass on the object of `nbytes` bytes if it is right. Runs in a checker thread."""
+        """Pass on a right object of `nbytes` bytes. Runs in a checker thread."""
         good, bound = index < self._end and self._is_right(index, buffer, nbytes), self._bound
         with self._arrived:
             good = good and index < self._end
@@ -251,8 +251,8 @@ def batch_chunks(chunk_bytes: int) -> int:
 def parts(count: int, most: int) -> list[range]:
     """Split `count` chunks into calls of `most` chunks.
 
-    The first call gets half as many, so that concurrent calls do not end together. The last call
-    gets half as many, because its check delays the end."""
+    The first call gets half as many chunks, so that concurrent calls do not end together. The last
+    call gets half as many, because its check delays the end."""
     half, made, at = max(1, most // 2), list[range](), 0
     while at < count:
         left = count - at

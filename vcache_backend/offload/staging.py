@@ -1,6 +1,6 @@
 """Buffers of equal size in host memory, for chunks on their way to and from the store.
 
-The taker owns a buffer until giving it back, which is not before the store's call has returned."""
+The taker owns a buffer and gives it back after the store's call has returned."""
 
 # torch.cuda's runtime bindings have no types.
 # mypy: allow-untyped-calls
@@ -22,7 +22,7 @@ ALIGNMENT = 4096
 
 
 class Buffer(NamedTuple):
-    """place: its bytes in the shared memory. memory: the same bytes, 1-D uint8, on the host."""
+    """place: the bytes in the shared memory. memory: the same bytes, 1-D uint8, on the host."""
 
     place: Place
     memory: torch.Tensor
@@ -60,7 +60,7 @@ class Ring:
         self._returned = threading.Condition()
 
     def take(self, count: int, seconds: float) -> list[Buffer]:
-        """Take `count` buffers at once; empty if they do not become free within `seconds`."""
+        """Take `count` buffers at once; empty if too few become free within `seconds`."""
         deadline = time.monotonic() + seconds
         with self._returned:
             while len(self._free) < count:
@@ -72,7 +72,7 @@ class Ring:
             return taken
 
     def give(self, buffers: Sequence[Buffer]) -> None:
-        """Return buffers that nobody reads or writes any more."""
+        """Return buffers without readers and writers."""
         with self._returned:
             self._free += buffers
             self._returned.notify_all()

@@ -28,7 +28,7 @@ CLOSE_SECONDS = 1.0
 
 
 class Store:
-    """Calls the store. Any thread. No failure of it raises. It is never usable in a forked child.
+    """Calls the store. Any thread. No failure of the store raises. Never usable in a forked child.
 
     `usable` turns False when the breaker opens or the process ends, and True again when the
     background thread has opened the store and got an answer."""
@@ -37,7 +37,7 @@ class Store:
         self._config, self._stats = config, stats
         self._pid = os.getpid()
         self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
-        """The memory of all buffers that calls read and write. `Staging` sets its size."""
+        """The memory of all buffers that calls read and write. `Staging` sets the size."""
         self.breaker = Breaker(
             config.failures, config.retry_seconds, config.longest_pause, time.monotonic
         )
@@ -87,9 +87,9 @@ class Store:
         return self._call("exist", names) or [False] * len(names)
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects into their places, which may be larger, within `call_seconds`. Returns the
-        bytes of each object: 0 if it is absent, -1 if unknown. After the return nothing writes into
-        the memory."""
+        """Read objects into places, which may be larger, within `call_seconds`. Returns the bytes
+        of each object: 0 if absent, -1 if unknown. After the return nothing writes into the
+        memory."""
         return self._call("get", names, places) or [-1] * len(names)
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
@@ -108,8 +108,8 @@ class Store:
             process.ask("remove", [name])
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
-        """Count a failed or late call. again: repeats the call, or raises StoreDown; it must
-        succeed before the store is used again."""
+        """Count a failed or late call. again: repeats the call, or raises StoreDown; must succeed
+        before the store is used again."""
         self._stats.failed(f"offload_{what}")
         if again is not None:
             self._suspect = again
@@ -158,7 +158,7 @@ class Store:
             self.memory = -1
 
     def _keep(self) -> None:
-        """Run in the background thread: try the store whenever the breaker wants a trial."""
+        """The background thread: try the store whenever the breaker wants a trial."""
         while not self._stop.is_set():
             if self._process is not None and not self._process.alive:
                 self.breaker.lost()
@@ -174,7 +174,7 @@ class Store:
 
     def _try(self) -> bool:
         """Start a missing process, and open the store. Returns whether the store answers, and the
-        last failed call now succeeds."""
+        last failed call succeeds now."""
         try:
             if self._process is None or not self._process.alive:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)

@@ -26,22 +26,23 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 MAX_BUFFERS = 256
-"""The most buffers for reads, and for writes; more would not be faster."""
+"""The most buffers for reads, and for writes; more buffers would not be faster."""
 START_SECONDS = 3.0
-"""How long vLLM's start may wait for the offload process, which takes half a second to start:
-vLLM's first request may need it."""
+"""How long vLLM's start may wait for the offload process, which starts in half a second: vLLM's
+first request may need the tier."""
 CLOSE_SECONDS = 3.0
 MEASURED_BYTES = 1 << 20
-"""A load of fewer bytes does not count as a measurement of the bandwidth."""
+"""A load of fewer bytes does not count for the bandwidth."""
 Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier:
-    """The offload tier in one process. `bind` and `fetch` run in the worker's thread, the rest in
-    any. Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises.
+    """The offload tier in one process. `bind` and `fetch` run in the worker's thread, other methods
+    in any thread. Only look-ups wait for the store, up to `lookup_seconds`. No failure of the store
+    raises.
 
     bandwidth: bytes of KV a second over recent loads; None before the first load. A scheduler,
-    which loads nothing itself, sets it."""
+    which loads nothing, sets this value."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
         """Open the tier for look-ups. Waits at most START_SECONDS for the store; the background
@@ -82,7 +83,7 @@ class OffloadTier:
             lacks = f"no {count * size:,} B of host memory for offload.staging_bytes"
             raise ConfigError(f"{lacks}: {error}") from error
         self._bound = Bound(self._store, self._measured, self._stats, form, codec)
-        # Buffers that writing does not need are for reading.
+        # Reading gets the buffers that writing does not need.
         buffers = self._staging.buffers
         batch = min(batch_chunks(chunk_bytes), count // 2 // WRITERS)
         shares = [buffers[at : at + batch] for at in range(0, WRITERS * batch, batch)]
@@ -99,13 +100,13 @@ class OffloadTier:
         return self._store.usable
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """Count the store's leading chunks, within `lookup_seconds`. epoch: the namespace's."""
+        """Count the store's leading chunks, within `lookup_seconds`. epoch: of the namespace."""
         return self._store.lookup([objects.name(key, epoch) for key in keys]) or 0
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
         """Count the leading chunks that all `ranks` ranks can load from pool and store. found: how
-        many of them the pool has before the first it lacks. keys: rank 0's. VCacheError if the
-        server does not answer."""
+        many leading chunks the pool has. keys: of rank 0. VCacheError if the server does not
+        answer."""
         rest = keys[found:]
         if not rest or not self.usable or self._too_slow():
             return found
@@ -123,7 +124,7 @@ class OffloadTier:
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def _too_slow(self) -> bool:
-        """Whether computing is faster than loading. False now and then, to measure again."""
+        """Whether computing is faster than loading. At times False, to measure again."""
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()

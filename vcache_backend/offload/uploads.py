@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion
 
 BOUNCE_BYTES = 256 << 20
-"""The most device memory for chunks on their way into the KV cache: as much as crosses the link to
-the host in 5 ms."""
+"""The most device memory for chunks on their way into the KV cache: the bytes that cross the link
+to the host in 5 ms."""
 MAX_BOUNCE = 64
 """The most chunks of one call."""
 
 
 class Uploader:
-    """Copies chunks into a KV cache, in the worker's thread that launches kernels: they are written
-    into a bounce buffer on its device, and the copier scatters that.
+    """Copies chunks into a KV cache, in the worker's thread that launches kernels: writes the
+    chunks into a bounce buffer on the device, from which the copier scatters them.
 
-    On a GPU the copy engine fills the buffer, on a stream of its own. most: the most chunks of one
+    On a GPU the copy engine fills the buffer, on a separate stream. most: the most chunks of one
     call."""
 
     def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
@@ -39,8 +39,8 @@ class Uploader:
         self._copier, self._device = copier, kv.device
         self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, MAX_BOUNCE))
         self._stream = torch.cuda.Stream(kv.device) if kv.device.type == "cuda" else None
-        # From this stream's own pool: memory from the caller's stream may still be used by work
-        # queued there.
+        # From this stream's pool: queued work of the caller's stream may still use memory of that
+        # stream.
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._bounce = torch.empty(
                 self.most, chunk_bytes, dtype=torch.uint8, device=self._device
@@ -50,8 +50,8 @@ class Uploader:
     def scatter(
         self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[Staged], after: Mark | None = None
     ) -> Completion:
-        """Like `Copier.scatter`, with `chunks` instead of slots. The caller leaves them as they are
-        until the copy is over."""
+        """Like `Copier.scatter`, with `chunks` instead of slots. The caller must not change the
+        chunks until the copy is over."""
         if self._stream is not None:
             return self._scatter_beside(self._stream, kv, plan, chunks, after)
         return self._copier.scatter(kv, plan, self._bounced(chunks), after)

@@ -2,7 +2,7 @@
 imports the library.
 
 The library holds the GIL while it connects (4.4 s without a master, measured), may take half a
-minute for one call, and crashes if it is used before its set-up or after its end.
+minute for one call, and crashes if used before its set-up or after its end.
 
 Return codes:
 - -900, the master did not answer: StoreLost, since each further call would take 4 s to fail.
@@ -30,8 +30,8 @@ from vcache_backend.errors import ConfigError, VCacheError
 
 STORED, FULL, FAILED = "stored", "full", "failed"
 """Outcomes of a put. FULL: a later try may succeed. FAILED: the bytes did not arrive, or nobody
-knows; no reader finds half of an object. STORED is no proof: after a put was cut short, the store
-answers STORED for its object for half a minute."""
+knows; no reader finds half of an object. STORED is no proof: after an interrupted put, the store
+answers STORED for the object for half a minute."""
 NO_ROOM, TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -200, -800, -900, -901
 INSTALL = "pip install 'vcache-backend[mooncake]', without CUDA mooncake-transfer-engine-non-cuda"
 NEEDED = {
@@ -45,21 +45,21 @@ Place = tuple[int, int]
 
 
 class StoreDown(VCacheError):
-    """The store, or the connection to it, failed: nothing is known. Counts against the breaker."""
+    """The store, or its connection, failed: the outcome is unknown. Counts against the breaker."""
 
 
 class StoreLost(StoreDown):
-    """The store failed, and this process cannot use it any more."""
+    """The store failed, and this process can no longer use it."""
 
 
 class Mooncake:
     """The verbs. Objects have names, and the first writer wins; callers check the contents
     (objects.py). Any thread.
 
-    Calls block as long as the library does. All raise StoreDown, and do so before `open`."""
+    Calls block as long as the library does. All calls raise StoreDown, also before `open`."""
 
     def __init__(self, config: MooncakeConfig, memory: int) -> None:
-        """memory: a memfd that objects are written from and read into; its size may come later."""
+        """memory: a memfd, the source of puts and the target of gets; the size may be set later."""
         self._config, self._fd = config, memory
         self._library: Any = None
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Mooncake:
 
     def open(self) -> dict[str, str]:
         """Connect. Returns the settings in force, for people; empty if already connected. Takes 30
-        ms, or `rpc_seconds` if no master answers."""
+        ms, or `rpc_seconds` without an answer of a master."""
         if self._is_open:
             return {}
         config = self._config
@@ -103,8 +103,8 @@ class Mooncake:
         return settings | environment
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether each object exists. Takes no lease if the library can avoid it (0.3.14), since a
-        lease keeps an object from eviction for 10 s."""
+        """Whether each object exists. Takes no lease if the library has such a call (0.3.14), since
+        a lease keeps an object from eviction for 10 s."""
         raw = self._opened()
         probe = getattr(raw, "batch_probe_key", raw.batch_is_exist)
         return [code == 1 for code in _checked("look-up", probe(list(names)))]
@@ -117,8 +117,8 @@ class Mooncake:
         return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects in one batched call. Returns the bytes of each: 0 if it is absent or could
-        not be read. A place may be larger than its object."""
+        """Read objects in one batched call. Returns the bytes of each object: 0 if absent or
+        unreadable. A place may be larger than its object."""
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
         codes = raw.batch_get_into(list(names), self._addresses(places), sizes)
         return [max(0, code) for code in _checked("get", codes)]
@@ -143,11 +143,11 @@ class Mooncake:
 
     def _addresses(self, places: Sequence[Place]) -> list[int]:
         """The addresses of places in this process. Maps the memory once it has a size. StoreDown
-        for a place outside it."""
+        for a place outside of the memory."""
         with self._lock:
             size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
             if self._memory is None and size:
-                # Populate the pages, so that none is missing during a transfer.
+                # Populate all pages before a transfer.
                 self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
                 rdma = self._config.protocol == "rdma"
                 if rdma and self._raw.register_buffer(self._base(), size):
@@ -185,8 +185,8 @@ def _load_library() -> Any:
 
 
 def _check_master(master: str, seconds: float) -> None:
-    """Check that a Mooncake master listens at HOST:PORT. Send 64 zero bytes: a live master refuses
-    them and hangs up. StoreDown without a master."""
+    """Check that a Mooncake master listens at HOST:PORT: it refuses 64 zero bytes, and hangs up.
+    StoreDown without a master."""
     try:
         with socket.create_connection(split_address(master, "master"), seconds) as probe:
             probe.sendall(bytes(64))

@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class Workers:
-    """`count` threads that make calls in order. They are daemons, unlike an executor's threads, so
-    the process can end while a call hangs."""
+    """`count` threads that make calls in order: daemons, unlike an executor's threads, so the
+    process can end while a call hangs."""
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -23,7 +23,7 @@ class Workers:
             thread.start()
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Have a thread make this call. Never blocks. Does nothing after `close`."""
+        """Queue a call for a thread. Never blocks. Does nothing after `close`."""
         self._queue.put(call)
 
     def close(self, seconds: float) -> None:

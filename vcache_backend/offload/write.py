@@ -31,17 +31,17 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 FIRST_PART = 4
-"""While no chunk is written, a batch is so many times smaller: writing begins early."""
+"""While no chunk is being written, a batch is this many times smaller, to begin early."""
 POLL_SECONDS = 0.05
 """How often an unreachable store or server is checked again."""
 WRITERS = 2
-"""Threads: one puts chunks while the other copies the next ones."""
+"""Threads: one thread puts chunks while the other thread copies the next chunks."""
 MAX_WAITING = 4096
 """The most chunks that wait to be written. Further chunks are dropped and counted."""
 ATTEMPTS = 6
 RETRY_SECONDS = 0.05
-"""Chunks that were not stored are tried again after about so long, doubling: a full store evicts in
-the background, and a dead provider or process is replaced."""
+"""The first pause before a chunk is tried again; pauses double. Meanwhile a full store evicts
+chunks, and a dead provider or process is replaced."""
 DROPPED = ("backlog", "down", "gone", "full", "failed", "codec")
 """The reasons why a chunk was not written."""
 Sealed = list[tuple[str, Place]]
@@ -49,8 +49,8 @@ Sealed = list[tuple[str, Place]]
 
 
 class Writer:
-    """Writes offered chunks. Each thread takes some chunks, copies them out of the pool, and puts
-    them into the store. One thread copies at a time while another puts."""
+    """Writes offered chunks. Each thread takes chunks, copies them out of the pool, and puts them
+    into the store. At most one thread copies, while another thread puts."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Writer:
         views: Callable[[Sequence[Location]], list[SlotView]],
         ordinal: int | None,
     ) -> None:
-        """shares: the buffers of each thread. client: the writer's own; `close` closes it. views:
-        returns the addresses of slots. ordinal: of the GPU that copies, if any."""
+        """shares: the buffers of each thread. client: `close` closes it. views: returns the
+        addresses of slots. ordinal: of the GPU that copies, if any."""
         self._bound = bound
         self._client, self._views, self._ordinal = client, views, ordinal
         self._waiting: deque[ChunkKey] = deque()
@@ -77,8 +77,8 @@ class Writer:
             self._workers.submit(partial(self._run, buffers))
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Queue chunks that are in the pool. Never blocks: a full queue drops and counts them. Does
-        nothing once it is closed."""
+        """Queue chunks that are in the pool. Never blocks: a full queue drops and counts chunks.
+        Does nothing after `close`."""
         if self._stop.is_set():
             return
         with self._changed:
@@ -106,7 +106,7 @@ class Writer:
     # ---- the threads
 
     def _run(self, buffers: Sequence[Buffer]) -> None:
-        """Run one thread: take, copy and put chunks. A failure is only counted."""
+        """A thread: take, copy and put chunks. A failure is only counted."""
         while keys := self._take(len(buffers)):
             try:
                 sealed = self._copy_out(keys, buffers)
@@ -190,7 +190,7 @@ class Writer:
         codec = self._bound.codec
         if chunk.device.type != "cuda":
             if codec is None:
-                # In one piece: each of several would wait 5 ms for the interpreter.
+                # In one piece: each piece would wait 5 ms for the interpreter.
                 np.copyto(payload.numpy(), chunk.numpy())
             else:
                 codec.encode(chunk, payload)

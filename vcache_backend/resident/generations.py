@@ -1,10 +1,10 @@
 """Generation tables: a counter for each block of a KV cache identifies the block's contents. Only
 the owner writes its table; all other processes read it.
 
-The owner changes a block's counter before it writes the block again. A reader compares the counter
-with the published number after its copy: if both are equal the copy is right. Published numbers are
-even, and each stands for one fill of one set of blocks. An odd number marks a block that must not
-be read.
+The owner changes a block's counter before it writes to the block again. After a copy, the reader
+compares the counter with the published number: if both are equal, the copy is right. Published
+numbers are even, and each stands for one fill of one set of blocks. An odd number marks a block
+that must not be read.
 
 A table is one memfd: a page with the header (`_HEADER`), then the counters. Each counter is 64
 bits, little-endian and aligned, so no reader sees half of a write. The memfd is sealed: nobody can
@@ -45,11 +45,11 @@ _DEAD_AT = 12
 VOID = 1
 """The counter of a block that must not be read."""
 SEALS = RESIZING | FUTURE_WRITE
-"""The seals that every reader demands: a table that others can write proves nothing."""
+"""The seals that every reader demands: a table with other writers proves nothing."""
 
 MOST_ALONE = 500
-"""With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits until
-it has it back. `take` always does."""
+"""With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits to
+get it back. `take` always lends it."""
 _ODD = np.uint64(1)
 _PARITY = bytes(byte & 1 for byte in range(256))
 
@@ -71,7 +71,7 @@ def put(values: npt.NDArray[Any], blocks: Blocks, value: float) -> None:
 
 def _parts(blocks: Blocks) -> list[npt.NDArray[np.intp]]:
     """Split blocks into parts of `MOST_ALONE`. numpy takes less time for its own type of index."""
-    # Each part by itself: numpy would lend the interpreter to convert all of them.
+    # Each part by itself: numpy would lend the interpreter to convert all blocks at once.
     starts = range(0, len(blocks), MOST_ALONE)
     return [np.asarray(blocks[at : at + MOST_ALONE], np.intp) for at in starts]
 
@@ -82,11 +82,11 @@ def first_odd(packed: bytes) -> int:
 
 
 class Generations:
-    """The owner's table. All methods but `give_up` belong to the scheduler's thread. fd: for others
-    to map; this object closes it.
+    """The owner's table. All methods but `give_up` belong to the scheduler's thread. fd: for other
+    processes to map; this object closes it.
 
-    counters: the present number of each block. All start at 2; 0 is never published. coming: the
-    number for the next fill."""
+    counters: the present number of each block. All counters start at 2; 0 is never published.
+    coming: the number for the next fill."""
 
     def __init__(self, instance: bytes, blocks: int) -> None:
         """Create the table. Raises SegmentError if memory or descriptors are exhausted, or if the
@@ -111,14 +111,14 @@ class Generations:
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
 
     def void(self, blocks: Blocks) -> None:
-        """Mark blocks as not to be read until `filled`. The caller may write them from now on.
+        """Mark blocks as not to be read until `filled`. The caller may now write to them.
 
         Raises IndexError, and changes nothing, if a block is outside of the cache."""
         self.counters[blocks] = VOID
 
     def filled(self, blocks: Blocks) -> int:
-        """Give void blocks the next even number, and return it: it stands for what is being written
-        into them."""
+        """Give void blocks the next even number, which stands for their new content. Returns the
+        number."""
         memory, number = self.counters.data, self.coming
         # Up to some thousand blocks numpy takes longer: no other step needs its code.
         for block in blocks:
@@ -131,20 +131,20 @@ class Generations:
         self.counters |= np.uint64(1)
 
     def give_up(self) -> None:
-        """Declare the table dead for good, so that readers trust no number in it. Any thread. Never
+        """Declare the table dead for good: readers then trust no number in it. Any thread. Never
         raises."""
         with suppress(ValueError, TypeError):  # closed, and so given up
             struct.pack_into("<I", self._memory, _DEAD_AT, 1)
 
     def close(self) -> None:
-        """Give the table up and release its memory. Processes that map the table see that it is
-        dead. Idempotent."""
+        """Give the table up and release the memory. Processes that map the table see a dead table.
+        Idempotent."""
         self.give_up()
         self._undo.close()
 
     def _release(self) -> None:
         self.counters = np.empty(0, dtype=np.uint64)
-        # A caller still holds an array of the counters: the mapping ends with the array.
+        # If a caller still holds an array of the counters, the mapping ends with the array.
         with suppress(BufferError):
             self._memory.close()
 
@@ -161,14 +161,14 @@ class GenerationView:
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
-        """Map the table behind `fd`, which stays the caller's. Raises SegmentError unless it is the
-        sealed table of `instance` with `blocks` blocks.
+        """Map the table behind the caller's `fd`. Raises SegmentError unless it is the sealed table
+        of `instance` with `blocks` blocks.
 
         Checks size and seals first: a mapping that shrinks would kill this process."""
         _check_machine()
         with raising_as(SegmentError, "generation table", OSError):
             _check(fd, blocks)
-            # Map all pages now: else the first steps that read them wait for each page.
+            # Map all pages now: otherwise the first steps would wait for each page.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = mmap.mmap(fd, _size(blocks), flags=flags, prot=mmap.PROT_READ)
         magic, version, _, theirs, count = _HEADER.unpack_from(memory)
@@ -190,23 +190,23 @@ class GenerationView:
         return bool(self._dead[0])
 
     def leading(self, blocks: bytes, generations: bytes, each: int) -> int:
-        """Count the leading chunks of `each` blocks whose blocks all still have the number in
-        `generations`, which has one entry for each block. Both are packed as in the protocol.
+        """Count the leading chunks of `each` blocks whose blocks all still have the numbers in
+        `generations`. Both arguments are packed as in the protocol, with an entry for each block.
 
-        Void blocks, blocks outside of the cache and those of a dead table have no such number."""
+        Void blocks, blocks outside of the cache and blocks of a dead table do not count."""
         counted = min(len(blocks) // NUMBER_BYTES, len(generations) // GENERATION_BYTES)
         whole = counted // each * each
         numbers = np.frombuffer(blocks, dtype=np.uint32, count=whole)
         expected = generations[: whole * GENERATION_BYTES]
         right = whole if self._unchanged(numbers, expected) else self._same(numbers, expected)
-        # Read after the counters: an owner that cannot keep its counters gives the table up before
-        # it hands out a block.
+        # Read `dead` after the counters: an owner that cannot keep its counters gives the table up
+        # before it hands out a block.
         return 0 if self.dead else right // each
 
     def leading_ends(self, blocks: bytes, generations: bytes, each: int, first: int = 0) -> int:
-        """Like `leading`, but looks only at each chunk's last block. Begins with chunk number
-        `first`, and takes no time for chunks that it does not count."""
-        # Without numpy, which takes longer for so few.
+        """Like `leading`, but reads only each chunk's last block. Begins with chunk number `first`,
+        and takes no time for uncounted chunks."""
+        # Without numpy, which takes longer for a few blocks.
         last = first * each + each - 1
         ends = memoryview(blocks).cast("I")[last::each]
         expected = memoryview(generations).cast("Q")[last::each]
@@ -218,8 +218,8 @@ class GenerationView:
         return 0 if self.dead else right
 
     def _unchanged(self, blocks: UInt32s, generations: bytes) -> bool:
-        """Whether no block has changed, as is mostly so. Comparing bytes takes a third of the time
-        of `_same`."""
+        """Whether no block has changed, which is the usual case. Comparing bytes takes a third of
+        the time of `_same`."""
         try:
             return packed(self.counters, blocks) == generations and first_odd(generations) < 0
         except IndexError:  # a block outside of the cache
@@ -227,7 +227,7 @@ class GenerationView:
 
     def _same(self, blocks: UInt32s, generations: bytes) -> int:
         expected = np.frombuffer(generations, dtype=np.uint64)
-        # Clip: a block outside of the cache is compared with the last one, and refused below.
+        # Clip: a block outside of the cache is compared with the last block, and refused below.
         same = self.counters.take(blocks, mode="clip") == expected
         same &= expected & _ODD == 0
         same &= blocks < self.blocks
@@ -235,8 +235,8 @@ class GenerationView:
 
 
 def _check(fd: int, blocks: int) -> None:
-    """Refuse a table of the wrong size, or one that could shrink or be written by others. Raises
-    SegmentError, OSError."""
+    """Refuse a table of the wrong size, and a table that other processes could shrink or write to.
+    Raises SegmentError, OSError."""
     if reason := lacking(fd, SEALS):
         raise SegmentError(f"generation table: {reason}")
     nbytes = os.fstat(fd).st_size

@@ -1,9 +1,9 @@
 """Maps other instances' KV caches into this process as long as their owners live.
 
-When an owner ends, its memory must become free soon, or the owner's restart fails. But unmapping
+When an owner ends, the owner's memory must become free soon, or its restart fails. But unmapping
 memory under a running copy would kill this process's CUDA context. So copies are counted: `enter`
-before the launch, `leave` after the end. Each owner has a thread here. When the owner ends, the
-thread forbids new copies, and unmaps the memory after the last `leave`."""
+before the launch, `leave` after the end. This process has a thread for each owner. When the owner
+ends, the thread forbids new copies, and unmaps the memory after the last `leave`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CLOSE_SECONDS = 5.0
 """How long `Neighbours.close` waits for running copies."""
 LOOK_SECONDS = 0.1
 """How often a thread checks whether a living owner gave its memory up, whether a copy is over, and
-for `close`. The end of a process is noticed at once."""
+for `close`. A thread notices the end of a process at once."""
 
 
 class Neighbour:
     """The KV cache of one rank of another instance. Any thread.
 
-    bases: the address of each plane's block 0 in this process. Read that memory only between
-    `enter` and `leave`, and never write it. each: vLLM's blocks in a chunk. split: the tensors'
+    bases: the address of each plane's block 0 in this process. Read this memory only between
+    `enter` and `leave`, and never write to it. each: vLLM's blocks in a chunk. split: the tensors'
     blocks in a block of vLLM. Generations count vLLM's blocks."""
 
     def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView, each: int) -> None:
@@ -54,15 +54,15 @@ class Neighbour:
         self._mapped: list[mmap.mmap | torch.Tensor] = []
 
     def enter(self) -> bool:
-        """Announce a copy out of this KV cache, which stays mapped until `leave`. False if the
+        """Announce a copy out of this KV cache, which then stays mapped until `leave`. False if the
         owner has ended: do not launch the copy."""
         with self._lock:
             self._launches += not self._forbidden
             return not self._forbidden
 
     def leave(self) -> None:
-        """Report that a copy is over and its generations were checked. Call it once for each
-        `enter` that returned True. Never waits for the device."""
+        """Report that a copy is over and its generations were checked: once for each `enter` that
+        returned True. Never waits for the device."""
         with self._lock:
             self._launches -= 1
 
@@ -74,7 +74,7 @@ class Neighbour:
             if device.medium == "cuda":
                 self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
             else:
-                # The memory has this size and cannot shrink, so no read raises SIGBUS.
+                # The check proves the size, and the memory cannot shrink, so no read raises SIGBUS.
                 host_segment.check(fd, nbytes)
                 mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
                 self._mapped.append(mapping)
@@ -85,8 +85,8 @@ class Neighbour:
         self.bases.flags.writeable = False
 
     def unmap(self) -> bool:
-        """Forbid new copies, and unmap the memory. False, and nothing is unmapped, while a copy
-        runs. May wait for the device."""
+        """Forbid new copies, and unmap the memory. While a copy runs, unmaps nothing and returns
+        False. May wait for the device."""
         with self._lock:
             self._forbidden = True
             idle = not self._launches
@@ -129,7 +129,7 @@ class Neighbours:
 
     def get(self, instance: bytes) -> Neighbour | None:
         """Return the KV cache of `instance`; None while it is being mapped or cannot be read, and
-        for good once its owner has ended. Starts the mapping as `expects` does."""
+        for good once the owner has ended. Starts the mapping as `expects` does."""
         self.expects(instance)
         return self._here.get(instance)
 
@@ -146,7 +146,7 @@ class Neighbours:
 
     def _run(self, instance: bytes) -> None:
         """Map a KV cache: two requests to the server, then some 10 ms for 40 GiB of a GPU. Unmap it
-        when its owner has ended, or at `close`.
+        when the owner has ended, or at `close`.
 
         After a failure `expects` tries again later; never if the KV cache has another layout."""
         try:
@@ -154,7 +154,7 @@ class Neighbours:
                 self._serve(instance, undo)
         except (VCacheError, OSError) as error:
             self._refused.failed(instance, error)
-        # the thread's last line of defence; a load waits until it is no longer in `_coming`
+        # the thread's last line of defence; a load waits while the instance is in `_coming`
         except Exception:
             self._refused.add(instance)
             log.exception("the KV cache of instance %s is not read in place", instance.hex())
@@ -172,7 +172,7 @@ class Neighbours:
             undo.callback(_unmap, neighbour)
             neighbour.map(fds, self._device)
         finally:
-            # Each mapping keeps its memory.
+            # Mappings keep the memory.
             wire.close_fds(fds)
         undo.callback(self._forget, instance)
         self._here[instance] = neighbour

@@ -1,4 +1,4 @@
-"""Describes a worker's KV cache, and hands its exported memory to the server for others."""
+"""Describes a worker's KV cache, and shares the exported memory through the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> m.Cac
     """Describe `kv`, whose pages lie in `regions` on `device`, for readers.
 
     Raises LayoutError if `kv` is on another kind of device, pages lie outside of the regions or
-    across two of them, planes have different strides, or planes or regions are too many."""
+    across two regions, planes have different strides, or planes or regions are too many."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
         raise LayoutError(
             f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they "
@@ -48,7 +48,7 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> m.Cac
 
 
 def _found(kind: PagedKV, regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
-    """Find each plane's region and the offset in it. Raises LayoutError."""
+    """Find each plane's region and the offset in the region. Raises LayoutError."""
     for number, (address, stride) in enumerate(kind.planes.tolist()):
         end = address + (kind.num_blocks - 1) * stride + kind.page_bytes
         for at, region in enumerate(regions):
@@ -65,7 +65,7 @@ def check_shape(shape: m.CacheShape, blocks: int, kv: PagedKV, device: Device) -
     """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be copied
     into `kv` on `device` page by page.
 
-    The shape may come from a hostile peer. All its pages then lie inside the regions."""
+    The shape may come from a hostile peer. After the check, all pages lie inside the regions."""
     peer = (
         shape.layout,
         [(kind.layers, kind.parts, kind.page_bytes) for kind in shape.kinds],
@@ -87,8 +87,8 @@ def check_shape(shape: m.CacheShape, blocks: int, kv: PagedKV, device: Device) -
 
 
 class OwnCache(Standing):
-    """Shares this worker's KV cache through the server, until `close`. The caller keeps the
-    regions' fds open until then."""
+    """Shares this worker's KV cache through the server until `close`. Until `close` the caller
+    keeps the regions' fds open."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Opens each generation table of another instance once, and remembers which cannot be read."""
+"""Opens each generation table of another instance once, and remembers unreadable tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vcache_backend.resident.generations import GenerationView
 log = logging.getLogger(__name__)
 
 ENDS_SECONDS = 0.05
-"""How often to look for schedulers that have ended: a system call for many tables."""
+"""How often to look for ended schedulers, with one system call for all tables."""
 RETRY_SECONDS, LONGEST_SECONDS = 1.0, 300.0
-"""How long after its first failure an instance is tried again, and the longest pause. After a
-failure of this process or a timeout each pause is twice as long as the one before."""
+"""The first and the longest pause before an instance is tried again. After a failure of this
+process or a timeout, each pause is twice as long as the last pause."""
 MAX_REFUSED = 4096
-"""The most instances remembered as unusable. Beyond it the oldest are forgotten. Each restart of an
+"""The most instances remembered as unusable; older instances are forgotten. Each restart of an
 owner is a new instance."""
 
 
@@ -32,7 +32,7 @@ class Refusals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._until: dict[bytes, tuple[float, float]] = {}
-        """For each instance when its pause ends, and the pause's seconds."""
+        """For each instance the end of the pause, and the pause's seconds."""
 
     def __contains__(self, instance: bytes) -> bool:
         until, _ = self._until.get(instance, (0.0, 0.0))
@@ -62,7 +62,7 @@ class Refusals:
 
 
 class Tables:
-    """The generation tables of other instances. Any thread. A table is forgotten once its
+    """The generation tables of other instances. Any thread. A table is forgotten once the
     scheduler's process has ended."""
 
     def __init__(self, client: Client) -> None:
@@ -77,11 +77,11 @@ class Tables:
         self._closed = False
 
     def view(self, instance: bytes) -> GenerationView | None:
-        """Return the table of `instance`; None while it cannot be opened, once it is dead, and
-        `ENDS_SECONDS` after its scheduler has ended at the latest. Never raises.
+        """Return the table of `instance`; None while the table cannot be opened, once it is dead,
+        and at the latest `ENDS_SECONDS` after the scheduler's end. Never raises.
 
-        Takes some microseconds for an open table. A new table takes some requests to the server,
-        each with its own deadline."""
+        Takes some microseconds for an open table. A new table takes requests to the server, with a
+        deadline each."""
         with self._lock:
             self._forget_ended()
             if instance not in self._views:
@@ -128,7 +128,7 @@ def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationVi
     scheduler and of each rank. The caller closes the pidfds.
 
     Raises SegmentError if the table belongs to another instance, OSError, and the client's errors.
-    The server has checked the pidfds when their processes sent them."""
+    The server checked the pidfds when it got them from their processes."""
     joined, (table, *pidfds) = client.open_instance(instance)
     try:
         return joined, GenerationView.open(table, instance, joined.blocks), pidfds

@@ -1,4 +1,4 @@
-"""Checks and converts the arguments of the engine's calls. A ValueError says what is wrong."""
+"""Checks and converts the arguments of the engine's calls. A ValueError explains a fault."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
 def first_wanted(mask: object, size: int) -> int:
-    """Find the first token that the mask wants; `size` if it wants none. None wants all. ValueError
-    if False comes after True."""
+    """Find the first wanted token of the mask; `size` without one. The mask None wants all.
+    ValueError if False comes after True."""
     if mask is None:
         return 0
     expected = f"expected ({size},) torch.bool, one for each token"
@@ -61,7 +61,7 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
 
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
-    """The KV caches, one tensor a layer, in the order given. ValueError unless they are dense."""
+    """The KV caches, a tensor for each layer, in the given order. ValueError unless dense."""
     if isinstance(kvcaches, Sequence):
         given = list(kvcaches)
         if all(isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in given):
@@ -88,8 +88,8 @@ def as_key(cache_key: object) -> ChunkKey:
 
 
 def as_seconds(timeout: object) -> float:
-    """Convert a timeout to seconds, limited to what a lock can wait. ValueError for NaN and for
-    values that are no number."""
+    """Convert a timeout to seconds, limited to the longest wait of a lock. ValueError for NaN and
+    for values that are no number."""
     if not isinstance(timeout, int | float) or timeout != timeout:
         raise ValueError(f"timeout is {timeout!r}; expected seconds")
     return min(max(timeout, 0.0), threading.TIMEOUT_MAX / 2)

@@ -1,11 +1,11 @@
-"""Makes all chunk keys. Only this module decides what is hashed into a key.
+"""Makes all chunk keys. Only this module decides on the hashed content of a key.
 
 key = namespace prefix (8 bytes) ‖ digest (16 bytes) ‖ rank (2 bytes, big-endian)
 
 The namespace is BLAKE2b-256 of the layout (see `layout`): model, revision, dtype, geometry, sizes
-of chunks and parallel groups, and an integration's additions. The digests are of several kinds,
-which cannot collide: each kind has its own `person` or namespace. Most are BLAKE2b-128, keyed with
-the namespace's fingerprint:
+of chunks and parallel groups, and an integration's additions. Digests of different kinds cannot
+collide: each kind has its own `person` or namespace. Most are BLAKE2b-128, keyed with the
+namespace's fingerprint:
 
 - the engine's, of chunk i (`vcache-chunk-1`): h(i-1), then the tokens of chunk i as little-endian
   uint32; h(-1) is the digest of the salt (`vcache-salt-1`)
@@ -19,12 +19,12 @@ the namespace's fingerprint:
   length
 - of a state's part i (not keyed, `vcache-state-1`): the digest of its chunk, then i, one byte
 
-The engine's chain makes a key stand for its whole prefix. The fingerprint keeps namespaces apart
-whatever the tokens are. The salt, which clients of a tenant may choose, cannot imitate a chain.
-vLLM's block hash is a chain, too, and covers the salt, the adapter's name and the multimodal
-inputs; the root of that chain is in the namespace. LMCache's chunk hash stands for the whole prefix
-but has only 64 bits, and hashing it again adds none. The other digests have 128 bits of a
-cryptographic hash, so tokens need not be compared on a hit."""
+Through the engine's chain a key stands for its whole prefix. The fingerprint keeps namespaces apart
+for all tokens. The salt, which clients of a tenant may choose, cannot imitate a chain. vLLM's block
+hash is a chain, too, and covers the salt, the adapter's name and the multimodal inputs; the chain's
+root is in the namespace. LMCache's chunk hash stands for the whole prefix but has only 64 bits, and
+a second hash adds no bits. The other digests have 128 bits of a cryptographic hash, so tokens need
+not be compared on a hit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
     ValueError unless `tokens` has one dimension and holds integers from 0 to 2^32 - 1."""
     if isinstance(tokens, list) and tokens:
         with suppress(TypeError, OverflowError):
-            # Takes half of numpy's time, which looks for a type first.
+            # Takes half of the time of numpy, which looks for a type first.
             return np.frombuffer(array("I", tokens), dtype=np.uint32)
     source: Any = tokens
     try:
@@ -67,7 +67,7 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         given = f"shape {ids.shape} and type {ids.dtype}"
         raise ValueError(f"tokens have {given}; expected one dimension of integers")
-    # One pass finds any bit above the 32, and a sign, too.
+    # One pass finds any bit above 32 bits, and a sign, too.
     if len(ids) and ids.dtype != np.uint32 and int(np.bitwise_or.reduce(ids)) >> 32:
         raise ValueError(f"tokens are {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
     return ids.astype(np.uint32, copy=False)
@@ -77,8 +77,8 @@ class TokenHasher:
     """Makes the keys of one rank for the whole chunks of a token sequence, for one namespace and
     chunk size. Any thread.
 
-    The beginning of the previous sequence is not hashed again: a look-up, a retrieve and a store of
-    one prompt hash it once."""
+    The beginning of the previous sequence is not hashed again: a look-up, a retrieve and a store
+    hash their prompt once."""
 
     def __init__(self, namespace: Namespace, chunk_size: int, rank: int = 0) -> None:
         self.chunk_size, self._step = chunk_size, 4 * chunk_size
@@ -90,10 +90,10 @@ class TokenHasher:
             key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1"
         )
         self._last: tuple[bytes, bytes, list[ChunkKey]] = b"", b"", []
-        """The whole chunks of the sequence hashed last, its salt, its keys."""
+        """The last sequence's whole chunks, salt and keys."""
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
-        """Make one key for each whole chunk of `tokens` (see `as_tokens`)."""
+        """Make a key for each whole chunk of `tokens` (see `as_tokens`)."""
         ids, size, step = as_tokens(tokens), self.chunk_size, self._step
         known, known_salt, known_keys = self._last
         # Copy, since the caller may write into the array.
@@ -128,7 +128,7 @@ class BlockHashKeys:
         self, hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes
     ) -> list[ChunkKey]:
         """Make the keys of the chunks [first, stop). hashes: of all the request's blocks, SHA-256.
-        computed_with: digests of 32 bytes, for example `adapter_digest`; empty ones do not
+        computed_with: digests of 32 bytes, for example `adapter_digest`; empty digests do not
         count."""
         each, prefix, suffix = self._each, self._prefix, self._suffix
         ends = hashes[(first + 1) * each - 1 : stop * each : each]
@@ -157,8 +157,8 @@ def adapter_digest(lora_request: Any, content: str) -> bytes:
     """Make 32 bytes that identify a LoRA adapter by its name, its path and `content` (see
     `Adapters.content`).
 
-    vLLM's block hashes cover name and path at most. That is enough within one process, but chunks
-    outlive the process."""
+    vLLM's block hashes cover at most name and path: enough within one process, but chunks outlive
+    the process."""
     digest = blake2b(digest_size=32, person=b"vcache-lora-2")
     for part in (str(lora_request.lora_name), str(lora_request.lora_path), content):
         data = part.encode("utf-8", "surrogatepass")
@@ -183,7 +183,7 @@ class TaggedHashKeys:
         )
 
     def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
-        """Make one key for each hash; all have the same tags."""
+        """Make a key for each hash, all with the same tags."""
         prefix, suffix, start, made = self._prefix, self._suffix, self._tagged(tags), []
         for number in hashes:
             digest = start.copy()
@@ -192,7 +192,7 @@ class TaggedHashKeys:
         return made
 
     def _tagged(self, tags: Tags) -> blake2b:
-        """Hash the tags, sorted by name. Empty tags and None are the same."""
+        """Hash the tags, sorted by name. Empty tags count as None."""
         state = self._root.copy()
         pairs = sorted(
             (name.encode("utf-8", "surrogatepass"), _canonical(value)) for name, value in tags or ()

@@ -1,4 +1,4 @@
-"""What two instances must agree on to share chunks (`Layout`), and its digest, the namespace."""
+"""The common properties of instances that share (`Layout`), and their digest, the namespace."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that changes a chunk's bytes, or who may read them. Two instances share if and
-    only if all fields are equal.
+    """All properties that change a chunk's bytes, or the right to read them. Two instances share if
+    and only if all fields are equal.
 
-    block_size, chunk_size: in tokens. kv_layout: the order of one layer's KV within a block, as
-    `PagedKV.describe()` names it. extra: an integration's additions (LoRA, quantisation, a tenant's
-    salt, the hash algorithm and seed of foreign block hashes)."""
+    block_size, chunk_size: in tokens. kv_layout: the order of a layer's KV within a block,
+    `PagedKV.name`. extra: an integration's additions (LoRA, quantisation, a tenant's salt, the hash
+    algorithm and seed of foreign block hashes)."""
 
     model: str
     revision: str = ""
@@ -64,11 +64,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         axes: str | None = None,
         **more: Any,
     ) -> Layout:
-        """Make the layout of these tensors, one a layer, with blocks of `block_size` tokens.
+        """Make the layout of these tensors, one for each layer, with blocks of `block_size` tokens.
 
         axes: see `PagedKV.describe`; None: recognised from the shapes. more: fields that tensors do
-        not show, such as `revision`, `tp_size`, `extra`. LayoutError if the tensors' arrangement is
-        not recognised, ValueError for wrong values."""
+        not show, such as `revision`, `tp_size`, `extra`. LayoutError if the arrangement is not
+        recognised, ValueError for wrong values."""
         from vcache_backend.vram_pool.paged import PagedKV
 
         kv = PagedKV.describe(kvcaches, block_size, axes=axes)
@@ -92,7 +92,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 class Namespace(NamedTuple):
     """The digest of a layout. fingerprint: 32 bytes, the key of the token hash. prefix: the first 8
-    bytes, with which every chunk key begins."""
+    bytes, the beginning of every chunk key."""
 
     fingerprint: bytes
 
@@ -105,8 +105,8 @@ class Namespace(NamedTuple):
 
 
 def with_codec(layout: Layout, offload: OffloadConfig) -> Layout:
-    """Add the offload tier's codec to the layout if the codec is lossy. So instances with different
-    codecs do not share chunks."""
+    """Add the offload tier's codec to the layout if the codec is lossy, so that instances with
+    different codecs do not share chunks."""
     codec = {"offload_codec": offload.codec} if offload.loses else {}
     extra = {name: value for name, value in layout.extra.items() if name != "offload_codec"}
     return msgspec.structs.replace(layout, extra=extra | codec)

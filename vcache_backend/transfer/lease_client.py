@@ -16,8 +16,8 @@ from vcache_backend.transfer.stats import EngineStats
 class Lease(msgspec.Struct, eq=False):
     """The right to read chunks at `locations`.
 
-    deadline: when the lease ends (time.monotonic), `seconds` after it was asked for or renewed.
-    connection: the number of the client's connection, with which it ends."""
+    deadline: the lease's end (time.monotonic), `seconds` after the request or renewal. connection:
+    the number of the client's connection, with which the lease ends."""
 
     id: int
     locations: list[Location]
@@ -37,7 +37,7 @@ class LeaseClient:
         self.client, self._outbox, self._stats = client, outbox, stats
 
     def acquire(self, keys: list[ChunkKey]) -> Lease | None:
-        """Lease the leading run of `keys` in the pool; None if it is empty. Raises VCacheError."""
+        """Lease the leading run of `keys` in the pool; None without one. Raises VCacheError."""
         asked, connection = time.monotonic(), self.client.connections_lost
         leased = self.client.acquire(keys)
         self._stats.add_time("acquire", time.monotonic() - asked)
@@ -47,7 +47,7 @@ class LeaseClient:
         return Lease(leased.lease, leased.locations, until, leased.seconds, connection)
 
     def good_for_a_copy(self, lease: Lease) -> bool:
-        """Whether it has more than half of its time left, and its connection still exists."""
+        """Whether more than half of the lease's time is left, and its connection still exists."""
         same = self.client.connected and lease.connection == self.client.connections_lost
         return same and lease.seconds_left > lease.seconds / 2
 
@@ -64,11 +64,11 @@ class LeaseClient:
         return held
 
     def verdict(self, lease: Lease, end: bool = True) -> bool:
-        """Whether the lease held until now. Call it after a copy. end: also end the lease; False
-        while other copies use it.
+        """Whether the lease held until now. Call after a copy. end: also end the lease; False while
+        other copies use it.
 
-        Within `GRACE_SECONDS` of the grant every lease holds: True at once. Later the server is
-        asked, and no answer means False."""
+        Within `GRACE_SECONDS` of the grant every lease holds: True at once. Later asks the server;
+        no answer means False."""
         granted = lease.deadline - lease.seconds
         if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
             if end:

@@ -28,10 +28,10 @@ ABSENT = "absent"
 """The cause of a load that ended because no source has a chunk."""
 CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
-"""Causes that do not count as failures. `changed` (an owner reused a block during the read) has a
-counter of its own."""
+"""Causes that do not count as failures. `changed` (an owner reused a block during the read) has its
+own counter."""
 POLL_SECONDS = 0.0002
-"""How often to look whether another instance's KV cache has been mapped."""
+"""How often to check whether another instance's KV cache has been mapped."""
 COPY_SECONDS = 10.0
 """How long to wait for a copy beside the offload tier's deadline. A copy takes milliseconds."""
 SLICE_SECONDS = 0.005
@@ -44,10 +44,10 @@ class Load:
     """Copies the leading chunks of `keys` to their places. Runs in the worker's thread that
     launches kernels.
 
-    Call `advance` until it returns True; it never waits for chunks or copies. Then the `loaded`
-    leading chunks are in place and verified, and `cause` says why the others are not; `stats.tell`
-    counts them. A load is not over while a copy may still write into its places, unless it was
-    abandoned."""
+    Call `advance`, which never waits for chunks or copies, until it returns True. Then the `loaded`
+    leading chunks are in place and verified, and `cause` says why further chunks are not;
+    `stats.tell` counts the load. A load is not over while a copy may still write into its places,
+    unless it was abandoned."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Load:
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
-        lease: a lease on the leading chunks. The load ends it, and leases the other chunks
-        itself. mark: see `LoadContext`; None: the current stream continues behind the
-        copies. offload: look in the offload tier for chunks that the pool lacks. name: the
-        request's, for the log. residents: chunks in the KV caches of `neighbours`, in order.
+        lease: a lease on the leading chunks. The load ends this lease, and leases other chunks
+        itself. mark: see `LoadContext`; None: the current stream continues behind the copies.
+        offload: look in the offload tier for chunks that the pool lacks. name: of the request, for
+        the log. residents: chunks in the KV caches of `neighbours`, in order.
 
         A new KV cache is mapped in the background, and the load waits for it. If a resident chunk
         is gone when its copy would start, another source may provide it."""
@@ -86,13 +86,13 @@ class Load:
             self._offload = OffloadSource(self._context, session.tier, others)
         self._parts: deque[Part] = deque()
         self._end = len(keys)
-        """The first chunk that is not wanted any more: neither its copy nor a later copy starts."""
+        """The first chunk that is no longer wanted: no copy of this or a later chunk starts."""
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
         """Make progress, and wait for the server's answers only. Never raises.
 
-        Returns whether the load is over; from then on always True."""
+        Returns whether the load is over; afterwards always True."""
         if self._over:
             return True
         try:
@@ -108,23 +108,23 @@ class Load:
         return self._over
 
     def run(self, patience: float) -> int:
-        """Wait until the load is over. Abandons it after `patience` seconds without another chunk.
-        Returns how many chunks are in place."""
+        """Wait until the load is over. Abandons it after `patience` seconds without a further
+        chunk. Returns how many chunks are in place."""
         if not self._wait_until(self.advance, patience):
             self.abandon()
         self.stats.tell()
         return self.loaded
 
     def launch(self, patience: float) -> int:
-        """Launch the load's copies, for `finish` to wait for. Gives up waiting for a chunk after
-        `patience` seconds without another one. Returns how many leading chunks are in place or
-        being copied; no other copy starts later."""
+        """Launch the load's copies; `finish` waits for their ends. Waits at most `patience` seconds
+        for the next chunk. Returns how many leading chunks are in place or being copied; no further
+        copy starts later."""
         self._wait_until(lambda: self.advance() or self.launched, patience)
         self.hold()
         return self.reached
 
     def end(self, deadline: float) -> None:
-        """Wait until the load is over, and abandon it at `deadline` (time.monotonic)."""
+        """Wait until the load is over; abandon the load at `deadline` (time.monotonic)."""
         while not self.advance() and time.monotonic() < deadline:
             self.wait(SLICE_SECONDS)
         self.abandon()
@@ -132,7 +132,7 @@ class Load:
     def finish(self, patience: float, prefix: Sequence[ChunkKey] = ()) -> int:
         """Call `run`, then store the offload tier's chunks in the pool again. Never raises.
 
-        prefix: keys of the chunks before the load's, to be marked as used, too."""
+        prefix: keys of the chunks before the load, to be marked as used, too."""
         session = self._session
         try:
             self.run(patience)
@@ -165,13 +165,13 @@ class Load:
         return self._over or self.reached >= self._end
 
     def hold(self, cause: str = ABSENT) -> None:
-        """Start no further copies: the load ends with the copies that are running."""
+        """Start no further copies: the load ends with the running copies."""
         if not self._over and self.reached < self._end:
             self._end = self.reached
             self.cause = self.cause or cause
 
     def cancel(self) -> None:
-        """Cancel a load that is not needed any more. It is over when its running copies are."""
+        """Cancel a load that is no longer needed. The load ends with its running copies."""
         self._cancelled = True
         self.hold(CANCELLED)
         self._release()
@@ -204,7 +204,7 @@ class Load:
     # ---- inside
 
     def _wait_until(self, done: Callable[[], bool], patience: float) -> bool:
-        """Wait until `done()`. False after `patience` seconds without another chunk."""
+        """Wait until `done()`. False after `patience` seconds without a further chunk."""
         seen = self.reached, self.loaded
         until = time.monotonic() + patience
         while not done():
@@ -222,8 +222,8 @@ class Load:
             self._settle()
 
     def _launch(self) -> bool:
-        """Start the copy of the next available chunks. Returns False if none are available, and
-        holds the load if none are coming."""
+        """Start the copy of the next available chunks. Returns False without such chunks, and holds
+        the load if none are coming."""
         chunk, memory, offload = self.reached, self._memory, self._offload
         if memory.expects(chunk):
             return False
@@ -239,13 +239,13 @@ class Load:
             if offload.expects(chunk):
                 return False
         if memory.expects(chunk):
-            # The chunk's first owner is gone, and the KV cache of the second is being mapped.
+            # The chunk's first owner is gone, and the second owner's KV cache is being mapped.
             return False
         self.hold(memory.pool.cause or (offload.cause if offload is not None else "") or ABSENT)
         return False
 
     def _began(self, parts: Sequence[Part]) -> bool:
-        """Note the parts of a copy. Then begin to fetch what follows them, if memory lacks it."""
+        """Note the parts of a copy. Then begin to fetch the next chunk, if memory lacks it."""
         self._parts += parts
         if parts and self._offload is not None and not self._memory.has(self.reached):
             self._offload.prepare(self.reached)
@@ -267,13 +267,13 @@ class Load:
             self._context.idle_since = perf_counter()
 
     def _fail(self, cause: str) -> None:
-        """End the load with the chunks that are in place now."""
+        """End the load with the chunks that are now in place."""
         self._failed = True
         self.cause = cause
 
     def _linger(self) -> None:
-        """Release the parts of an abandoned load as soon as their copies are over, so that owners
-        can free their memory. A separate thread, since no later step may come."""
+        """Release the parts of an abandoned load once their copies are over, so that owners can
+        free their memory. Runs in a separate thread, since no later step may come."""
         while self._parts:
             time.sleep(LINGER_SECONDS)
             self._drain()

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class MemoryPart(Part):
-    """Chunks in memory of this node. views: their slots, if they lie in slots. local: they are on
-    the device of the KV cache."""
+    """Chunks in memory of this node. views: their slots, if they lie in slots. local: the chunks
+    are on the KV cache's device."""
 
     views: Sequence[SlotView]
     local: bool
 
     @abstractmethod
     def origin(self) -> tuple[object, Int64s]:
-        """Return an object that identifies the chunks' memory, and the bases of its planes, see
-        `Copier.pull`. Parts with the same object share bases."""
+        """Return an object that identifies the chunks' memory, and the bases of the memory's
+        planes, see `Copier.pull`. Parts with the same object share bases."""
 
     @abstractmethod
     def offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
@@ -88,7 +88,7 @@ class MemorySource:
         return (residents is not None and residents.next(chunk) == chunk) or self.pool.has(chunk)
 
     def launch(self, chunk: int) -> Sequence[Part]:
-        """Start one copy of the available chunks, from this number on. Returns them.
+        """Start one copy of the available chunks, from this number on. Returns the chunks' parts.
 
         Asks the server for a lease for the first part only, so that the copy need not wait for
         later parts."""

@@ -1,4 +1,4 @@
-"""Sends messages that nobody waits for: ended leases, returned reservations, touched chunks."""
+"""Sends messages without waiting: ended leases, returned reservations, touched chunks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_MESSAGES = 4096
 """How many messages to keep until the server is back. Leases and reservations of dropped messages
 expire by themselves."""
 MANY_MESSAGES = 32
-"""With so many messages the thread starts at once."""
+"""With this many messages the thread starts at once."""
 RETRY_SECONDS = 1.0
 LATER_SECONDS = 0.02
-"""How long work that is not urgent waits once the thread knows of it."""
+"""How long the thread delays work that is not urgent."""
 LOOK_SECONDS = 0.2
-"""How often the thread looks for messages of which nobody tells it."""
+"""How often the thread looks for messages by itself."""
 
 
 class Outbox:
@@ -42,8 +42,8 @@ class Outbox:
     def release(self, lease: int) -> None:
         """End a lease that no copy uses any more, within some `LOOK_SECONDS`.
 
-        The thread finds the message by itself. To wake it would take some 50 us from the caller,
-        who is about to produce a token."""
+        The thread finds the message by itself: waking it would cost the caller some 50 us just
+        before a token."""
         self._post(partial(self._client.release, lease), urgent=False)
 
     def give_back(self, reservation: int) -> None:
@@ -105,11 +105,11 @@ class Outbox:
         return bool(self._messages) and self._client.connected
 
     def _hurries(self) -> bool:
-        """Whether some of the work is urgent. The caller holds the lock."""
+        """Whether any work is urgent. The caller holds the lock."""
         return self._urgent or len(self._messages) >= MANY_MESSAGES
 
     def _work(self) -> None:
-        """Send the messages queued so far. Later ones wait: more important work may be due."""
+        """Send the messages queued so far. Later messages wait: more important work may be due."""
         for _ in range(len(self._messages)):
             if self._stopping or not self._client.connected:
                 return

@@ -12,8 +12,8 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 
 class BlockPlaces:
-    """Places by block numbers: `blocks` lists the chunks' blocks, chunk by chunk, each of
-    `block_size` tokens. Plans raise LayoutError for places outside the KV cache."""
+    """Places by block numbers: `blocks` lists the chunks' blocks, of `block_size` tokens each,
+    chunk by chunk. Plans raise LayoutError for places outside the KV cache."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class BlockPlaces:
         holes: bool = False,
     ) -> None:
         """block_size: a multiple of the tensors' block size. skip: a load wants only
-        `blocks[skip:]`. holes: negative blocks are not wanted; without `holes` they are an error,
-        unless several groups exist (`PagedKV.shares`)."""
+        `blocks[skip:]`. holes: negative blocks are not wanted; without `holes` a negative block is
+        an error, unless several groups exist (`PagedKV.shares`)."""
         self.kv, self._size, self._holes = kv, chunk_size, holes
         self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
@@ -51,7 +51,7 @@ class BlockPlaces:
         return plan_blocks(self.kv, self._size, rows[list(chunks)].reshape(-1), holes=self._holes)
 
     def holds(self, chunk: int) -> bool:
-        """Whether the whole chunk has a place, so that it can be stored."""
+        """Whether the whole chunk has a place: otherwise it cannot be stored."""
         own = self._ids[chunk * self._each : (chunk + 1) * self._each]
         return len(own) == self._each and not (own < 0).any()
 
@@ -93,8 +93,8 @@ class SlotPlaces(BlockPlaces):
     def of_chunks(
         cls, kv: PagedKV, chunk_size: int, slots: Int64s, first: int, stop: int
     ) -> SlotPlaces:
-        """Return the places of the chunks from the one with token `first` to chunk `stop`, without
-        it. ValueError if two tokens have one slot, LayoutError for slots outside of `kv`."""
+        """Return the places of the chunks from the chunk with token `first` up to chunk `stop`.
+        ValueError if two tokens have one slot, LayoutError for slots outside of `kv`."""
         starts = range(first // chunk_size * chunk_size, stop * chunk_size, chunk_size)
         places = cls(kv, chunk_size, slots, starts, first)
         places._refuse_shared()
@@ -115,7 +115,7 @@ class SlotPlaces(BlockPlaces):
 
     def loaded(self, chunks: int) -> npt.NDArray[np.bool_]:
         """Shape of `slots`: the tokens that a load of the leading `chunks` chunks brings. Only for
-        chunks that are adjacent in `slots`."""
+        adjacent chunks in `slots`."""
         mask = np.zeros(len(self.slots), dtype=np.bool_)
         if chunks:
             blocks = np.repeat(self.there(chunks), self.kv.block_size)

@@ -1,4 +1,4 @@
-"""Reads a load's chunks in the pool, run by run, each run under a lease."""
+"""Reads a load's chunks in the pool, run by run, under a lease for each run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vcache_backend.vram_pool.paged import Int64s
 
 
 class _LeasedRun:
-    """The chunks with these numbers, under one lease. users: how many parts are being copied, and 1
-    while more may be launched."""
+    """The chunks `numbers` under one lease. users: how many parts are being copied, plus 1 while
+    further copies may be launched."""
 
     def __init__(self, lease: Lease, numbers: Sequence[int]) -> None:
         self.lease, self.numbers, self.users = lease, numbers, 1
@@ -31,7 +31,7 @@ class _LeasedRun:
             session.leases.release(self.lease)
 
     def consecutive(self, chunk: int) -> tuple[int, int]:
-        """Find the lease's locations [start, end) of `chunk` and the chunks that follow it."""
+        """Find the lease's locations [start, end) of `chunk` and the chunks directly behind it."""
         start = end = self.numbers.index(chunk)
         if isinstance(self.numbers, range):
             return start, len(self.numbers)
@@ -75,26 +75,26 @@ class _PooledPart(MemoryPart):
 
 
 class Pooled:
-    """Finds one load's chunks in the pool. Runs in the worker's thread.
+    """Finds a load's chunks in the pool. Runs in the worker's thread.
 
     cause: why no chunk can come from the pool now; empty if the pool simply lacks the chunk."""
 
     def __init__(
         self, context: LoadContext, lease: Lease | None, numbers: Sequence[int] = ()
     ) -> None:
-        """lease: on the load's leading chunks. numbers: chunks to be leased together, once the
-        first of them is taken."""
+        """lease: on the load's leading chunks. numbers: chunks to lease together, once the first is
+        taken."""
         self._context, self._numbers = context, numbers
         self._run = None if lease is None else _LeasedRun(lease, range(len(lease.locations)))
         self.cause = ""
 
     def has(self, chunk: int) -> bool:
-        """Whether this chunk is under a lease, or among the chunks that will be asked for."""
+        """Whether this chunk is under a lease, or will be leased."""
         return chunk in (self._numbers if self._run is None else self._run.numbers)
 
     def take(self, chunk: int, ask: bool) -> MemoryPart | None:
-        """Take the chunks from this number on that one lease covers and this process can read. ask:
-        without a lease on them, ask the server and wait."""
+        """Take the chunks from this number on that a lease covers and this process can read. ask:
+        if there is no lease, ask the server and wait."""
         context, session = self._context, self._context.session
         if self._run is None or chunk not in self._run.numbers:
             if not ask:

@@ -29,21 +29,21 @@ log = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.05
 """How long to wait for a step's end before other work gets its turn."""
 _POLL_SECONDS = 0.002
-"""Each look at a step under way takes the interpreter from the thread that launches the next."""
+"""Each look at a step takes the interpreter from the thread that launches the next step."""
 MAX_WAITING = 1024
-"""The most publications that wait for the end of their step. Further publications are dropped;
-other instances miss their chunks."""
+"""The most publications that wait for the end of their step. Further publications are dropped:
+other instances miss the chunks."""
 TOGETHER = 16
-"""How many chunks are saved together. If a block of one chunk is handed out before the copy, none
-of them is saved."""
+"""How many chunks are saved together. If a block is handed out before the copy, the whole group is
+not saved."""
 SLOWEST_SECONDS = 60.0
 """The longest pause between two attempts to publish everything again. The server refuses until the
-scheduler has shown it the generations. The first pause is `outbox.RETRY_SECONDS`; each further
-pause is twice as long."""
+scheduler has shown its generations. The first pause is `outbox.RETRY_SECONDS`; each further pause
+is twice as long."""
 
 
 class _Waiting(NamedTuple):
-    """A publication that may be sent once `written` is reached. soon: send it then at once."""
+    """A publication to be sent after `written` is reached. soon: without a delay."""
 
     publication: Publish
     written: Mark
@@ -51,20 +51,21 @@ class _Waiting(NamedTuple):
 
 
 class Publisher(Outbox):
-    """Publishes one worker's chunks in the order of submission, each after the step that wrote it.
+    """Publishes one worker's chunks in the order of submission, each chunk after the step that
+    wrote it.
 
-    Keeps the last chunk that begins at each block. If the server loses chunks, those with unchanged
-    blocks are published again."""
+    Keeps the last chunk that begins at each block. If the server loses chunks, kept chunks with
+    unchanged blocks are published again."""
 
     def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int) -> None:
         """each: blocks of a chunk."""
         self._stats, self._instance, self._each = stats, instance, each
         self._queue: deque[_Waiting] = deque()
         self._kept: dict[bytes, Publish] = {}
-        """Publications of one chunk each, by the bytes of the first block's number."""
+        """Publications of single chunks, by the bytes of the first block's number."""
         self._tables = Tables(client)
         self._due = math.inf
-        """When to publish all kept chunks again; infinite while the server knows them."""
+        """When to publish all kept chunks again; infinite while the server has them."""
         self._pause = outbox.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
@@ -72,9 +73,9 @@ class Publisher(Outbox):
     def submit(self, publication: Publish, written: Mark, soon: bool = True) -> None:
         """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
 
-        soon: publish them at that moment, since others may look for them. Otherwise after
-        `outbox.LATER_SECONDS`, or with later chunks, so that the thread does not take the
-        interpreter from the present step."""
+        soon: publish without a delay, since other instances may look for the chunks. Otherwise
+        publish after `outbox.LATER_SECONDS`, or with later chunks, so that the thread does not take
+        the interpreter from the present step."""
         with self._changed:
             if len(self._queue) >= MAX_WAITING:
                 self._stats.failed("publication_dropped")
@@ -95,8 +96,8 @@ class Publisher(Outbox):
         return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
     def holds(self, publication: Publish) -> bool:
-        """Whether all blocks of these chunks still have the published generations. Any thread; asks
-        the server the first time."""
+        """Whether all blocks of these chunks still have the published generations. Any thread; the
+        first call asks the server."""
         view = self._tables.view(self._instance)
         return view is not None and self._unchanged(publication, view) == len(publication.keys)
 
@@ -113,7 +114,7 @@ class Publisher(Outbox):
     # ---- inside
 
     def _returned(self) -> None:
-        """Publish everything again: the server may be a new one. Runs in the client's thread."""
+        """Publish everything again: the server may be new. Runs in the client's thread."""
         with self._changed:
             self._due = 0.0
             self._pause = outbox.RETRY_SECONDS
@@ -123,8 +124,7 @@ class Publisher(Outbox):
         return bool(self._queue) or self._is_due() or super()._has_work()
 
     def _hurries(self) -> bool:
-        """Whether a publication is urgent: an instance that is asked after this one has answered
-        looks for its chunks at once."""
+        """Whether a publication is urgent: another instance may look for the chunks at once."""
         return any(waiting.soon for waiting in self._queue) or super()._hurries()
 
     def _work(self) -> None:
@@ -154,7 +154,7 @@ class Publisher(Outbox):
         self._pause = min(2 * self._pause, SLOWEST_SECONDS)
 
     def _over(self, written: Mark) -> bool:
-        """Whether the step is over. After a failed step remove the head of the queue."""
+        """Whether the step is over. After a failed step, remove the queue's head."""
         until = time.monotonic() + _SLICE_SECONDS
         try:
             while not written.reached():
@@ -173,8 +173,8 @@ class Publisher(Outbox):
             self._kept[chunk.blocks[:NUMBER_BYTES]] = chunk
 
     def _tell(self, publication: Publish) -> int | None:
-        """Publish chunks. Returns how many the server took, 0 if it refused them; None if it is
-        unavailable."""
+        """Publish chunks. Returns how many the server took, 0 after a refusal; None if the server
+        is unavailable."""
         try:
             taken = self._client.publish(publication)
         except VCacheError as error:
@@ -185,8 +185,8 @@ class Publisher(Outbox):
         return taken
 
     def _tell_again(self) -> bool:
-        """Publish all kept chunks that are unchanged, in their old order. Returns whether the
-        server knows them: it took some, or none are kept."""
+        """Publish all unchanged kept chunks, in their old order. Returns whether the server has
+        them: it took some, or none are kept."""
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
             return False

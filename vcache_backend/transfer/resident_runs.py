@@ -17,7 +17,7 @@ from vcache_backend.vram_pool.paged import Int64s
 
 @dataclass
 class _ResidentPart(MemoryPart):
-    """A part between the neighbour's `enter` and `leave`, which keep the KV cache mapped."""
+    """A part that is read between `enter` and `leave`, while the neighbour stays mapped."""
 
     neighbour: Neighbour
     run: ResidentRun
@@ -53,13 +53,13 @@ class _ResidentPart(MemoryPart):
 
 
 class ResidentRuns:
-    """One load's chunks in other instances' KV caches. Runs in the worker's thread.
+    """A load's chunks in other instances' KV caches. Runs in the worker's thread.
 
-    Forgets chunks when their copies start, when they turn out to be gone, and when a later chunk is
-    asked for: a load never goes back."""
+    Forgets a chunk when its copy starts, when the chunk proves to be gone, and when a later chunk
+    is asked for: a load never goes back."""
 
     def __init__(self, runs: Iterable[ResidentRun], neighbours: Neighbours) -> None:
-        """Begin to map the owners' KV caches. runs: in the order of their chunks."""
+        """Begin to map the owners' KV caches. runs: in the order of chunks."""
         self._runs, self._neighbours = deque(runs), neighbours
         for instance in {run.instance for run in self._runs}:
             neighbours.expects(instance)
@@ -83,7 +83,7 @@ class ResidentRuns:
         return self.next(chunk) == chunk and self._neighbours.expects(self._runs[0].instance)
 
     def take(self, chunk: int, context: LoadContext) -> MemoryPart | None:
-        """Take chunks from this number on that one neighbour has unchanged. Forgets chunks that the
+        """Take unchanged chunks of one neighbour, from this number on. Forgets chunks that the
         neighbour has lost; other sources may have them."""
         if self.next(chunk) != chunk:
             return None

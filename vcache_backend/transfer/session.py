@@ -38,8 +38,8 @@ class Session:
     """Leases, copies and looks up chunks for one rank of one model instance.
 
     Look-ups and leases may come from any thread; `bind` and copies from the worker's thread that
-    launches kernels. Methods raise VCacheError (or torch's RuntimeError). `miss` counts such an
-    error as a miss, and logs each cause once."""
+    launches kernels. Methods raise VCacheError (or torch's RuntimeError). `miss` counts an error as
+    a miss, and logs each cause once."""
 
     def __init__(
         self,
@@ -53,14 +53,15 @@ class Session:
         kv_device: str = "",
         name: str = "",
     ) -> None:
-        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not.
+        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) returns a
+        reason.
 
         Raises ConfigError, and ValueError if `layout` has another chunk size. An absent server is
-        no error: everything is a miss until the server is there.
+        no error: until it answers, everything is a miss.
 
         rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the
         layout; another process of this instance does. kv_device: the device of the future KV
-        caches, see `devices.resolve`. name: the instance's, for the server's status."""
+        caches, see `devices.resolve`. name: of the instance, for the server's status."""
         if layout.chunk_size != config.engine.chunk_size:
             ours = f"engine.chunk_size is {config.engine.chunk_size}"
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, {ours}")
@@ -70,7 +71,7 @@ class Session:
         self._config = config
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device, kv_device)
-        """The place of this worker's lent memory, and the GPU that reads the pool."""
+        """The device of this worker's lent memory, and the GPU that reads the pool."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         place = self.device.name, self.device.medium
         self.client = Client(config.server.path, config.client, *place, fields, name=name)
@@ -81,10 +82,10 @@ class Session:
         self.pool = PinnedPool(*lends) if pinned else pool.Pool(*lends, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
-        """The offload tier, or None. `bind` sets it to None if memory for it is lacking; the pool
-        works without it."""
+        """The offload tier, or None. `bind` sets None if memory for the tier is lacking; the pool
+        works without a tier."""
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = []
-        """Called in the commit thread with this worker's chunks that others can now see."""
+        """Called in the commit thread with this worker's newly visible chunks."""
         if self.tier is not None:
             self.on_stored.append(self.tier.offer)
         self.committer = Committer(self.client, self.stats, self.on_stored)
@@ -99,9 +100,9 @@ class Session:
     # ---- the KV cache
 
     def bind(self, kvcaches: KVCaches, described: PagedKV | None = None) -> PagedKV:
-        """Describe these tensors, once. described: their geometry, if it is already known.
+        """Describe these tensors, once. described: their geometry, if known already.
 
-        ValueError if they are no tensors, LayoutError if they do not fit the namespace's layout."""
+        ValueError for other objects, LayoutError for tensors that do not fit the layout."""
         given = list(kvcaches.values()) if isinstance(kvcaches, Mapping) else kvcaches
         if self._paged is not None and self._same(given):
             return self._paged
@@ -121,8 +122,8 @@ class Session:
         return kv
 
     def _same(self, kvcaches: object) -> bool:
-        """Whether these are the bound tensors, at the same addresses. Runs on every call; takes
-        some 0.1 us a tensor."""
+        """Whether these are the bound tensors, at the same addresses. Every call runs this check,
+        in some 0.1 us a tensor."""
         bound = self._tensors
         if not isinstance(kvcaches, list | tuple) or len(kvcaches) != len(bound):
             return False
@@ -132,7 +133,7 @@ class Session:
     # ---- look-ups
 
     def own(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Make the keys of this rank's part of the same chunks. keys: all of one rank."""
+        """Make the keys of this rank's part of these chunks. keys: all of one rank."""
         return of_rank(keys, self.rank)
 
     def lookup(self, keys: Sequence[ChunkKey], ranks: int = 1) -> int:
@@ -158,7 +159,7 @@ class Session:
     # ---- the offload tier
 
     def _bind_tier(self, kv: PagedKV) -> None:
-        """Prepare the offload tier for these KV caches. Without memory for it go on without it."""
+        """Prepare the offload tier for these KV caches. If memory is lacking, go on without it."""
         if self.tier is None:
             return
         from vcache_backend.offload.uploads import Uploader
@@ -175,8 +176,8 @@ class Session:
             self.tier = self.uploader = None
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
-        """Begin to read the leading chunks that the pool lacks from the offload tier. None if it
-        has none. Cancel a fetch that is not used up."""
+        """Begin to read the leading chunks that the pool lacks from the offload tier. None if the
+        tier has none. Cancel a fetch that is not used up."""
         if self.tier is None or not keys or not self.tier.usable:
             return None
         answer = self.client.present(list(keys))
@@ -206,8 +207,8 @@ class Session:
 
 
 def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
-    """Make the offload tier. None if it is off, or cannot be opened, which is logged. on_gpu: the
-    KV caches are on GPUs."""
+    """Make the offload tier. None if the tier is off, or (logged) cannot be opened. on_gpu: the KV
+    caches are on GPUs."""
     if config.policy == "off":
         return None
     # Imports optional libraries.
@@ -221,7 +222,7 @@ def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> Offloa
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:
-    """Make a device's copier: `HostCopier` for host memory that no GPU reads, else kernels."""
+    """Make a device's copier: kernels, or `HostCopier` for host memory that no GPU reads."""
     if device.ordinal is None:
         return HostCopier()
     # Needs Triton, which a machine without a GPU may not have.

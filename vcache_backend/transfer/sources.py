@@ -1,5 +1,5 @@
-"""What all sources of a load's chunks have in common, and the offload tier as a source. The other
-source is this node's memory (memory.py)."""
+"""The common parts of a load's sources, and the offload tier as a source. The other source is this
+node's memory (memory.py)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from vcache_backend.transfer.resident_runs import ResidentRuns
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
-"""A load's cause, by the cause of a fetch that ended early. Others: `store`."""
+"""A load's cause, by the cause of a fetch that ended early. All other causes: `store`."""
 
 
 class Settled(NamedTuple):
-    """How many leading chunks are right, and the cause if some are not; else empty."""
+    """How many leading chunks are right, and the cause if some are not."""
 
     chunks: int
     cause: str = ""
@@ -67,8 +67,8 @@ class Part(ABC):
     """`count` consecutive chunks of a load, from number `first` on, in one place.
 
     The chunks stay readable until `settle` or `drop`. `lose` is called instead if nobody can know
-    whether the copy is over. copy: the copy that reads these chunks, and perhaps other parts; set
-    at its launch."""
+    whether the copy is over. copy: the copy of this part, and perhaps of other parts; set by the
+    launch."""
 
     context: LoadContext
     first: int
@@ -84,10 +84,10 @@ class Part(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Release chunks that are not needed any more. No copy reads them."""
+        """Release chunks that are no longer needed. No copy reads them."""
 
     def lose(self) -> None:  # noqa: B027 - most parts stay as they are
-        """Give up chunks that are not needed any more, but that a copy may still read."""
+        """Give up chunks that are no longer needed, though a copy may still read them."""
 
     def tokens(self, count: int) -> int:
         """How many tokens the leading `count` chunks bring."""
@@ -101,12 +101,11 @@ class Part(ABC):
 
 @dataclass(eq=False)
 class LoadContext:
-    """The state that the sources of one load share.
+    """The common state of a load's sources.
 
-    mark: a point in the model's stream. Behind it the places' previous owners have no queued work,
-    so copies may start there. idle_since: the time (perf_counter) since which the load only waits.
-    fetched: numbers of the chunks that came from the offload tier. epochs: in which it stored
-    them."""
+    mark: a point in the model's stream behind all work of the places' previous owners, where copies
+    may start. idle_since: the time (perf_counter) since which the load only waits. fetched: numbers
+    of the chunks from the offload tier. epochs: in which the tier stored them."""
 
     session: Session
     places: BlockPlaces
@@ -121,8 +120,8 @@ class LoadContext:
 def launch(
     context: LoadContext, parts: Sequence[Part], begin: Callable[[CopyPlan], Completion]
 ) -> None:
-    """Plan one copy of these consecutive parts, and let `begin` start it. After a VCacheError no
-    part of the copy runs; after another exception some may."""
+    """Plan one copy of these consecutive parts, and start it with `begin`. After a VCacheError no
+    part of the copy runs; after another exception, parts may."""
     first, count = parts[0].first, sum(part.count for part in parts)
     try:
         with context.session.stats.timed("plan"):
@@ -161,16 +160,16 @@ class _OffloadedPart(Part):
 
 
 class OffloadSource:
-    """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended
-    early it reads no more, since another run may fail, too. Runs in the worker's thread.
+    """Reads chunks from the offload tier, run by run, ahead of their use. After a run that ended
+    early, reads no more, since another run may fail, too. Runs in the worker's thread.
 
-    cause: why no chunk can come from the tier now; empty if it simply lacks the chunk. may_have:
-    whether calling `prepare` makes sense."""
+    cause: why no chunk can come from the tier now; empty if the tier simply lacks the chunk.
+    may_have: whether calling `prepare` makes sense."""
 
     def __init__(
         self, context: LoadContext, tier: OffloadTier, residents: ResidentRuns | None
     ) -> None:
-        """residents: chunks that the tier is not asked for."""
+        """residents: chunks for which the tier is not asked."""
         self._context, self.tier, self.may_have = context, tier, True
         self._residents = residents
         self.cause = ""
@@ -191,8 +190,8 @@ class OffloadSource:
         return False
 
     def prepare(self, chunk: int) -> bool:
-        """Begin to fetch chunks from this number on. Waits at most for an answer of the server.
-        Returns whether chunks are being fetched."""
+        """Begin to fetch chunks from this number on. Waits at most for the server's answer. Returns
+        whether chunks are being fetched."""
         if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
             return self._fetch is not None
         stop = None if self._residents is None else self._residents.next(chunk)
@@ -213,7 +212,7 @@ class OffloadSource:
         return True
 
     def launch(self, chunk: int) -> Sequence[Part]:
-        """Start the copy of the chunks that have arrived, from this number on. Returns them."""
+        """Start the copy of the arrived chunks, from this number on. Returns the chunks' part."""
         context, fetch, uploader = self._context, self._fetch, self._context.session.uploader
         if fetch is None or uploader is None or self._next != chunk:
             return []

@@ -1,5 +1,5 @@
-"""Counts an engine's hits and misses, bytes by source, latencies, and failures by cause; and of one
-load the tokens by place, and the time."""
+"""Counts an engine's hits and misses, bytes by source, latencies, and failures by cause; and a
+load's tokens by place, and its time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMES = (
     *("acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
     *("offload_lookup", "offload_put"),
 )
-"""Names of the latencies: whole calls, their parts, the offload tier's. A put is one batch."""
+"""Names of latencies: whole calls, their parts, the offload tier. A put is one batch."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
 
 
@@ -41,7 +41,7 @@ class EngineStats:
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._said: dict[str, int] = {}
-        """By reason: the `Client.epoch` of its last log line."""
+        """By reason: the `Client.epoch` of the last log line."""
         self._owners: dict[bytes, tuple[int, int]] = {}
         """By instance: bytes read, and chunks refused. The instance read last comes last."""
         self.updates = 0
@@ -51,7 +51,7 @@ class EngineStats:
         return _Timed(self, name)
 
     def add_time(self, name: str, seconds: float) -> None:
-        """Add one duration to `name`, which is in `TIMES`."""
+        """Add a duration to `name`, which is in `TIMES`."""
         with self._lock:
             self._times[name].add(seconds * 1e6)
 
@@ -71,7 +71,7 @@ class EngineStats:
                 del self._owners[next(iter(self._owners))]
 
     def reads(self) -> list[Reads]:
-        """Report the reads in each instance's KV cache so far."""
+        """Report all reads by this process, by instance."""
         with self._lock:
             return [Reads(InstanceId(owner), *counts) for owner, counts in self._owners.items()]
 
@@ -135,7 +135,7 @@ class EngineStats:
 
 
 class _Timed:
-    """A class, because it takes half the time of a generator-based context manager."""
+    """A class takes half the time of a generator-based context manager."""
 
     def __init__(self, stats: EngineStats, name: str) -> None:
         self._stats, self._name, self._started = stats, name, perf_counter()
@@ -150,15 +150,14 @@ class _Timed:
 class LoadStats:
     """Counts for one load, and adds to the session's counters. One thread.
 
-    What a load has brought is counted when it is over, by `tell`: a request waits for the end of
-    the load, and not for the counts.
+    `tell` counts after the load is over: a request waits for the load's end, and not for counts.
 
     tokens: by place: see `devices.where`, and "resident" (another instance's KV cache), "store"
-    (the offload tier). metadata_seconds: asking the server. data_seconds: copying, and waiting for
-    the offload tier."""
+    (the offload tier). metadata_seconds: of questions to the server. data_seconds: of copies, and
+    of waits for the offload tier."""
 
     def __init__(self, session: Session, kv: PagedKV, name: str, chunks: int) -> None:
-        """name: the request, for the log. chunks: how many the whole load has."""
+        """name: the request, for the log. chunks: of the whole load."""
         self._session, self._name, self.chunks = session, name, chunks
         self.token_bytes = kv.chunk_bytes(session.chunk_size) // session.chunk_size
         self.tokens: Counter[str] = Counter()
@@ -166,11 +165,11 @@ class LoadStats:
         self._untold: list[Callable[[], None]] = []
 
     def later(self, count: Callable[..., None], *counted: Any) -> None:
-        """Have `tell` call one of the methods below with these arguments."""
+        """Let `tell` call a method below with these arguments."""
         self._untold.append(partial(count, *counted))
 
     def tell(self) -> None:
-        """Count what was left for later."""
+        """Make the calls left for later."""
         while self._untold:
             self._untold.pop(0)()
 
@@ -179,7 +178,7 @@ class LoadStats:
 
         own: how many chunks lay on the reader's own device. seconds: the duration of the copy."""
         device = self._session.device
-        # Split tokens in proportion to chunks, since of the first and last chunk only a part may be
+        # Split tokens in proportion to chunks, since only a part of the first and last chunk may be
         # wanted. The sum is exact.
         of_own, each = tokens * own // count, tokens * self.token_bytes // count
         for owner, brought in ((device.name, of_own), ("", tokens - of_own)):

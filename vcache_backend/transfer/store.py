@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_INFLIGHT = 64
-"""The most stores that are copied and not yet committed. A further store is skipped and counted."""
+"""The most copied stores that are not yet committed. A further store is skipped and counted."""
 _SLICE_SECONDS = 0.05
 """How long to wait for a copy before other work gets its turn."""
 
 
 class PendingStore(NamedTuple):
-    """A running copy into the reserved slots of the chunks `keys`. prefix: those before them.
+    """A running copy into the reserved slots of the chunks `keys`. prefix: earlier chunks.
 
     keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called
     after the copy; returns whether the copied bytes belong to `keys`, or None: ask again."""
@@ -44,7 +44,7 @@ class PendingStore(NamedTuple):
 
 
 class Committer(Outbox):
-    """Commits the stores of one session in the order of submission, each after its copy. Other
+    """Commits a session's stores in the order of submission, each store after its copy. Other
     messages to the server do not wait for stores."""
 
     def __init__(
@@ -53,8 +53,8 @@ class Committer(Outbox):
         stats: EngineStats,
         listeners: Sequence[Callable[[list[ChunkKey]], None]] = (),
     ) -> None:
-        """listeners: called in the commit thread with chunks that others can now see. The sequence
-        may change later."""
+        """listeners: called in the commit thread with newly visible chunks. The sequence may change
+        later."""
         self._stats, self._listeners = stats, listeners
         self._queue: deque[PendingStore] = deque()
         super().__init__(client)
@@ -87,10 +87,10 @@ class Committer(Outbox):
                 self._queue.popleft()
 
     def _finish(self, store: PendingStore) -> bool:
-        """Commit a store if its copy is over; else return False.
+        """Commit a store if its copy is over; otherwise return False.
 
-        A late commit is safe: the server refuses it once the reservation has expired, and gives the
-        slots to nobody before."""
+        A late commit is safe: the server refuses a commit once the reservation has expired, and
+        keeps the slots reserved until then."""
         if not store.completion.wait(_SLICE_SECONDS):
             return False
         holds = store.holds() if store.holds is not None else True
@@ -122,8 +122,8 @@ class Committer(Outbox):
 
 
 LAUNCH_WITHIN = 0.5
-"""The fraction of a reservation's time within which its copy must start, so as to end in time. A
-copy takes milliseconds."""
+"""The fraction of a reservation's time within which the copy must start, to end in time. A copy
+takes milliseconds."""
 _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
 
 
@@ -146,15 +146,15 @@ def store(
 
     chunks: numbers of the chunks to store; `keys[i]` and `places` belong to chunk i. prefix: keys
     of the chunks before chunk 0, to be marked as used, too. beside: the current stream does not
-    wait for the copy, which reads what that stream has written so far; nothing may write into the
-    blocks before the result's `completion`, see `Copier.fence`. fetched_in: the epoch in which the
-    offload tier stored the chunks, if they came from it; after that epoch they are not stored.
-    holds: see `PendingStore`. tenant: see `Reserve`.
+    wait for the copy, which reads the stream's writes so far; nothing may write into the blocks
+    before the result's `completion`, see `Copier.fence`. fetched_in: the epoch in which the offload
+    tier stored the chunks, if they came from the tier; in a later epoch they are not stored. holds:
+    see `PendingStore`. tenant: see `Reserve`.
 
     A commit publishes every slot of a reservation, so either all slots are written or the
     reservation is given back. After a RuntimeError (a launch that failed in torch) a copy may still
-    be writing: then the reservation is neither committed nor given back, and the server quarantines
-    its slots."""
+    be writing: the reservation is then neither committed nor given back, and the server quarantines
+    the slots."""
     if not chunks:
         return None
     stats, committer = session.stats, session.committer
@@ -166,7 +166,7 @@ def store(
     with stats.timed("reserve"):
         reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes, tenant)
     if fetched_in not in (None, reserved.epoch):
-        # A reset came in between, so these chunks are outdated.
+        # A reset came in between: these chunks are outdated.
         if reserved.reservation:
             committer.give_back(reserved.reservation)
         return None
@@ -202,7 +202,7 @@ def _gather(
     mark: Mark | None,
 ) -> tuple[Completion, int, Any] | None:
     """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
-    the copy, its bytes, and what must live until it is complete."""
+    the copy, its bytes, and objects that must live until the copy is complete."""
     stats = session.stats
     count = len(slots)
     views = session.views(list(slots.values()))

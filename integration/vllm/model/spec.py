@@ -51,10 +51,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of every chunk.
 
-    kv_layout, dtype, layers: see `PagedKV`. block_size: tokens of the tensors'
-    blocks, maybe fewer than vLLM's. chunk_bytes: this worker's part of a chunk. attention: the
-    backends' names. layer_names: a digest of the names, in order. problem: why this worker must not
-    cache; then the rest may be missing."""
+    kv_layout, dtype, layers: see `PagedKV`. block_size: tokens of the tensors' blocks, maybe fewer
+    than of vLLM's blocks. chunk_bytes: of this worker's part. attention: the backends' names.
+    layer_names: a digest of the names, in order. problem: why this worker must not cache; then
+    other fields may be missing."""
 
     pp_rank: int
     tp_rank: int

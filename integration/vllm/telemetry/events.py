@@ -34,8 +34,8 @@ def block_stored(
 ) -> BlockStored:
     """vLLM's event `BlockStored` for the tokens [start, end) of vLLM's `request` in the pool.
 
-    The tokens are whole blocks, all of which have a hash. block_size: tokens that one of
-    `request.block_hashes` covers. spec_kind: see `compat.spec_kind`."""
+    The tokens must be whole blocks with hashes. block_size: tokens of a hash in
+    `request.block_hashes`. spec_kind: see `compat.spec_kind`."""
     first, last = start // block_size, end // block_size
     lora = request.lora_request
     return BlockStored(

@@ -25,11 +25,8 @@ class Epochs:
 
     def of(self, keys: list[ChunkKey]) -> int:
         """The epoch of the keys' namespace. All keys must have the same namespace."""
-        return (
-            self._of.get(keys[0][:NAMESPACE_BYTES], self._others)
-            if self._of and keys
-            else self._others
-        )
+        namespace = keys[0][:NAMESPACE_BYTES] if keys else b""
+        return self._of.get(namespace, self._others)
 
     def advance(self, namespace: bytes) -> None:
         """Raise the epoch of a namespace, or of all namespaces with b""."""

@@ -64,19 +64,11 @@ class Placement:
         self.generations = count(1)
 
     def take(self, nbytes: int, peer: Peer, most: int) -> list[Location]:
-        """Take up to `most` free slots for a peer: on the peer's device first, then in the segment
-        with the most room. Empty if no hole is large enough."""
-        size = padded(nbytes)
-        best: Segment | None = None
-        for segment in self.usable(peer):
-            if segment.extents.largest < size:
-                continue
-            if segment.device == peer.device:
-                best = segment
-                break
-            if best is None or segment.extents.free > best.extents.free:
-                best = segment
-        locations: list[Location] = []
+        """Take up to `most` free slots for a peer: on the peer's device first, and there or
+        elsewhere in the segment with the most room. Empty if no hole is large enough."""
+        size, locations = padded(nbytes), list[Location]()
+        roomy = [segment for segment in self.usable(peer) if segment.extents.largest >= size]
+        best = max(roomy, key=lambda it: (it.device == peer.device, it.extents.free), default=None)
         while best is not None and len(locations) < min(most, SAME_SEGMENT):
             offset = best.extents.take(size)
             if offset is None:
@@ -129,12 +121,8 @@ class Placement:
 
     def usable(self, peer: Peer) -> Iterator[Segment]:
         """The segments in which a peer may store."""
-        for segment in self.segments.values():
-            if (
-                segment.medium == peer.medium
-                and segment.state == "live"
-                and segment.id not in peer.avoids
-            ):
+        for segment in self.in_state("live"):
+            if segment.medium == peer.medium and segment.id not in peer.avoids:
                 yield segment
 
     def capacity(self) -> int:
