@@ -374,3 +374,9 @@ def here(tmp_path: Path) -> Iterator[Node]:
     """A node on which everything is noticed quickly. No server yet."""
     with node(tmp_path, QUICK) as made:
         yield made
+
+
+@pytest.fixture
+def served(here: Node) -> Node:
+    here.serve()
+    return here

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import ROOMY, Node, counts, get, here, put, said
+from engine_cases import ROOMY, Node, Pair, counts, get, here, put, said, served
 from kv_cases import CHUNK, FLASH, SMALL, Cache, layout_of, places, prompt
 from processes import QUICK, SECONDS, eventually, hung, leaving_nothing
 
@@ -24,7 +24,7 @@ from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment
 
-__all__ = ["here"]
+__all__ = ["here", "served"]
 
 
 class NoCopier(HostCopier):
@@ -70,16 +70,15 @@ def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done(here: N
     assert get(other, theirs, prompt(CHUNK, 4)) == get(other, theirs, prompt(CHUNK)) == CHUNK
 
 
-def test_slots_that_a_hung_server_promised_to_nobody_come_back(here: Node) -> None:
+def test_slots_that_a_hung_server_promised_to_nobody_come_back(served: Node) -> None:
     """The store gave up at its deadline; the server reads the request later and cannot deliver its
     answer.
     """
-    server = here.serve()
     mine = Cache()
-    engine = here.engine("host:a", ROOMY, layout_of(mine))
-    with hung(server, engine._session.client):
+    engine = served.engine("host:a", ROOMY, layout_of(mine))
+    with hung(served.server, engine._session.client):
         engine.store(prompt(2 * CHUNK), None, mine.tensors, places(SMALL, 2 * CHUNK))
-    client = here.client()
+    client = served.client()
     eventually(lambda: engine.get_stats()["connected"])
     eventually(lambda: counts(client) == (0, 0))
     assert client.list_segments()[0].used == 0
@@ -166,11 +165,10 @@ def test_a_reader_that_outlives_its_lease_counts_nothing(here: Node, trusting: b
 # ---- segments and layouts
 
 
-def test_kv_caches_that_are_not_what_the_layout_says_are_refused(here: Node) -> None:
-    here.serve()
+def test_kv_caches_that_are_not_what_the_layout_says_are_refused(served: Node) -> None:
     mine, planted = Cache(), Cache(FLASH._replace(dtype=torch.float16))
-    writer = here.engine("host:a", ROOMY, layout_of(mine))
-    liar = here.engine("host:b", 0, layout_of(mine))
+    writer = served.engine("host:a", ROOMY, layout_of(mine))
+    liar = served.engine("host:b", 0, layout_of(mine))
     with pytest.raises(LayoutError, match="the layout says 3 of"):
         liar.register(planted.tensors)
     put(writer, mine, prompt(2 * CHUNK))
@@ -180,38 +178,36 @@ def test_kv_caches_that_are_not_what_the_layout_says_are_refused(here: Node) -> 
     with pytest.raises(ValueError, match=said):
         get(liar, planted, prompt(2 * CHUNK))
     assert writer.lookup(prompt(2 * CHUNK, 2)) == 0
-    client = here.client()
+    client = served.client()
     eventually(lambda: client.stats().leases == 0)
 
 
-def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here: Node) -> None:
-    here.serve()
-    mine, theirs = Cache(), Cache()
-    writer = here.engine("host:a", ROOMY, layout_of(mine))
-    reader = here.engine("host:b", 0, layout_of(mine))
-    put(writer, mine, prompt(2 * CHUNK))
-    assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
-    assert reader.flush(SECONDS), "the lease is over"
-    (segment,) = here.client().list_segments()
-    assert here.client().drop_segment(segment.id) == m.Dropped(2, True)
-    assert reader.lookup(prompt(2 * CHUNK)) == 0
-    assert get(reader, theirs, prompt(2 * CHUNK)) == 0
+def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(served: Node) -> None:
+    pair = Pair(served)
+    put(pair.writer, pair.mine, prompt(2 * CHUNK))
+    assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+    assert pair.reader.flush(SECONDS), "the lease is over"
+    (segment,) = served.client().list_segments()
+    assert served.client().drop_segment(segment.id) == m.Dropped(2, True)
+    assert pair.reader.lookup(prompt(2 * CHUNK)) == 0
+    assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 0
     eventually(lambda: segment.id not in Path("/proc/self/maps").read_text())
-    put(writer, mine, prompt(2 * CHUNK))
-    assert writer.lookup(prompt(2 * CHUNK)) == 0
-    assert here.client().list_segments() == [], "a dropped segment stays dropped"
-    third = here.engine("host:c", ROOMY, layout_of(mine))
-    put(writer, mine, prompt(2 * CHUNK))
-    assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
+    put(pair.writer, pair.mine, prompt(2 * CHUNK))
+    assert pair.writer.lookup(prompt(2 * CHUNK)) == 0
+    assert served.client().list_segments() == [], "a dropped segment stays dropped"
+    third = served.engine("host:c", ROOMY, pair.layout)
+    put(pair.writer, pair.mine, prompt(2 * CHUNK))
+    assert get(third, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def test_who_cannot_map_a_segment_still_stores(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_map_a_segment_still_stores(
+    served: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has the most room, so that every store would go there; as a GPU's without peer access, or
     one that is forged.
     """
-    here.serve()
     mine = Cache()
-    far = here.engine("host:far", 8 * ROOMY, layout_of(mine))
+    far = served.engine("host:far", 8 * ROOMY, layout_of(mine))
     mapping = segments.map_segment
 
     def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
@@ -220,8 +216,8 @@ def test_who_cannot_map_a_segment_still_stores(here: Node, monkeypatch: pytest.M
         return mapping(info, fd, reader)
 
     monkeypatch.setattr(segments, "map_segment", refusing)
-    here.engine("host:a", ROOMY, layout_of(mine))
-    engine = here.engine("host:b", 0, layout_of(mine))
+    served.engine("host:a", ROOMY, layout_of(mine))
+    engine = served.engine("host:b", 0, layout_of(mine))
     put(engine, mine, prompt(CHUNK))
     put(far, mine, prompt(2 * CHUNK))
     assert get(engine, mine, prompt(2 * CHUNK)) == CHUNK, "what lies there is a miss"
@@ -229,8 +225,8 @@ def test_who_cannot_map_a_segment_still_stores(here: Node, monkeypatch: pytest.M
         put(engine, mine, prompt(2 * CHUNK, family))
         assert engine.lookup(prompt(2 * CHUNK, family)) == 2 * CHUNK
         assert get(engine, mine, prompt(2 * CHUNK, family)) == 2 * CHUNK
-    here.server.kill()
-    here.serve()
+    served.server.kill()
+    served.serve()
     eventually(lambda: engine.lookup(prompt(2 * CHUNK, 2)) == 2 * CHUNK)
     time.sleep(m.GRACE_SECONDS)  # before that a server that started again reserves nothing
     put(engine, mine, prompt(2 * CHUNK, 8))
@@ -266,8 +262,7 @@ def test_an_engine_connects_by_itself_later(here: Node, caplog: pytest.LogCaptur
     assert get(reader, theirs, tokens) == 3 * CHUNK
 
 
-def test_a_server_lost_at_start_is_no_error(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    here.serve()
+def test_a_server_lost_at_start_is_no_error(served: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [ServerTimeout("planted")]
     whole = Client.list_segments
 
@@ -278,65 +273,61 @@ def test_a_server_lost_at_start_is_no_error(here: Node, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Client, "list_segments", list_segments)
     mine = Cache()
-    engine = here.engine("host:a", ROOMY, layout_of(mine))
+    engine = served.engine("host:a", ROOMY, layout_of(mine))
     assert not answers
     eventually(lambda: engine.get_stats()["server"]["segments"])
     put(engine, mine, prompt(CHUNK))
     assert engine.lookup(prompt(CHUNK)) == CHUNK
 
 
-def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(here: Node) -> None:
+def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(served: Node) -> None:
     """Whoever has mapped a segment holds it: server and owner may both be gone."""
-    server = here.serve()
-    owner = here.worker("host:a", ROOMY)
+    owner = served.worker("host:a", ROOMY)
     owner.ask("store", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
     assert owner.ask("flush")
     theirs = Cache()
-    reader = here.engine("host:b", 0, layout_of(theirs))
+    reader = served.engine("host:b", 0, layout_of(theirs))
     assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
     owner.kill()
-    server.kill()
-    here.serve()
+    served.server.kill()
+    served.serve()
     eventually(lambda: reader.lookup(prompt(2 * CHUNK)) == 2 * CHUNK)
     assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_still_map(here: Node) -> None:
-    server = here.serve()
-    client = here.undo.enter_context(Client(here.path, QUICK, "host:a"))
+def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_still_map(served: Node) -> None:
+    client = served.undo.enter_context(Client(served.path, QUICK, "host:a"))
     refusals = [None, "it is mapped elsewhere", "it is mapped elsewhere", None]
     pool = Pool(client, Device("host:a", "host"), ROOMY, lambda whole, new: refusals.pop(0))
-    here.undo.callback(pool.close)
+    served.undo.callback(pool.close)
     (first,) = client.list_segments()
-    with leaving_nothing(here.path):
-        server.kill()
-    here.serve()
+    with leaving_nothing(served.path):
+        served.server.kill()
+    served.serve()
     eventually(lambda: not refusals)
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
 
 
 @pytest.mark.gpu
-def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(here: Node) -> None:
+def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(served: Node) -> None:
     """The two do not fit at once."""
     device, most = resolve("cuda:0"), int(0.6 * torch.cuda.mem_get_info(0)[0])
-    server = here.serve()
-    client = here.undo.enter_context(Client(here.path, QUICK, device.name, "cuda"))
-    here.undo.callback(Pool(client, device, most).close)
-    here.worker("cuda:0")
+    client = served.undo.enter_context(Client(served.path, QUICK, device.name, "cuda"))
+    served.undo.callback(Pool(client, device, most).close)
+    served.worker("cuda:0")
     (first,) = client.list_segments()
-    with leaving_nothing(here.path):
-        server.kill()
+    with leaving_nothing(served.path):
+        served.server.kill()
     eventually(lambda: not client.connected)
-    here.serve()
+    served.serve()
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
 
 
-def test_memory_that_cannot_be_lent_is_told_to_the_operator(here: Node) -> None:
+def test_memory_that_cannot_be_lent_is_told_to_the_operator(served: Node) -> None:
     """More than a process can address: `vcache doctor` shows what the worker has reported."""
-    here.serve()
-    here.engine("host:a", 200 << 40, layout_of(Cache()))
-    (report,) = here.client().stats().reports
+    served.engine("host:a", 200 << 40, layout_of(Cache()))
+    (report,) = served.client().stats().reports
     assert report.level == "error"
     assert report.text.startswith("host:a lends nothing to the pool: segment ")

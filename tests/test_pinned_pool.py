@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from engine_cases import Node, get, here, put, said
+from engine_cases import Node, get, here, put, said, served
 from fake_cuda import MIB, NOTHING, FakeCuda
 from kv_cases import CHUNK, FLASH, Cache, Sizes, layout_of, prompt
 from processes import eventually, info
@@ -26,7 +26,7 @@ from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.segment import create, map_segment
 
-__all__ = ["cuda", "here"]
+__all__ = ["cuda", "here", "served"]
 
 HOST = Device("host:a", "host", 0)
 PIECE = MIB
@@ -132,12 +132,6 @@ def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_lit
 
 
 # ---- pools
-
-
-@pytest.fixture
-def served(here: Node) -> Node:
-    here.serve()
-    return here
 
 
 def engine(here: Node, name: str, segment_bytes: int, cache: Cache, gpu: int = 0) -> VCacheEngine:

@@ -23,6 +23,7 @@ from server_cases import KIB, RESERVE_AND_WAIT, has_room
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.processes import Watch, identity
 
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
@@ -118,3 +119,9 @@ def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) ->
     _, said = server.wait()
     assert said.count("no new client can connect") == 1
     assert said.count("\n") < 10
+
+
+def test_a_process_whose_pid_another_one_has_by_now_has_ended() -> None:
+    here = identity(os.getpid())
+    earlier = msgspec.structs.replace(here, started=here.started - 1)
+    assert Watch().ended({here, earlier}, set()) == [earlier]

@@ -90,25 +90,6 @@ def lives(process: ProcessId) -> bool:
     return _fields_of(process)[:1] not in ([], [b"Z"], [b"X"])
 
 
-def open_pidfd(process: ProcessId) -> int | None:
-    """Open a pidfd, which becomes readable when the process ends; None if it has ended.
-
-    OSError if the process is not visible or fds are exhausted: it counts as running."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return None
-    try:
-        same = started(process.pid) == process.started
-    except BaseException:
-        os.close(pidfd)
-        raise
-    if same:
-        return pidfd
-    os.close(pidfd)
-    return None
-
-
 def is_pidfd(fd: int, pid: int) -> bool:
     """Whether `fd` is a pidfd of process `pid`, or may be (pid 0: not visible; -1: ended)."""
     # Linux 6.9 says `pidfd:[…]`. Another file's fdinfo may be long.
@@ -157,8 +138,11 @@ class Watch:
         """A pidfd of the process; None if the process has ended, or sent none and is not visible.
         OSError: descriptors are exhausted."""
         pidfd = self._pidfds.get(process)
-        if pidfd is None and process.pid and (fd := open_pidfd(process)) is not None:
-            pidfd = self._pidfds[process] = Descriptor(fd)
+        if pidfd is None and process.pid:
+            with suppress(ProcessLookupError):
+                opened = Descriptor(os.pidfd_open(process.pid))
+                if started(process.pid) == process.started:  # else the pid was given to another one
+                    pidfd = self._pidfds[process] = opened
         return pidfd
 
     def ended(self, wanted: set[ProcessId], connected: set[ProcessId]) -> list[ProcessId]:
