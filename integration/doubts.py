@@ -96,12 +96,12 @@ class Doubts:
 
     def _reaches(self, rows: Rows) -> bool:
         """Doubt the request's blocks behind a doubtful block. Returns whether any doubt is new."""
-        found = {block: at for row in rows for at, block in enumerate(row) if block in self._until}
-        if not found:
+        places = {block: at for row in rows for at, block in enumerate(row) if block in self._until}
+        if not places:
             return False
-        worst = max(map(self._until.__getitem__, found))
+        worst = max(map(self._until.__getitem__, places))
         # Places in several tables are not comparable.
-        first = min(found.values()) if len(rows) == 1 else 0
+        first = min(places.values()) if len(rows) == 1 else 0
         behind = {*chain(*(row[first:] for row in rows))} - {NULL}
         news = [block for block in behind if self._until.get(block, 0) < worst]
         self.add(news, worst)
@@ -118,6 +118,6 @@ def beginning(output: Any) -> list[Beginning]:
     new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
     rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
     return [
-        *((one.req_id, one.num_computed_tokens, one.block_ids) for one in new),
+        *((request.req_id, request.num_computed_tokens, request.block_ids) for request in new),
         *(row for row in rows if row[0] in cached.resumed_req_ids and row[2] is not None),
     ]

@@ -39,11 +39,11 @@ def register() -> None:
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = mistake(getattr(self, "kv_transfer_config", None))
-        if found and _is_a_command():
-            raise SystemExit(f"vcache: {found}")  # without a traceback, as of any wrong argument
-        if found:
-            raise ConfigError(found)
+        fault = mistake(getattr(self, "kv_transfer_config", None))
+        if fault and _is_a_command():
+            raise SystemExit(f"vcache: {fault}")  # without a traceback, as of any wrong argument
+        if fault:
+            raise ConfigError(fault)
         return create(self, *args, **kwargs)
 
     return create_engine_config
@@ -74,8 +74,8 @@ def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[s
     if read("kv_connector_module_path") == CONNECTOR:
         yield where, extra
     elif read("kv_connector") == "MultiConnector":
-        for number, one in enumerate(extra.get("connectors", ())):
-            yield from _connectors(one, f"{where}connectors[{number}]: ")
+        for number, inner in enumerate(extra.get("connectors", ())):
+            yield from _connectors(inner, f"{where}connectors[{number}]: ")
 
 
 def _is_a_command() -> bool:

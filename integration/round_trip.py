@@ -108,8 +108,8 @@ def _there_and_back(
     if not copier.gather(kv, copy, [view]).wait(COPY_SECONDS):
         return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
     gathered = _in_slot(kv, view, chunk_size, count)
-    for plane, (pattern, there) in enumerate(zip(patterns, gathered, strict=True)):
-        wrong = _difference(kv, plane, pattern, there.flip(0).to(kv.device))
+    for plane, (pattern, in_slot) in enumerate(zip(patterns, gathered, strict=True)):
+        wrong = _difference(kv, plane, pattern, in_slot.flip(0).to(kv.device))
         if wrong:
             return f"gathered wrongly into the pool: {wrong}"
     for page, pattern in zip(pages, patterns, strict=True):

@@ -53,7 +53,7 @@ def _refuse_endless(text: bytes, source: str) -> None:
 
 def _lines(document: yaml.Node | None, source: str) -> dict[str, int]:
     """The line of each key, by path. Raises ConfigError: a key occurs twice, or is no text."""
-    found: dict[str, int] = {}
+    line_of: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, at: str) -> None:
         if not isinstance(node, yaml.MappingNode):
@@ -65,14 +65,14 @@ def _lines(document: yaml.Node | None, source: str) -> dict[str, int]:
             if not key.tag.endswith(":str"):
                 said = f"a key is a name, and this is none to YAML: {key.value!r}"
                 raise ConfigError(f"{source}: line {line}: {said}")
-            if path in found:
-                said = f"`{path[1:]}` is there again, after line {found[path]}; remove one"
+            if path in line_of:
+                said = f"`{path[1:]}` is there again, after line {line_of[path]}; remove one"
                 raise ConfigError(f"{source}: line {line}: {said}")
-            found[path] = line
+            line_of[path] = line
             walk(value, path)
 
     walk(document, "")
-    return found
+    return line_of
 
 
 def _not_yaml(error: yaml.YAMLError, text: bytes) -> str:
@@ -138,8 +138,8 @@ def _near(name: str, names: list[str], kind: type) -> str:
 def _paths(kind: Any, at: str = "") -> list[str]:
     return [
         path
-        for name, one in _fields(kind).items()
-        for path in (f"{at}{name}", *_paths(one, f"{at}{name}."))
+        for name, field in _fields(kind).items()
+        for path in (f"{at}{name}", *_paths(field, f"{at}{name}."))
     ]
 
 

@@ -194,8 +194,8 @@ class VCacheEngine:
     # ---- life
 
     def register(self, kvcaches: KVCaches) -> None:
-        """Check the KV caches and compile their kernels, so that no request waits for it. Optional;
-        in the worker's thread.
+        """Check the KV caches and compile their kernels before the first request. Optional; in the
+        worker's thread.
 
         Raises ValueError for other objects than tensors, and LayoutError for KV caches that do not
         match the layout: nothing would ever be stored or retrieved."""

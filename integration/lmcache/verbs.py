@@ -46,14 +46,14 @@ class Hits:
     def keep(self, request: str, hit: Hit) -> None:
         """Keep `hit` until `take`, in place of the request's earlier hit. End an empty hit."""
         with self._lock:
-            over = [self._kept.pop(request, None)]
+            ended = [self._kept.pop(request, None)]
             if hit.names:
                 self._kept[request] = hit
             else:
-                over.append(hit)
+                ended.append(hit)
             if len(self._kept) > MOST:
-                over.append(self._kept.popitem(last=False)[1])
-        for dropped in over:
+                ended.append(self._kept.popitem(last=False)[1])
+        for dropped in ended:
             self.end(dropped)
 
     def take(self, request: str | None) -> Hit | None:

@@ -199,9 +199,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         connector_output.finished_recving = reported
         if not self._ends.waiting:
             return
-        here = _workers.get(self._engine)
-        if here is not None and here._worker and here._thread == threading.get_ident():
-            here._worker.loads.advance()
+        half = _workers.get(self._engine)
+        if half is not None and half._worker and half._thread == threading.get_ident():
+            half._worker.loads.advance()
         connector_output.finished_recving = reported | self._ends.over()
 
     @answers((False, None))

@@ -1,4 +1,4 @@
-"""Checks the metadata server: whether it answers, what it knows of the instances."""
+"""Checks the metadata server: the server's answers, and its instances."""
 
 from __future__ import annotations
 

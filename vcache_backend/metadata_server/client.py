@@ -221,8 +221,8 @@ class Client(Channel):
 
     def promise(self, request: m.Promise) -> m.Promised:
         """Promise the leading chunks, as many as fit into a request. See `Promise`."""
-        some = request.keys[: _most_found(request)]
-        return self._call(msgspec.structs.replace(request, keys=some), m.Promised)
+        leading = request.keys[: _most_found(request)]
+        return self._call(msgspec.structs.replace(request, keys=leading), m.Promised)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
         """Open an instance. Fds: its generation table, pidfds of the scheduler and each rank."""
@@ -263,7 +263,7 @@ def _most_found(request: m.Find | m.Promise) -> int:
 
 
 def _joined(first: m.Found, then: m.Found) -> m.Found:
-    """Join two answers. `then` is about the keys after those of `first`."""
+    """Join two answers. `then` is about the keys after the keys of `first`."""
     moved = [run.numbered(run.first + len(first.pooled)) for run in then.residents]
     return m.Found(
         first.pooled + then.pooled, first.residents + moved, then.epoch, then.cut, then.coming

@@ -194,7 +194,7 @@ class EarlierLedger:
             raise OSError(f"it is not a ledger of uid {os.geteuid()}")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("it can shrink")
-        here = processes.namespaces()
+        own_namespaces = processes.namespaces()
         self._file = os.open(_reopened(fd), os.O_RDWR | os.O_CLOEXEC)
         head = os.pread(self._file, _WORDS.size, 0)
         if len(head) < _WORDS.size or _WORDS.unpack(head)[_MAGIC] != MAGIC:
@@ -202,7 +202,7 @@ class EarlierLedger:
             raise OSError("it is not a ledger, or one of another version")
         self.epoch = _WORDS.unpack(head)[_EPOCH]
         """The epoch of the server that wrote the ledger."""
-        self.same_pids = os.pread(self._file, len(here), _NAMESPACES) == here
+        self.same_pids = os.pread(self._file, len(own_namespaces), _NAMESPACES) == own_namespaces
         """Whether a pid means the same process here as in the records."""
 
     @property

@@ -442,7 +442,7 @@ class ShowCache(Request, frozen=True, tag="show_cache"):
     """Register a worker's KV cache, by an fd for each of `shape.regions`, before or after the
     scheduler joined → `Count` of regions.
 
-    Refused while another process is this rank. Replaces what this rank showed before."""
+    Refused while another process is this rank. Replaces the rank's earlier KV cache."""
 
     instance: Named
     rank: Rank

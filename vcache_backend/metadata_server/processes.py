@@ -104,10 +104,10 @@ def is_pidfd(fd: int, pid: int) -> bool:
 def namespaces() -> bytes:
     """The scope of this process's pids and start times: pid and time namespaces, and the boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    here = [os.readlink("/proc/self/ns/pid")]
+    scope = [os.readlink("/proc/self/ns/pid")]
     with suppress(FileNotFoundError):  # Linux before 5.6
-        here.append(os.readlink("/proc/self/ns/time"))
-    return f"{' '.join(here)} of boot {boot}\n".encode()
+        scope.append(os.readlink("/proc/self/ns/time"))
+    return f"{' '.join(scope)} of boot {boot}\n".encode()
 
 
 def raise_descriptor_limit() -> int:

@@ -26,7 +26,7 @@ DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
 PIECE_NUMBERS: Final = 1 << 20
-"""How many numbers a CPU processes at once, so that they stay in its cache. A GPU processes
+"""How many numbers a CPU processes at once, to keep them in the CPU's cache. A GPU processes
 GPU_PIECES times as many, which bounds the memory."""
 GPU_PIECES: Final = 8
 

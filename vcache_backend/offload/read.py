@@ -207,8 +207,8 @@ class Fetch:
         with self._arrived:
             self._called[part.start] = reader.now()
         names = [objects.name(key, self.epoch) for key in keys]
-        got = self._bound.store.get(names, [buffer.place for buffer in buffers])
-        for index, buffer, nbytes in zip(part, buffers, got, strict=True):
+        sizes = self._bound.store.get(names, [buffer.place for buffer in buffers])
+        for index, buffer, nbytes in zip(part, buffers, sizes, strict=True):
             reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
     def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:

@@ -228,10 +228,10 @@ class GenerationView:
     def _same(self, blocks: UInt32s, generations: bytes) -> int:
         expected = np.frombuffer(generations, dtype=np.uint64)
         # Clip: a block outside of the cache is compared with the last block, and refused below.
-        same = self.counters.take(blocks, mode="clip") == expected
-        same &= expected & _ODD == 0
-        same &= blocks < self.blocks
-        return len(same) if same.all() else int(same.argmin())
+        unchanged = self.counters.take(blocks, mode="clip") == expected
+        unchanged &= expected & _ODD == 0
+        unchanged &= blocks < self.blocks
+        return len(unchanged) if unchanged.all() else int(unchanged.argmin())
 
 
 def _check(fd: int, blocks: int) -> None:

@@ -283,10 +283,10 @@ class Load:
         for part in list(self._parts):
             with suppress(Exception):
                 try:
-                    over = part.copy.moving.done()
+                    ended = part.copy.moving.done()
                 except VCacheError:
-                    over = True
-                if over:
+                    ended = True
+                if ended:
                     self._parts.remove(part)
                     part.drop()
 

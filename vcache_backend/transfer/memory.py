@@ -65,9 +65,9 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s,
             numbers[id(origin)] = len(bases)
             bases.append(planes)
         rows[begin:end, 0] = numbers[id(origin)]
-        for number, its in enumerate(plans):
+        for number, kind_plan in enumerate(plans):
             rows[begin:end, 2 + number if number else 1] = part.offsets(
-                plan.blocks[begin:end, 0] - start, its.blocks[begin:end, 1], number
+                plan.blocks[begin:end, 0] - start, kind_plan.blocks[begin:end, 1], number
             )
     return rows, np.stack(bases)
 

@@ -113,11 +113,11 @@ class Outbox:
         for _ in range(len(self._messages)):
             if self._stopping or not self._client.connected:
                 return
-            call, again = self._messages.popleft()
+            call, repeats = self._messages.popleft()
             try:
                 call()
             except VCacheError as error:
                 log.debug("the server was not told something: %s", error)
-                if again and isinstance(error, ServerUnavailable):
-                    self._messages.appendleft((call, again))
+                if repeats and isinstance(error, ServerUnavailable):
+                    self._messages.appendleft((call, repeats))
                     return

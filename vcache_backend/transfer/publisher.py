@@ -88,12 +88,12 @@ class Publisher(Outbox):
         sequence: `TOGETHER` at a time, the last chunks first. Any thread.
 
         Leaves out chunks of failed steps, which were never published."""
-        same = list[Publish]()
+        alike = list[Publish]()
         for chunk in _single(publication):
             kept = self._kept.get(chunk.blocks[:NUMBER_BYTES])
             if kept is not None and structs.replace(kept, sequence=chunk.sequence) == chunk:
-                same.append(chunk)
-        return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
+                alike.append(chunk)
+        return [_joined(alike[max(0, at - TOGETHER) : at]) for at in range(len(alike), 0, -TOGETHER)]
 
     def holds(self, publication: Publish) -> bool:
         """Whether all blocks of these chunks still have the published generations. Any thread; the
@@ -194,8 +194,8 @@ class Publisher(Outbox):
             if not self._unchanged(chunk, view):
                 del self._kept[first]
         total = 0
-        for _, same in groupby(self._kept.values(), key=attrgetter("sequence", "epoch")):
-            if self._stopping or (taken := self._tell(_joined(list(same)))) is None:
+        for _, group in groupby(self._kept.values(), key=attrgetter("sequence", "epoch")):
+            if self._stopping or (taken := self._tell(_joined(list(group)))) is None:
                 return False
             total += taken
         return bool(total) or not self._kept

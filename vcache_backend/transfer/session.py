@@ -127,8 +127,8 @@ class Session:
         bound = self._tensors
         if not isinstance(kvcaches, list | tuple) or len(kvcaches) != len(bound):
             return False
-        same = all(map(operator.is_, kvcaches, bound))
-        return same and [tensor.data_ptr() for tensor in bound] == self._addresses
+        identical = all(map(operator.is_, kvcaches, bound))
+        return identical and [tensor.data_ptr() for tensor in bound] == self._addresses
 
     # ---- look-ups
 

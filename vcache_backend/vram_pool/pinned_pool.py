@@ -98,5 +98,5 @@ class PinnedPool(Pool):
         return logging.DEBUG if self._unreadable else logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """None if the segment is not mapped yet: nobody waits for the thread that maps it."""
+        """None if the segment is not mapped yet: a thread maps it later."""
         return self._mapped.get(id_)

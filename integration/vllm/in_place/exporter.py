@@ -1,4 +1,4 @@
-"""Makes vLLM allocate its KV cache in memory that other instances can map.
+"""Makes vLLM allocate the KV cache in memory that other instances can map.
 
 vLLM asks the connector for a context around exactly this allocation, in all supported releases
 (`tests/outside/releases.py`)."""

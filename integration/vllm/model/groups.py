@@ -237,7 +237,7 @@ def several(kv_cache_config: Any) -> bool:
 
 def layer_specs(spec: Any) -> list[Any]:
     """The specifications of a table's layers; the scheduler sees the first. If pages have several
-    sizes, one for each layer, otherwise the single one of all layers."""
+    sizes, a specification for each layer, otherwise a single specification for all layers."""
     return list(spec.kv_cache_specs.values()) if type(spec).__name__ == _MIXED else [spec]
 
 

@@ -201,8 +201,8 @@ def _code(model: Any) -> dict[str, str]:
     of vLLM's, the user's choice of classes, and the revision of a model's own code."""
     models = getattr(getattr(model, "registry", None), "models", {})
     layers = getattr(sys.modules.get("vllm.model_executor.custom_op"), "op_registry_oot", {})
-    found = {name: _place(one) for name, one in [*models.items(), *layers.items()]}
-    others = {name: place for name, place in found.items() if not place.startswith("vllm.")}
+    places = {name: _place(registered) for name, registered in [*models.items(), *layers.items()]}
+    others = {name: place for name, place in places.items() if not place.startswith("vllm.")}
     revision = str(getattr(model, "code_revision", None) or "")
     others |= {"revision": revision} if revision else {}
     return others | (getattr(model, "model_class_overrides", None) or {})
@@ -210,9 +210,9 @@ def _code(model: Any) -> dict[str, str]:
 
 def _place(registered: Any) -> str:
     """The module and the name of a class, or of the class of an entry in vLLM's registry."""
-    known = getattr(registered, "model_cls", registered)
-    if isinstance(known, type):
-        return f"{known.__module__}:{known.__qualname__}"
+    model_class = getattr(registered, "model_cls", registered)
+    if isinstance(model_class, type):
+        return f"{model_class.__module__}:{model_class.__qualname__}"
     return f"{registered.module_name}:{registered.class_name}"
 
 

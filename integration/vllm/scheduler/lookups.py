@@ -238,14 +238,14 @@ class Lookups:
         residents: list[ResidentRun] = []
         publications, tables, keys = instance.publications, instance.tables, tracked.lookup.keys
         keys = keys[first:stop]
-        there = chunks = len(reply.pooled)
+        answered = chunks = len(reply.pooled)
         if publications is not None and tables is not None:
             chunks, residents = choose(reply, tables, publications.each, first)
         # Nothing can be loaded behind a chunk that has just been lost.
-        coming = reply.coming if chunks == there else None
-        comes_to = first + there + coming.chunks if coming is not None else 0
+        coming = reply.coming if chunks == answered else None
+        comes_to = first + answered + coming.chunks if coming is not None else 0
         if tracked.promise.early:
-            tracked.promise.made = there < len(keys) and reply.coming is None
+            tracked.promise.made = answered < len(keys) and reply.coming is None
         if self._parts and chunks:
             chunks = self._with_state(client, keys[:chunks])
         hits = chunks

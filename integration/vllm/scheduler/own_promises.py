@@ -1,4 +1,4 @@
-"""Promises the chunks that this instance's requests compute, so that other instances wait."""
+"""Promises chunks that this instance's requests compute: other instances may wait for them."""
 
 from __future__ import annotations
 

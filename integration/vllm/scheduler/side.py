@@ -450,7 +450,7 @@ class SchedulerSide:
             # not cache them again. So the next request with this prompt computes them, too.
             self.blocks.evict(lost)
             free = (lost & invalid).isdisjoint
-            rows = [one.store.rows for one in self._requests.values()]
+            rows = [request.store.rows for request in self._requests.values()]
             if sum(not all(map(free, row)) for row in rows) > 1:
                 # If several requests have a lost block, a further step may have computed tokens
                 # behind it, which vLLM may compute again for one request only.

@@ -119,8 +119,8 @@ class Waits:
             return False
         if not wait.since:
             return self._begins(tracked, answer, chunks, now)
-        coming, came = answer.coming, answer.hits > wait.began
-        if came:
+        coming, progressed = answer.coming, answer.hits > wait.began
+        if progressed:
             self._lacking.pop(wait.owner, None)
         if coming is not None and coming.owner != wait.owner:
             wait.owner = coming.owner
@@ -129,7 +129,7 @@ class Waits:
         if not why:
             wait.promised |= coming is not None
             return True
-        if why == "late" and coming is not None and not came:
+        if why == "late" and coming is not None and not progressed:
             self._lacks(coming, wait, now)
         self.over(tracked, why, answer.hits)
         return False
@@ -183,16 +183,16 @@ class Waits:
         else:
             wait.target = min(chunks, answer.comes_to)
             missing = wait.target - answer.hits
-            told = min(coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS)
-            own = self._pace.chunk_seconds or told
+            owner_says = min(coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS)
+            own = self._pace.chunk_seconds or owner_says
             pace = coming.chunk_seconds or own
             theirs = (pace if pace > ALIKE * own else min(pace, own)) * coming.chunks
             slowest = min(max(own, self._pace.slowest), ALIKE * own)
-            here = LONGER * slowest * missing
-            seconds = here + min(here, self._pace.under_way())
+            longest = LONGER * slowest * missing
+            seconds = longest + min(longest, self._pace.under_way())
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
-            if expected > here:
+            if expected > longest:
                 return False
         if coming is not None and self._is_silent(tracked, coming, now):
             return False

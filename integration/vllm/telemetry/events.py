@@ -127,7 +127,7 @@ class Announcer:
 
     def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
         """Check `most` keys with one request for each rank. Each request has its own deadline; a
-        request that misses it ends the scheduler's connection."""
+        late answer ends the scheduler's connection."""
         keys = [self._turns.popleft() for _ in range(most)]
         removals, present = [self._published[key] for key in keys], [True] * most
         try:

@@ -1,8 +1,8 @@
 """The connector's metrics: counts and times of each step, for vLLM's log and for Prometheus.
 
-Both halves of the connector count into a `Meter`. Once a step vLLM takes the stats, adds up those
-of workers and scheduler, and sends `data` to the front end as MessagePack. The front end logs it
-(`reduce`) and adds it to Prometheus (`VCachePromMetrics`)."""
+Both halves of the connector count into a `Meter`. Once a step vLLM takes the stats, adds up the
+stats of workers and scheduler, and sends `data` to the front end as MessagePack. The front end logs
+it (`reduce`) and adds it to Prometheus (`VCachePromMetrics`)."""
 
 from __future__ import annotations
 

@@ -64,6 +64,6 @@ class Loading(transfer.Load):
     @property
     def failure(self) -> str:
         """The metrics' name for the cause of a failure."""
-        here = "changed" if self.worker.neighbours is not None else "lease_lost"
-        absent = "store" if self.spec.offload else here
+        in_memory = "changed" if self.worker.neighbours is not None else "lease_lost"
+        absent = "store" if self.spec.offload else in_memory
         return absent if self.cause == transfer.ABSENT else self.cause

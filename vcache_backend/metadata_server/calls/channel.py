@@ -258,8 +258,8 @@ class Channel:
 
     def _late(self, request: m.Request, seconds: float, why: str) -> str:
         keys = getattr(request, "keys", None)
-        what = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
-        return f"metadata server at {self._path} did not answer {what} in {seconds:.3g} s ({why})"
+        call = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
+        return f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s ({why})"
 
     # ---- connection
 

@@ -74,11 +74,11 @@ class ServerLink:
         if self._early:
             message = self._early.popleft()
         else:
-            message, came = self._receive(deadline)
+            message, fds = self._receive(deadline)
             if received is not None:
-                received += came
+                received += fds
             else:
-                wire.close_fds(came)
+                wire.close_fds(fds)
         if not message:
             raise ConnectionError("the server closed it")
         return wire.reply_decoder.decode(message)
@@ -108,8 +108,8 @@ class ServerLink:
 
     def _take_in(self) -> bool:
         """Receive a reply that has arrived. False at the end of the connection."""
-        message, came = self._receiver.receive(self._socket)
-        wire.close_fds(came)
+        message, fds = self._receiver.receive(self._socket)
+        wire.close_fds(fds)
         self._early.append(bytes(message))
         return bool(message)
 

@@ -255,8 +255,8 @@ class InstanceRegistry:
         same process. Takes over the fds."""
         instance = self._of.setdefault(id_, SharedInstance())
         if not self.owns(client, id_, rank):
-            again = rank in instance.parts
-            _say(client, id_, rank, "replaces its earlier connection" if again else "joins")
+            replaces = rank in instance.parts
+            _say(client, id_, rank, "replaces its earlier connection" if replaces else "joins")
         instance.parts[rank] = ShownPart(client, [Descriptor(fd) for fd in fds])
         fds.clear()
         instance.shown[rank] = client.process, memory

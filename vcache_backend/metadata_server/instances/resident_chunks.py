@@ -102,9 +102,9 @@ class ResidentDirectory:
         taken = publications.publish(rank, request, max(0, most))
         self._settle(publications)
         self._counters["published"] += taken
-        there = [key for key in m.of_rank(request.keys, 0) if key in publications.complete]
-        self._arrived(there)
-        self._note_copies(request.instance, publications, there)
+        complete = [key for key in m.of_rank(request.keys, 0) if key in publications.complete]
+        self._arrived(complete)
+        self._note_copies(request.instance, publications, complete)
         return taken
 
     def retract(self, instance: m.InstanceId, sequence: int) -> int:
@@ -166,12 +166,12 @@ class ResidentDirectory:
         keys = keys[::-1]
         told = list[tuple[m.InstanceId, InstancePublications, list[m.ChunkKey]]]()
         for other, there in random.sample(others, room) if len(others) > room else others:
-            both = list(filter(there.complete.__contains__, keys))
-            holders.update(dict.fromkeys(both, other))
-            told.append((other, there, both))
-        for other, there, both in told:
-            there.note_copies(instance, publications.complete, both)
-            held = (key for key in both if holders[key] == other)
+            shared = list(filter(there.complete.__contains__, keys))
+            holders.update(dict.fromkeys(shared, other))
+            told.append((other, there, shared))
+        for other, there, shared in told:
+            there.note_copies(instance, publications.complete, shared)
+            held = (key for key in shared if holders[key] == other)
             publications.note_copies(other, there.complete, held)
 
     def _alike(

@@ -48,8 +48,8 @@ class Chunks:
             if not any(present):
                 break
             part = of_rank(keys, rank)
-            here = map(self.among(part).__contains__, part)
-            present = [both and own for both, own in zip(present, here, strict=True)]
+            rank_present = map(self.among(part).__contains__, part)
+            present = [so_far and own for so_far, own in zip(present, rank_present, strict=True)]
         return present
 
     def among(self, keys: list[ChunkKey]) -> Space:

@@ -123,17 +123,17 @@ class Directory(SegmentDirectory):
         self.touch(keys)  # stored chunks are in use: do not evict them for the others
         stored, busy = live.among(keys), self.reservations.among(keys)
         wanted = [key for key in dict.fromkeys(keys) if key not in stored and key not in busy]
-        some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
+        leading = [] if refusal is not None else wanted[: m.MAX_SLOTS]
         payer = self.quotas.of(tenant)
         allowed = self._limits.max_chunks - self.contents.placement.occupied()
-        locations = self.contents.room(nbytes, client, len(some), allowed, payer)
+        locations = self.contents.room(nbytes, client, len(leading), allowed, payer)
         if refusal is None and len(locations) < len(wanted):
             refusal = m.Refusal.FULL
             full = _full(nbytes, client.medium, payer)
-            reason = full if len(locations) < len(some) else _ENOUGH
+            reason = full if len(locations) < len(leading) else _ENOUGH
         if refusal is not None:
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
-        given = dict(zip(some, locations, strict=False))
+        given = dict(zip(leading, locations, strict=False))
         slots = _answers(keys, given, live.among(keys), busy, refusal)
         self.promises.refused(
             key

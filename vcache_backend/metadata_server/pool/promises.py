@@ -24,7 +24,7 @@ MAX_PROMISES, MAX_OF_CLIENT = 2048, 512
 QUIET_SECONDS = 120.0
 """A promise is dropped after this time without a chunk: longer than any step takes."""
 MAX_OVERDUE = 64
-"""The most promises that one call of `tick` drops."""
+"""The most promises that a call of `tick` drops."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 

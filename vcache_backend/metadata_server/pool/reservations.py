@@ -23,7 +23,7 @@ MAX_WRITTEN = 1 << 16
 """About the most slots of all clients that are reserved or in quarantine: a `Clear` voids all of
 them in one turn."""
 MAX_OVERDUE = 1024
-"""The most reservations that one call of `overdue` returns; the next call continues."""
+"""The most reservations that a call of `overdue` returns; the next call continues."""
 CLAIM_SECONDS = 120.0
 """How long a worker may take to allocate its claim. Then other workers may claim the bytes."""
 

@@ -122,7 +122,7 @@ class Turns:
     queueing).
 
     Each process is charged for the time of its requests. A quiet process starts level with busy
-    processes: it waits for one request of each, however many requests or connections they have."""
+    processes: it waits for one request of each busy process, with any number of connections."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Account]] = []

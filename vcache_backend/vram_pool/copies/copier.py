@@ -97,11 +97,11 @@ class Copier(Protocol):
 
         rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes)
         int64: the page of plane p of row r begins at address `origins[r's origin, p] + r's offset`.
-        If the KV cache has several kinds of layers, `planes` are those of all kinds, and each
-        further kind has a column of offsets behind the block. Addresses are not checked: the caller
-        keeps the pages readable until the copy is over. keep: an object to hold until the copy is
-        over. local: all pages are on the KV cache's device. Raises LayoutError, and moves nothing,
-        if a row names a block or an origin that does not exist."""
+        If the KV cache has several kinds of layers, `planes` covers all kinds, and each further
+        kind has a column of offsets behind the block. Addresses are not checked: the caller keeps
+        the pages readable until the copy is over. keep: an object to hold until the copy is over.
+        local: all pages are on the KV cache's device. Raises LayoutError, and moves nothing, if a
+        row names a block or an origin that does not exist."""
         ...
 
     def mark(self) -> Mark:
