@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import CHUNK, IN_PLACE, PULL, Node, Prompt, meddled, new_tokens, stopped_at
+from vllm_cases import CHUNK, IN_PLACE, PULL, Node, Prompt, keep, meddled, new_tokens, stopped_at
 from vllm_models import TOKEN_BYTES
 
 pytestmark = vllm_cases.needs_vllm
@@ -33,15 +32,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         made.b = made.connect("b", IN_PLACE)
         made.aside = made.alone("aside")
         yield made
-
-
-def keep(instance: vllm_cases.Instance, tokens: list[int], **more: Any) -> vllm_cases.Answer:
-    """Have `instance` compute a prompt; its answer, once others can find every whole chunk in its
-    KV cache.
-    """
-    answer = instance.one(tokens, **more)
-    assert instance.ask("told")
-    return answer
 
 
 def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import cpu_sleep
 import pytest
-from vllm_cases import CHUNK, SCATTER, Instance, Node, Prompt, here, meddled, needs_vllm, new_tokens
+from vllm_cases import CHUNK, SCATTER, Instance, Node, here, meddled, needs_vllm, new_tokens
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -41,9 +41,6 @@ def b(here: Node) -> Instance:
     return instance(here, "b")
 
 
-GATHER, UNSTORED = SCATTER.replace("scatter", "gather"), {"vcache": {"store": False}}
-
-
 # ---- in an instance
 
 
@@ -64,13 +61,6 @@ def sleep(serving: Any, level: int = 1) -> None:
 
 def wake(serving: Any, *tags: str) -> None:
     serving.llm.wake_up(list(tags) or None)
-
-
-def run_and_sleep(serving: Any, prompt: Prompt) -> Any:
-    """At once: what the request stores is still on its way to the pool."""
-    (answer,) = serving.run([prompt], together=False)
-    sleep(serving)
-    return answer
 
 
 def below_the_engine(serving: Any, what: str, *arguments: Any) -> None:
@@ -108,17 +98,6 @@ def test_a_load_fails_and_is_computed_where_vllm_did_not_wait(here: Node, b: Ins
             later.ask(below_the_engine, "sleep")
         later.ask(below_the_engine, "wake_up")
         assert later.finish("one")["one"].agrees(computed)
-
-
-def test_a_store_without_end_is_given_up_or_right(here: Node, once: Instance, b: Instance) -> None:
-    tokens = new_tokens(4 * CHUNK + 1)
-    once.ask(patience, 0.1)
-    with meddled(once, GATHER, "slow", 60.0):
-        computed = once.ask(run_and_sleep, Prompt(tokens))
-        assert b.one(tokens, params=UNSTORED).cached == 0
-    once.ask(wake)
-    assert once.one(tokens).agrees(computed)
-    assert b.again(tokens).agrees(computed)
 
 
 def test_who_moves_a_wrong_byte_after_its_sleep_caches_nothing(here: Node, once: Instance) -> None:

@@ -169,6 +169,15 @@ class Instance(Worker):
             return False
 
 
+def keep(instance: Instance, tokens: list[int], **more: Any) -> Answer:
+    """Have `instance` compute a prompt; its answer, once others can find every whole chunk, in its
+    KV cache or in the pool.
+    """
+    answer = instance.one(tokens, **more)
+    assert instance.ask("told")
+    return answer
+
+
 def beside_vllm(log: Path | None = None) -> Worker:
     """A process that has vLLM imported, for functions that need it (their first argument says
     nothing).

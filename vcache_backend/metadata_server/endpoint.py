@@ -96,12 +96,12 @@ class Endpoint:
     def lost(self) -> str:
         """Why the path no longer leads to this server; empty while it does."""
         try:
-            current = _identity(self._path)
+            current = self._path.lstat()
         except FileNotFoundError:
             return "it was removed"
         except OSError as error:
             return str(error)
-        return "" if current == self._own else "another socket is there"
+        return "" if os.path.samestat(current, self._own) else "another socket is there"
 
     def keep_fresh(self) -> None:
         if time.monotonic() < self._fresh_until:
@@ -144,7 +144,7 @@ class Endpoint:
             self.listener.bind(str(self._path))
         finally:
             os.umask(umask)
-        self._own = _identity(self._path)
+        self._own = self._path.lstat()
         undo.callback(self._remove)
         if self._open_to_others:
             self._path.chmod(0o666)
@@ -154,8 +154,3 @@ class Endpoint:
     def _remove(self) -> None:
         if not self.lost():
             self._path.unlink(missing_ok=True)
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.lstat()
-    return status.st_dev, status.st_ino

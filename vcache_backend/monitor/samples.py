@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -31,20 +30,27 @@ class Point(NamedTuple):
 
 
 class Samples:
-    """Asks the server in a background thread until `close`. Any thread may call the methods.
+    """Asks the server with every heartbeat of a client, until `close`. Any thread may call the
+    methods.
 
-    path: the server's socket. stats: the last answer; None before the first. problem: why the last
-    question failed; empty after an answer."""
+    path: the server's socket. stats: the last answer; None before the first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stats: ServerStats | None = None
-        self.problem = "the server was not asked yet"
         self.answered_at = time.monotonic()
+        self._failed = ""
         self._points: deque[Point] = deque(maxlen=int(KEPT_SECONDS / EVERY_SECONDS))
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vcache-samples", daemon=True)
-        self._thread.start()
+        config = ClientConfig(request_seconds=ANSWER_SECONDS, heartbeat_seconds=EVERY_SECONDS)
+        self._client = Client(path, config)
+        self._client.on_return.append(self._ask)
+        self._client.on_beat.append(self._ask)
+        self._ask()
+
+    @property
+    def problem(self) -> str:
+        """Why the last question failed, or none can be asked; empty if it did not."""
+        return self._client.trouble or self._failed
 
     @property
     def late_seconds(self) -> float:
@@ -61,24 +67,16 @@ class Samples:
         return list(self._points)
 
     def close(self) -> None:
-        self._over.set()
-        self._thread.join(EVERY_SECONDS + 2 * ANSWER_SECONDS)
+        self._client.close()
 
-    def _run(self) -> None:
-        with Client(self.path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
-            while True:
-                self._ask(client)
-                if self._over.wait(EVERY_SECONDS):
-                    return
-
-    def _ask(self, client: Client) -> None:
+    def _ask(self) -> None:
         try:
-            stats = client.stats()
+            stats = self._client.stats()
         except VCacheError as error:
-            self.problem = str(error)
+            self._failed = str(error)
             return
         asked, found = tokens(stats)
         self._points.append(Point(time.monotonic(), stats.epoch, asked, found))
         self.stats = stats
-        self.problem = ""
+        self._failed = ""
         self.answered_at = time.monotonic()

@@ -62,8 +62,6 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
     """The KV caches, a tensor for each layer, in the given order. ValueError unless dense."""
-    if isinstance(kvcaches, Mapping):
-        kvcaches = list(kvcaches.values())
     if isinstance(kvcaches, Sequence):
         given = list(kvcaches)
         if all(isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in given):

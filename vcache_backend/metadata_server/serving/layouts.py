@@ -77,12 +77,11 @@ class Layouts:
             if not each.layout:
                 for pid in filter(None, (each.process.pid, each.parent)):
                     children[pid].append(each)
-        instances: dict[Hashable, tuple[str, list[Peer]]] = {}
+        instances = defaultdict[Hashable, list[Peer]](list)
         for each in self.clients.values():
             if each.layout and each.process not in in_place:
                 identity = (each.name, each.parent) if each.name and each.parent else each.id
-                _, peers = instances.setdefault(identity, (each.namespace, []))
-                peers += [each, *children[each.process.pid]]
+                instances[identity] += [each, *children[each.process.pid]]
         return [
             m.InstanceStats(
                 "",
@@ -91,10 +90,10 @@ class Layouts:
                 0,
                 0,
                 name=peers[0].name,
-                namespace=namespace,
+                namespace=peers[0].namespace,
                 **liveness(peers[: m.MAX_RANKS], stopped),
             )
-            for namespace, peers in list(instances.values())[:MAX_NAMESPACES]
+            for peers in list(instances.values())[:MAX_NAMESPACES]
         ]
 
     def namespaces(self) -> dict[str, str]:

@@ -57,8 +57,7 @@ class CudaExportable:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """A context in which this thread's allocations on the current device are exportable.
-        SegmentError if torch takes no allocator."""
+        """A context in which this thread's allocations on the current device are exportable."""
         # If memory runs out while a pool is in use, torch fails instead of giving back cached
         # memory.
         torch.cuda.empty_cache()
@@ -115,11 +114,8 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _torch_allocator(allocate: int | None, free: int | None) -> Any:
-    make = getattr(torch._C, "_cuda_customAllocator", None)
-    if make is None:
-        raise SegmentError(f"torch {torch.__version__} takes no memory from others")
-    made = make(allocate, free)
+def _torch_allocator(allocate: Any, free: Any) -> Any:
+    made = torch._C._cuda_customAllocator(allocate, free)
     # Never freed: in older releases torch's pools hold the allocator by a plain pointer, and free
     # memory through this pointer until the end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
