@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from vcache_backend.config import ByteSize, Config
@@ -14,9 +12,15 @@ from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
 
+SEES_NONE = warn(
+    "gpus",
+    "there is an NVIDIA driver, but this process sees no GPU",
+    "check CUDA_VISIBLE_DEVICES and the container's GPU access, or set pool.device: host",
+)
+
 
 def check_gpus(config: Config) -> Iterator[Finding]:
-    """Check the driver, each GPU, torch's build, and each pair of GPUs."""
+    """Check the driver, each GPU, and each pair of GPUs."""
     if not has_nvidia():
         yield ok("gpus", "no NVIDIA GPU: segments will be host memory")
         return
@@ -24,21 +28,16 @@ def check_gpus(config: Config) -> Iterator[Finding]:
         gpus, version = devices.gpus(), cuda_driver.load().version()
     except SegmentError as error:
         if isinstance(error, DriverError) and error.code == "CUDA_ERROR_NO_DEVICE":
-            yield from _sees_none()
-            return
-        detail = f"there is an NVIDIA driver, but its GPUs cannot be used: {error}"
-        yield fail("gpus", detail, "see nvidia-smi")
+            yield SEES_NONE
+        else:
+            detail = f"there is an NVIDIA driver, but its GPUs cannot be used: {error}"
+            yield fail("gpus", detail, "see nvidia-smi")
         return
-    yield ok("driver", f"NVIDIA {_kernel_module()}, CUDA {'.'.join(map(str, version))}")
+    yield ok("driver", f"NVIDIA, CUDA {'.'.join(map(str, version))}")
     if not gpus:
-        yield from _sees_none()
+        yield SEES_NONE
     yield from map(_one_gpu, gpus)
     yield from _pairs(gpus)
-
-
-def _sees_none() -> Iterator[Finding]:
-    advice = "check CUDA_VISIBLE_DEVICES and the container's GPU access, or set pool.device: host"
-    yield warn("gpus", "there is an NVIDIA driver, but this process sees no GPU", advice)
 
 
 def _one_gpu(gpu: Gpu) -> Finding:
@@ -68,11 +67,3 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
 def has_nvidia() -> bool:
     """Whether the NVIDIA kernel driver is loaded, as far as this container shows it."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
-
-
-def _kernel_module() -> str:
-    with suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        if version := re.search(r"\b(\d{3}\.[\d.]+)\b", text):
-            return version[1]
-    return "driver of unknown version"
