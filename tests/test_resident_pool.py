@@ -4,7 +4,6 @@ notices nothing.
 
 from __future__ import annotations
 
-import random
 import sys
 from array import array
 from collections.abc import Iterator
@@ -113,57 +112,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     yield made
     made.generations.close()
     made.owner.close()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_nothing_that_lies_here_alone_leaves_before_a_copy(watched: Watched, seed: int) -> None:
-    """Whatever was handed out, hit, lost by its owner or reset before."""
-    dice = random.Random(seed)
-    pool = watched.pool
-    copies = list[tuple[set[int], int]]()
-    going, maybe = set[int](), set[int]()
-    for _ in range(200):
-        act = dice.choice("llccctor")
-        there = {block for blocks, _ in copies for block in blocks} | going
-        held = {block.block_id for block in pool.blocks if block.block_hash is not None}
-        if act in "lc":
-            lacking = {*range(BLOCKS // EACH)} - {chunk for _, chunk in copies}
-            chunks = dice.sample(sorted(lacking), min(len(lacking), dice.randint(1, 2)))
-            tracked, blocks = (
-                watched.read(chunks) if act == "l" else (None, watched.take(dice.randint(1, 4))[0])
-            )
-            ids = [block.block_id for block in blocks]
-            assert not held & set(ids) - there - maybe or there <= set(ids)
-            maybe -= set(ids)
-            begun = [one for one in copies if one[0] & set(ids)]
-            copies = [one for one in copies if one not in begun]
-            going = (going | {block for one, _ in begun for block in one}) - set(ids)
-            if tracked is not None:
-                watched.duplicates.finished(tracked, 4)
-                lying = [{*ids[EACH * at : EACH * (at + 1)]} for at in range(len(chunks))]
-                copies += zip(lying, chunks, strict=True)
-            else:
-                watched.known(blocks)
-            pool.free_blocks(reversed(blocks))
-        elif act == "t" and held:
-            hit = dice.choice(sorted(held))
-            pool.touch([pool.blocks[hit]])
-            watched.duplicates.finished(used([hit], local=4), 4)
-            pool.free_blocks([pool.blocks[hit]])
-            # A chunk in pieces is not moved.
-            maybe |= {block for one, _ in copies if hit in one for block in one}
-            copies, going = [one for one in copies if hit not in one[0]], going - {hit}
-        elif act == "o":
-            lost = dice.randrange(BLOCKS // EACH)
-            # A chunk's last block leaves first.
-            watched.owner.void([EACH * lost + EACH - 1])
-            watched.owner.filled([EACH * lost + EACH - 1])
-            copies = [one for one in copies if one[1] != lost]
-        elif act == "r" and dice.random() < 0.2:
-            assert pool.reset_prefix_cache()
-            copies, going, maybe = [], set(), set()
-        cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
-        assert not (watched.view.counters[cached] & np.uint64(1)).any(), "others may read it"
 
 
 def test_after_a_reset_no_copy_leaves_before_the_empty_blocks(watched: Watched) -> None:
