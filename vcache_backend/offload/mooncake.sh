@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `vcache mooncake` becomes this: one Mooncake master, and one provider that lends host memory. Both end with it.
 #
-#   mooncake.sh PROGRAMS NBYTES HOST PORT MASTER LOGS        PROGRAMS: a folder to look for Mooncake's in; the last three may be empty
+#   mooncake.sh PROGRAMS NBYTES HOST PORT MASTER LOGS        PROGRAMS: the folder of Mooncake's programs; the last three may be empty
 set -euo pipefail
 
 READY_SECONDS=20
@@ -17,7 +17,7 @@ die() { say "$*"; exit 1; }
 
 listens() { timeout 3 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>/dev/null; }
 
-# The first port from $1 on that nobody has, be it for a connection.
+# The first port from $1 on that no socket of this host uses, not even for a connection.
 free_port() {
     local candidate
     for ((candidate = $1; candidate < $1 + 100; candidate++)); do
@@ -26,14 +26,14 @@ free_port() {
     die "no free port from $1 to $((candidate - 1))"
 }
 
-# What is started ends with this script even if that is killed.
+# The master and the provider end with this script, even if the script is killed.
 bound=()
 if setpriv --pdeathsig TERM true 2>/dev/null; then bound=(setpriv --pdeathsig TERM); fi
 
-# Is PID one of what was started and still runs? Asked of the shell: once it has reaped one, its number may be another process's.
+# Does PID, which this script started, still run? The shell knows; once a process is reaped, its number may be another process's.
 runs() { [[ $'\n'$(jobs -rp)$'\n' == *$'\n'"$1"$'\n'* ]]; }
 
-# NAME PID ADDRESS PORT: wait until it listens.
+# NAME PID ADDRESS PORT: wait until the process listens.
 ready() {
     local deadline=$((SECONDS + READY_SECONDS))
     until listens "$3" "$4"; do
@@ -43,14 +43,14 @@ ready() {
     done
 }
 
-# NAME WHAT: its log's end, and the end.
+# NAME FAULT: print the end of the process's log, and end.
 fail() {
     tail -n 15 "$logs/$1.log" >&2 || true
     own_logs=false
     die "$1 $2; its log is $logs/$1.log"
 }
 
-# The provider first: it tells the master that its memory goes.
+# The provider stops first, and so tells the master that its memory goes.
 stop() {
     local index pid deadline
     trap - EXIT INT TERM
@@ -75,7 +75,7 @@ trap stop EXIT
 trap 'stop; exit 130' INT
 trap 'stop; exit 143' TERM
 
-# One of these scripts at a time chooses ports, until what it starts listens on them.
+# Only one of these scripts at a time chooses ports, until its processes listen on the ports.
 exec 9</
 flock -w "$READY_SECONDS" 9 2>/dev/null || true
 
@@ -87,7 +87,7 @@ if [ -z "$master" ]; then
         die "port $port of $host is taken"
     fi
     metrics=$(free_port 9003)
-    # Room is made early, in the background: a put itself never evicts. What was read is kept for at least five seconds.
+    # A put never evicts, so the master makes room early, in the background. An object that was read stays for at least 5 s.
     "${bound[@]}" mooncake_master --rpc_address="$host" --rpc_port="$port" --metrics_host="$host" --metrics_port="$metrics" \
         --eviction_high_watermark_ratio=0.85 --eviction_ratio=0.1 --default_kv_lease_ttl=5000 >"$logs/master.log" 2>&1 9<&- &
     pids+=($!)
@@ -119,7 +119,7 @@ ready: master $master${metrics:+ (metrics: http://$named:$metrics/metrics/summar
     vcache serve --config FILE
 READY
 
-# Both are meant to run for ever. A signal ends the wait, and its trap the rest. (`wait -n` does not see who ended before it.)
+# Both processes run until a signal ends the wait; the trap stops them. (`wait -n` misses a process that ended before.)
 while :; do
     for pid in "${pids[@]}"; do
         runs "$pid" && continue

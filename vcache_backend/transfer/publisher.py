@@ -88,12 +88,12 @@ class Publisher(Outbox):
         sequence: `TOGETHER` at a time, the last chunks first. Any thread.
 
         Leaves out chunks of failed steps, which were never published."""
-        alike = list[Publish]()
+        same = list[Publish]()
         for chunk in _single(publication):
             kept = self._kept.get(chunk.blocks[:NUMBER_BYTES])
             if kept is not None and structs.replace(kept, sequence=chunk.sequence) == chunk:
-                alike.append(chunk)
-        return [_joined(alike[max(0, at - TOGETHER) : at]) for at in range(len(alike), 0, -TOGETHER)]
+                same.append(chunk)
+        return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
     def holds(self, publication: Publish) -> bool:
         """Whether all blocks of these chunks still have the published generations. Any thread; the
