@@ -4,6 +4,7 @@ a real socket.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -149,6 +150,20 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
 def test_a_layout_that_is_no_text_is_trouble_and_raises_nothing(stage: Stage) -> None:
     """As of a model in a folder whose name is not UTF-8."""
     assert "surrogates not allowed" in stage.client(layout={"model": "\udcff"}).trouble
+
+
+def test_a_process_that_gets_no_pidfd_is_told_so(
+    stage_: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where seccomp forbids it: that is not for `server.allow_uids` to change."""
+
+    def forbidden(pid: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    stage_.server()
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    with Client(stage_.path, PATIENT, reconnect=False) as client:
+        assert client.trouble.endswith(": no pidfd: Operation not permitted; see `vcache doctor`")
 
 
 def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scripted) -> None:

@@ -52,16 +52,19 @@ def servers(path: Path) -> list[int]:
     return processes.with_words("-m vcache_backend serve ", f"{path} ")
 
 
+def end_servers(path: Path) -> None:
+    """Those too that nobody's end ends."""
+    for pid in servers(path):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not servers(path))
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """A socket's path. Detached servers on it end with the test, those too that nobody's end
-    ends.
-    """
+    """A socket's path. Detached servers on it end with the test."""
     made = tmp_path / "pool" / "vcache.sock"
     yield made
-    for pid in servers(made):
-        os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not servers(made))
+    end_servers(made)
 
 
 def config(path: Path, **server: object) -> Config:

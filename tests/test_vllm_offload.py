@@ -25,8 +25,7 @@ __all__ = ["own_depot"]
 pytestmark = [vllm_cases.needs_vllm, needs_mooncake]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
-FETCH, UPLOAD = f"{vllm_cases.SESSION}.fetch", "vcache_backend.offload.uploads:Uploader.scatter"
-GATHER, FENCE = f"{vllm_cases.COPIER}.gather", f"{vllm_cases.COPIER}.fence"
+FETCH = f"{vllm_cases.SESSION}.fetch"
 PROMOTE = f"{OURS}.worker.stores:Stores.promote"
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 CALL = "vcache_backend.offload.store:Store.get"

@@ -308,13 +308,11 @@ class Serving:
         is a file beside `value`.
         """
         self._calls[place], before = 0, len(self._undo)
-        for one in place.split("|"):
-            module, _, path = one.partition(":")
-            class_, _, names = path.partition(".")
-            with suppress(ImportError):
-                owner = getattr(importlib.import_module(module), class_)
-                for name in owner.__dict__.keys() & set(names.split(",")):
-                    self._replace(owner, name, place, action, value, times)
+        module, _, path = place.partition(":")
+        class_, _, names = path.partition(".")
+        owner = getattr(importlib.import_module(module), class_)
+        for name in owner.__dict__.keys() & set(names.split(",")):
+            self._replace(owner, name, place, action, value, times)
         assert len(self._undo) > before, f"there is no {place}"
 
     def _replace(

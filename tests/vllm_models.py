@@ -20,7 +20,7 @@ CONNECTOR: dict[str, Any] = {"kv_connector": "VCacheConnector"}
 CONNECTOR |= {"kv_connector_module_path": "vcache_backend.integration.vllm_connector"}
 """Of `kv_transfer_config`: which connector."""
 VOCABULARY = 1024
-_HIDDEN, LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 2, 4, 2, 64, 64
+_HIDDEN, LAYERS, _KV_HEADS, _HEAD, _MLP = 64, 2, 2, 64, 64
 """Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly. It has few
 layers: most of what these tests take is the time in them."""
 TOKEN_BYTES = LAYERS * _KV_HEADS * _HEAD * 2 * 2

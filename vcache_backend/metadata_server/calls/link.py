@@ -52,7 +52,10 @@ class ServerLink:
                 f"client.server_uid: {uid} to trust it"
             )
         # The pidfd tells the server when this process ends.
-        pidfd = os.pidfd_open(os.getpid())
+        try:
+            pidfd = os.pidfd_open(os.getpid())
+        except OSError as error:
+            raise ConnectionError(f"no pidfd: {error.strerror}; see `vcache doctor`") from error
         try:
             fds = [pidfd] if ledger is None else [pidfd, ledger]
             self.send(wire.encode(hello), deadline, fds)
