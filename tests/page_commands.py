@@ -87,14 +87,6 @@ def check(command: str, place: Place) -> None:
     rules[0](words, place)
 
 
-def _said(*command: str | Path) -> str:
-    # These tests may be run by `make`, which hands its own variables on.
-    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
-    done = ran(*command, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
 def _options(words: list[str]) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("--")]
 
@@ -168,9 +160,12 @@ def _program(words: list[str], place: Place) -> None:
 
 def _make(words: list[str], place: Place) -> None:
     """What its recipes run is checked like any other command."""
-    recipes = _said("make", "-n", *words[1:]).splitlines()
-    assert recipes
-    for line in recipes:
+    # These tests may be run by `make`, which hands its own variables on.
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    done = ran("make", "-n", *words[1:], env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    for line in done.stdout.splitlines():
         check(line, place)
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -102,15 +100,10 @@ def test_the_server_s_word_counts_if_it_says_yes(reading: Reading) -> None:
 # ---- a release that waits
 
 
-@contextmanager
-def another_call(session: Session) -> Iterator[None]:
-    """One of another thread is under way, for longer than this client's calls wait."""
-    with session.client._lock, hurried(session.client):
-        yield
-
-
 def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(reading: Reading) -> None:
-    with another_call(reading.session):
+    client = reading.session.client
+    # A call of another thread is under way, for longer than this client's calls wait.
+    with client._lock, hurried(client):
         reading.session.leases.release(reading.lease)
         assert not reading.session.flush(2 * HASTY_SECONDS)
     eventually(lambda: reading.leases() == 0)

@@ -21,7 +21,7 @@ from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment
+from vcache_backend.vram_pool.segment import OwnedSegment, create, map_segment
 
 GIB = 1 << 30
 
@@ -55,12 +55,6 @@ def left_behind(action: Callable[[], object], cycles: int) -> tuple[int, int]:
 @pytest.fixture
 def owned() -> Iterator[OwnedSegment]:
     with create(HOST, NBYTES) as segment:
-        yield segment
-
-
-@pytest.fixture
-def mapped(owned: OwnedSegment) -> Iterator[MappedSegment]:
-    with map_segment(owned.info, owned.fd, HOST) as segment:
         yield segment
 
 
@@ -135,10 +129,8 @@ def test_a_gpu_does_not_map_host_memory_and_a_host_no_gpu_memory(owned: OwnedSeg
 # ---- closing
 
 
-def test_close_may_be_called_again_and_what_is_closed_says_so(
-    owned: OwnedSegment, mapped: MappedSegment
-) -> None:
-    number = owned.fd
+def test_close_may_be_called_again_and_what_is_closed_says_so(owned: OwnedSegment) -> None:
+    number, mapped = owned.fd, map_segment(owned.info, owned.fd, HOST)
     for segment in (owned, mapped):
         segment.close()
         # The number may be another file's by now: closing again must not close that.

@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 from neighbour_cases import added_to, descriptors, instance, owner
 from processes import PATIENT, QUICK, Stage, asked, eventually, hung
 
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import ENDS_SECONDS, MAX_REFUSED, Refusals, Tables
 
 ONE, TWO = instance(1), instance(2)
 
 
-@pytest.fixture
-def client(stage: Stage) -> Client:
-    return stage.client()
-
-
-@pytest.fixture
-def tables(client: Client) -> Iterator[Tables]:
-    with closing(Tables(client)) as made:
-        yield made
-
-
 def there(tables: Tables, name: bytes = ONE) -> GenerationView:
     return eventually(lambda: tables.view(name))
 
 
-def test_a_killed_owners_table_is_forgotten(stage: Stage, client: Client, tables: Tables) -> None:
+def test_a_killed_owners_table_is_forgotten(stage: Stage) -> None:
     """Once, though somebody else holds the same pidfd, as the server does: epoll would go on
     telling of it, under a number that is another's by then."""
-    with owner(stage) as part, owner(stage, 2):
+    client = stage.client()
+    with owner(stage) as part, owner(stage, 2), closing(Tables(client)) as tables:
         _, held = client.open_instance(ONE)
         before = descriptors()
         there(tables)
