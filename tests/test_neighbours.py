@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 
 import neighbour_cases
@@ -20,9 +18,8 @@ from processes import QUICK, Stage, asked, eventually, make_memfd
 from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.metadata_server import wire
 from vcache_backend.resident.generations import Generations, GenerationView
-from vcache_backend.resident.neighbours import LOOK_SECONDS, Neighbour
+from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.resident.own_cache import cache_shape
 
 ONE, TWO = neighbour_cases.instance(1), neighbour_cases.instance(2)
@@ -220,32 +217,6 @@ def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
 
 
 # ---- the thread of an owner
-
-
-def test_the_end_of_one_owner_ends_no_other_that_was_mapped_meanwhile(
-    stage: Stage, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the first end is dealt with, a living owner is mapped: its pidfds may get the same
-    numbers.
-    """
-    close_fds = wire.close_fds
-
-    def and_another_comes(fds: Sequence[int]) -> None:
-        close_fds(fds)
-        if threading.current_thread() in ending:
-            ending.clear()
-            reader.there(TWO)
-
-    ending = list[threading.Thread]()
-    monkeypatch.setattr(wire, "close_fds", and_another_comes)
-    with owner(stage) as there, owner(stage, 2):
-        reader.there(ONE)
-        ending += [it for it in threading.enumerate() if it.name == "vcache-neighbours"]
-        there.kill()
-        eventually(lambda: TWO in reader.neighbours._here)
-        eventually(lambda: (kv_mapped(), threads()) == (1, 1))
-        time.sleep(3 * LOOK_SECONDS)
-        assert enters(reader.there(TWO))
 
 
 def test_without_its_thread_nobody_reads(

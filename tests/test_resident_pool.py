@@ -114,20 +114,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     made.owner.close()
 
 
-def test_after_a_reset_no_copy_leaves_before_the_empty_blocks(watched: Watched) -> None:
-    """However many blocks were handed out before it."""
-    pool = watched.pool
-    for _ in range(3):
-        blocks, _ = watched.take(BLOCKS - 1)
-        watched.known(blocks)
-        pool.free_blocks(blocks)
-    assert pool.reset_prefix_cache()
-    tracked, copies = watched.read([0])
-    watched.end(tracked, copies)
-    watched.take(BLOCKS - 1 - EACH)
-    assert all(block.block_hash is not None for block in copies)
-
-
 def test_requests_that_have_ended_do_not_stay_in_memory(watched: Watched) -> None:
     """Also while vLLM has blocks that hold nothing, so that no copy is given up."""
     requests = [used([1, 2]) for _ in range(100)]
