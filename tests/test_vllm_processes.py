@@ -189,6 +189,31 @@ def test_each_rank_reads_from_the_same_rank_of_another(tmp_path: Path, isolated:
 # ---- another connector
 
 
+def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(here: Node) -> None:
+    """vLLM computes it again, behind a step that has computed with it."""
+    runner = APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    other = {"kv_connector": "FailingConnector", "kv_connector_module_path": "vllm_variants"}
+    other |= {"kv_role": "kv_both"}
+    other |= {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / "failing")}}
+    given = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    given |= {"kv_connector_extra_config": {"connectors": [other, here.transfer()]}}
+    given |= {"kv_load_failure_policy": "recompute"}
+    more = {"async_scheduling": False, "disable_hybrid_kv_cache_manager": True}
+    failing = here.alone("failing", runner, kv_transfer_config=given, **more)
+    reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
+    computed = here.keep(failing, tokens)
+    failing.forget()
+    with here.connection() as client:
+        client.clear()
+    assert failing.one(tokens).said == computed.said
+    here.stored(4)
+    hit = reader.one(tokens)
+    assert hit.cached == LENGTH
+    assert hit.agrees(computed)
+    for one in (failing, reader):
+        one.close()
+
+
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
 def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: Node) -> None:
     """It loads and stores in one step. In one of two pipeline stages the load fails; when vLLM
