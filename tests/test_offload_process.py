@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,17 @@ def test_a_process_that_stops_costs_look_ups_a_deadline(depot: Depot) -> None:
     os.kill(pid(store), signal.SIGCONT)
     eventually(lambda: store.usable)
     eventually(lambda: store.lookup(["vcache1/x"]) == 0)
+    store.close()
+
+
+def test_look_ups_of_several_threads_do_not_fail_each_other(depot: Depot) -> None:
+    store, _ = opened(depot.offload(failures=1, **QUICK))
+    os.kill(pid(store), signal.SIGSTOP)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(store.lookup, ["vcache1/x"]) for _ in range(4)]
+        assert not wait(asked, 0.5, FIRST_COMPLETED).done
+        os.kill(pid(store), signal.SIGCONT)
+    assert [one.result() for one in asked] == [0] * 4
     store.close()
 
 

@@ -43,9 +43,9 @@ class Store:
         )
         self._process: OffloadProcess | None = None
         self._started = 0
-        self._last = Future[Any]()
-        """The last look-up."""
-        self._last.set_result([])
+        self._late = Future[Any]()
+        """The last look-up that failed: until it is done, it is late, and no other is asked."""
+        self._late.set_result([])
         self._suspect: Callable[[], None] | None = None
         self._said = ""
         self._tried = threading.Event()
@@ -69,13 +69,14 @@ class Store:
         process = self._usable_process()
         if not names or process is None:
             return None
-        started = perf_counter()
+        started, call = perf_counter(), self._late
         try:
-            if not self._last.done():
+            if not call.done():
                 raise StoreDown("another look-up is late already")
-            self._last = process.ask("exist", names)
-            exists = self._last.result(self._config.lookup_seconds)
+            call = process.ask("exist", names)
+            exists = call.result(self._config.lookup_seconds)
         except (TimeoutError, StoreDown) as error:
+            self._late = call
             self.failed("lookup", str(error) or f"no answer in {self._config.lookup_seconds:g} s")
             return None
         self._stats.add_time("offload_lookup", perf_counter() - started)
