@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -426,6 +427,22 @@ def test_a_monitor_without_descriptors_says_so_once_and_then_answers(alone: Stag
         waiting.settimeout(SECONDS)
         assert waiting.recv(64).startswith(b"HTTP/1.1 200 OK")
     assert monitor.said().count("no client can connect for now (ulimit -n)") == 1
+    assert "Traceback" not in monitor.said()
+
+
+def test_a_monitor_without_threads_says_so_once_and_answers_when_the_oldest_are_gone(
+    alone: Stage,
+) -> None:
+    alone.server()
+    monitor, address = watching(alone)
+    assert answers(address)
+    used = int(Path(f"/proc/{monitor.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    # Less than a thread's stack is left; the C library keeps the stacks of threads that have ended.
+    resource.prlimit(monitor.pid, resource.RLIMIT_AS, (used + (1 << 20),) * 2)
+    with slow(address, b"GET /", ["127.0.0.1"] * 6):
+        monitor.expect("no client can connect for now")
+        eventually(lambda: answers(address))
+    assert monitor.said().count("no client can connect for now (ulimit -u") == 1
     assert "Traceback" not in monitor.said()
 
 

@@ -27,7 +27,6 @@ from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from vcache_backend.metadata_server import processes
 from vcache_backend.monitor.samples import Samples
 from vcache_backend.status import summary, trouble
 
@@ -41,7 +40,9 @@ ANSWER_SECONDS = 10.0
 SAME_SECONDS = 1.0
 """How long all clients get the same metrics and statistics."""
 EXHAUSTED_SECONDS = 0.5
-"""How long to accept no connection when no descriptors are left."""
+"""How long to accept no connection when no descriptors or threads are left."""
+QUIET_SECONDS = 60.0
+"""How long the log has no second line about this."""
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format, which every scraper reads."""
 
@@ -105,7 +106,7 @@ class Web(ThreadingTCPServer):
             for name in ("localhost", socket.gethostname(), host, *hosts)
         }
         self._making = threading.Lock()
-        self._complained = False
+        self._quiet_until = 0.0
         self._made: dict[str, tuple[float, _Response]] = {}
         """By path, the last costly answer, and its time."""
         self.served: dict[socket.socket, None] = {}
@@ -116,26 +117,40 @@ class Web(ThreadingTCPServer):
     # ---- connections, as socketserver calls these methods
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. A lack of descriptors is one line, and no busy loop."""
         try:
-            accepted = super().get_request()
+            return super().get_request()
         except OSError as error:
-            if processes.is_exhausted(error) and not self._complained:
-                self._complained = True
-                log.warning("no client can connect for now (ulimit -n): %s", error)
-            time.sleep(EXHAUSTED_SECONDS)
+            if not isinstance(error, ConnectionError):  # else the client has gone away
+                self._relieve("ulimit -n", error)
             raise
-        self._complained = False
-        return accepted
 
     def process_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(ANSWER_SECONDS)
         self.served[request] = None
-        for oldest in list(self.served)[:-MAX_AT_ONCE]:
+        self._end_oldest(MAX_AT_ONCE)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError as error:  # no thread can be started
+            self.shutdown_request(request)
+            self._relieve("ulimit -u, pids of a container", error)
+
+    def _relieve(self, limit: str, error: Exception) -> None:
+        """A connection failed for lack of descriptors or threads: log that now and then, end the
+        oldest connection, and pause, so that this is no busy loop."""
+        now = time.monotonic()
+        if now > self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            log.warning("no client can connect for now (%s): %s", limit, error)
+        self._end_oldest(len(self.served) - 1)
+        time.sleep(EXHAUSTED_SECONDS)
+
+    def _end_oldest(self, most: int) -> None:
+        """Hang up on the oldest connections if more than `most` have a thread."""
+        served = list(self.served)
+        for oldest in served[: max(0, len(served) - most)]:
             self.served.pop(oldest, None)
             with suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         self.served.pop(request, None)
