@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 import resource
@@ -436,7 +437,7 @@ def test_a_monitor_without_threads_says_so_once_and_answers_when_the_oldest_are_
     alone.server()
     monitor, address = watching(alone)
     assert answers(address)
-    used = int(Path(f"/proc/{monitor.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    used = mmap.PAGESIZE * int(Path(f"/proc/{monitor.pid}/statm").read_text().split()[0])
     # Less than a thread's stack is left; the C library keeps the stacks of threads that have ended.
     resource.prlimit(monitor.pid, resource.RLIMIT_AS, (used + (1 << 20),) * 2)
     with slow(address, b"GET /", ["127.0.0.1"] * 6):
