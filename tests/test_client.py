@@ -259,6 +259,20 @@ def test_a_wrong_answer_ends_the_connection(stage_: Stage, scripted: Scripted, r
     assert not client.connected
 
 
+def test_copies_that_end_within_a_chunk_end_the_connection(
+    stage_: Stage, scripted: Scripted
+) -> None:
+    """A scheduler unpacks them where it plans a step."""
+    scripted(lambda request: ["found", b"", [], 0, False, None, [[b"o" * 16, bytes(size)]]])
+    client = stage_.client(QUICK, reconnect=False)
+    size = 2 * m.COPY.size
+    assert client.find(m.Find([A])).copies == [m.Copies(m.InstanceId(b"o" * 16), bytes(size))]
+    size -= 1
+    with pytest.raises(VCacheError):
+        client.find(m.Find([A]))
+    assert not client.connected
+
+
 @pytest.mark.parametrize(
     "hello", [b"\xc1", ["count", 1], ["error", "no"], WELCOME], ids=lambda hello: repr(hello)[:12]
 )

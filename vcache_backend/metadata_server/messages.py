@@ -706,6 +706,10 @@ class Copies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     instance: InstanceId
     packed: bytes
 
+    def __post_init__(self) -> None:
+        if len(self.packed) % COPY.size:
+            raise ValueError(f"copies: {len(self.packed)} B are not whole copies")
+
 
 class Found(Reply, frozen=True, tag="found"):
     """For each leading chunk, whether it is in the pool (a byte, 0 or 1). `residents`: runs in
