@@ -209,7 +209,7 @@ def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
         neighbour = reader.there(ONE)
         assert neighbour.enter()
         reader.close()
-        assert len(said(caplog, "stays mapped until its last copy is over")) == 1
+        assert len(said(caplog, "stay mapped until their last copy is over")) == 1
         assert read(neighbour, reader.cache, 1) == 3
         assert reader.neighbours.get(ONE) is None
         neighbour.leave()

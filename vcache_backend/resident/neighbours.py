@@ -139,8 +139,8 @@ class Neighbours:
         until = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0.0))
-            if thread.is_alive():
-                log.warning("another instance's KV cache stays mapped until its last copy is over")
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("other instances' KV caches stay mapped until their last copy is over")
 
     # ---- the thread of one owner
 
