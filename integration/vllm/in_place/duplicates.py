@@ -41,7 +41,7 @@ leave the cache later."""
 
 _Duplicate = tuple[InstanceId, tuple[int, ...], float, float]
 """An instance, a chunk (`COPY`) that lies there and here, and when the last two requests ended that
-have used the chunk here since the copy was reported."""
+have used the chunk here since the copy was reported. A named tuple takes 0.3 us longer to make."""
 UNUSED = -inf
 
 
@@ -94,10 +94,12 @@ class Duplicates:
                     last, generation, first, _, _ = copy
                     if last < blocks and first < blocks:
                         old = copies.pop(last, None)
-                        if old is None or old[1][1] != generation:
-                            copies[last] = news.instance, copy, UNUSED, UNUSED
-                        else:
-                            copies[last] = news.instance, copy, *old[2:]
+                        used = before = UNUSED
+                        if old is not None:
+                            _, (_, old_generation, *_), old_used, old_before = old
+                            if old_generation == generation:
+                                used, before = old_used, old_before
+                        copies[last] = news.instance, copy, used, before
             while len(copies) * self._each > blocks:
                 copies.popitem(last=False)
         return bool(self._waiting)
@@ -115,7 +117,8 @@ class Duplicates:
         for last in reversed(row[self._each - 1 :: self._each]) if copies or in_use else ():
             duplicate = copies.pop(last, in_use.pop(last, None))
             if duplicate is not None:
-                copies[last] = duplicate[0], duplicate[1], now, duplicate[2]
+                instance, copy, used, _ = duplicate
+                copies[last] = instance, copy, now, used
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
