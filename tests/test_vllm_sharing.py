@@ -194,3 +194,46 @@ def test_a_new_owner_is_mapped_beside_steps_and_a_killed_one_left_what_it_saved(
     assert hit.said == own.said
     assert answer.cached == 0
     assert answer.said == here.aside.one(more).said
+
+
+@pytest.mark.parametrize("reset", ["forget", "reset"])
+def test_a_reset_of_the_owner_or_the_reader_during_a_load(here: Node, reset: str) -> None:
+    """The owner's makes the load void. The reader's is refused by vLLM, as a request runs; it
+    answers with what was asked for, and tells nobody of it."""
+    tokens, lost = new_tokens(3 * CHUNK + 1), here.b.counter("vllm:vcache_recomputed_tokens")
+    keep(here.a, tokens)
+    with stopped_at(here.b, PULL) as place:
+        prompt = Prompt(tokens, params={"vcache": {"store": False}})
+        answers = place.while_there(lambda: here.a.ask(reset), prompt)
+    assert here.b.counter("vllm:vcache_recomputed_tokens") - lost == 3 * CHUNK
+    assert answers[0].agrees(here.aside.one(tokens))
+    here.b.forget()
+    keep(here.a, tokens)
+    with meddled(here.b, PULL, "slow", 0.3, times=1):
+        here.b.add("late", tokens)
+        eventually(lambda: here.b.step(1) == {} and here.b.ask("calls")[PULL] == 1)
+        assert not here.b.ask(reset)
+        answer = here.b.finish("late")["late"]
+    assert answer.cached == 3 * CHUNK
+    assert answer.agrees(here.aside.one(tokens))
+    assert here.b.ask("told")
+    assert here.a.again(tokens).cached == 0
+
+
+def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node) -> None:
+    """Somebody beside them lends to it. A reader in place passes on what it had from there."""
+    pooled, tokens = here.connect("pooled"), new_tokens(5 * CHUNK + 1)
+    computed = here.keep(pooled, tokens)
+    keep(here.a, tokens[: 3 * CHUNK + 1], params={"vcache": {"load": False}})
+    counted = [("vllm:vcache_loaded_tokens", "tier", tier) for tier in ("resident", "host")]
+    before = [here.b.counter(name, **{label: value}) for name, label, value in counted]
+    hit, own = keep(here.b, tokens), pooled.one(tokens)
+    assert (hit.cached, hit.said) == (5 * CHUNK, own.said)
+    assert hit.agrees(computed)
+    after = [here.b.counter(name, **{label: value}) for name, label, value in counted]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [3 * CHUNK, 2 * CHUNK]
+    assert here.a.ask("forget")
+    c = here.connect("c", IN_PLACE)
+    passed_on = c.one(tokens)
+    assert (passed_on.cached, passed_on.said) == (5 * CHUNK, own.said)
+    assert c.counter("vllm:vcache_loaded_tokens", tier="resident") == 5 * CHUNK

@@ -386,3 +386,21 @@ def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node) -> None:
             apart.ask(name_version, name)
             again = apart.one(tokens)
             assert (again.cached, again.agrees(computed)) == (cached * CHUNK, True)
+
+
+def test_weights_that_nobody_names_are_shared_with_nobody(two: Two) -> None:
+    """Nor does an instance find its own chunks of before; those of others stay where they are."""
+    tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    old = keep(two.a, tokens)
+    two.b.ask(load, two.models[1])
+    two.b.forget()
+    assert two.b.one(tokens).agrees(fresh(two.b, tokens))
+    keep(two.b, later)
+    assert two.a.one(later).cached == 0
+    assert two.b.ask("reset")
+    assert two.b.one(later).cached == 0
+    two.b.ask(load, two.models[0])
+    two.b.ask(name_version, two.old)
+    two.b.forget()
+    hit = two.b.one(tokens)
+    assert (hit.cached, hit.agrees(old)) == (4 * CHUNK, True)
