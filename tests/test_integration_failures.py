@@ -222,41 +222,6 @@ def test_a_death_in_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet
 
 # ---- exceptions of our own
 
-PLACES = [
-    *(
-        f"{vllm_cases.OURS}.scheduler.side:SchedulerSide.{name}"
-        for name in ("arrived", "matched", "allocated", "plan", "update", "finished")
-    ),
-    f"{vllm_cases.OURS}.worker.side:WorkerSide.store",
-    f"{vllm_cases.OURS}.worker.stores:Stores.measure",
-    *(vllm_cases.SCATTER, RELEASE),
-]
-"""Methods that run with every request. Those around a load: test_vllm_sharing."""
-RAISED = [*((OWN, place, 1) for place in PLACES), (OWN, PLACES[3], vllm_cases.FOREVER)]
-
-
-@pytest.mark.parametrize(
-    ("reader", "place", "times"),
-    RAISED,
-    indirect=["reader"],
-    ids=lambda value: str(value).rpartition(":")[2],
-)
-def test_an_exception_of_ours_is_a_miss(
-    fleet: Fleet, reader: Instance, case: Case, place: str, times: int
-) -> None:
-    """Of a hit, and of a prompt that is computed in two steps and stored."""
-    stored = Prompt(new_tokens(6 * CHUNK + 9))
-    expected = fleet.aside.run(stored)[0]
-    reader.forget()
-    with meddled(reader, place, "raise", times=times):
-        *answers, new = reader.run(case.prompt, case.beside, stored, together=True)
-    case.right(answers)
-    assert new.agrees(expected)
-    assert reader.run(stored)[0].agrees(expected)
-    case.unpolluted(reader)
-    case.hits_again(reader)
-
-
 @with_lmcache
 @pytest.mark.parametrize("reader", [LMCACHE], indirect=True)
 def test_an_exception_of_ours_behind_lmcache_shares_nothing(reader: Instance, case: Case) -> None:

@@ -37,7 +37,7 @@ class Watched:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        blocks = KVBlocks(self.pool)
+        blocks = self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
         self.duplicates = Duplicates(
             blocks,
             self.generations,
@@ -324,4 +324,4 @@ def test_if_counting_fails_nobody_believes_it_and_vllm_goes_on(watched: Watched,
     else:
         assert not watched.pool.reset_prefix_cache()
     assert watched.view.dead
-    assert watched.watch.broken
+    assert watched.blocks.failed

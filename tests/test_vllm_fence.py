@@ -83,7 +83,6 @@ class Worker:
             end.set()
         assert self.session.flush(SECONDS)
         loads = Loads(self.block_size, False, Reporter((0, 0), 0, 0), self.stores, Meter())
-        loads.expect(specs)
         loads.begin(self.attached, StepMetadata(list(specs), ends=ends))
         return loads
 
@@ -124,21 +123,18 @@ def test_a_model_with_states_waits_for_each_store_before_its_next_step(here: Nod
     assert Worker(here, at_once=True).copier.fenced == [0, 1]
 
 
-def test_a_step_that_gives_unknown_blocks_waits_for_all_stores(worker: Worker) -> None:
-    assert worker.step(opaque=True) == [0, 1]
-
-
 def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(threading.Event()), threading.Event()
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
     loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
-    eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
+    eventually(lambda: loads.ends(idle=False).over == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
     assert copy.done()
-    # A second load of the same request. Each has a report of its own, since `LoadEnds` counts.
-    loads.expect([LoadSpec("r")])
-    assert [loads.finished(idle=False) for _ in range(3)] == [{"r"}, {"r"}, set()]
+    # A second load of the same request, while vLLM sleeps. Each has a report of its own, since
+    # `AwaitedLoads` counts.
+    loads.begin(None, StepMetadata([LoadSpec("r")]))
+    assert [loads.ends(idle=False).over for _ in range(3)] == [{"r"}, {"r"}, set()]
 
 
 def test_no_step_waits_for_a_loads_end(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,18 +142,25 @@ def test_no_step_waits_for_a_loads_end(here: Node, monkeypatch: pytest.MonkeyPat
     worker, end = Worker(here), threading.Event()
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: Copied(end))
     loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
-    assert not any(loads.finished(idle=True) for _ in range(3))
+    assert not any(loads.ends(idle=True).over for _ in range(3))
     end.set()
-    eventually(lambda: loads.finished(idle=True) == {"r"})
+    eventually(lambda: loads.ends(idle=True).over == {"r"})
 
 
 def test_of_a_load_that_failed_vllm_hears_with_its_unfilled_blocks(worker: Worker) -> None:
     """No sooner, or its request would run."""
     lost = LoadSpec("lost", [KEYS[2]], [1, 2], number=1)
     right = LoadSpec("right", [KEYS[0]], [5, 6], number=2)
-    ends, told = LoadEnds(1), set[str]()
-    ends.expect([lost, right])
+    ends, told, invalid = LoadEnds(1), set[str](), set[int]()
     loads = worker.loads(lost, right, ends=ends.address)
-    eventually(lambda: told.update(loads.finished(idle=False)) or told == {"lost", "right"})
-    assert (ends.over(), loads.invalid()) == ({"right"}, {1, 2})
+
+    def hear() -> bool:
+        heard = loads.ends(idle=False)
+        told.update(heard.over)
+        invalid.update(heard.invalid)
+        return told == {"lost", "right"}
+
+    eventually(hear)
+    assert [ends.in_all(load.number) for load in (lost, right)] == [False, True]
+    assert invalid == {1, 2}
     ends.close()

@@ -273,7 +273,7 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two) -> None:
     assert (answer.cached, answer.said) == (HITS, own.said)
 
 
-PLACES = [FETCH, PROMOTE, f"{OURS}.scheduler.offload:OffloadLookup.extend"]
+PLACES = [FETCH, PROMOTE]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(":")[2])

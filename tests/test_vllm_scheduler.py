@@ -24,8 +24,10 @@ from vllm_cases import needs_vllm
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 from vllm.pooling_params import PoolingParams
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vcache_backend.integration.vllm.boundary import AwaitedLoads
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked, waits
@@ -211,15 +213,18 @@ def test_a_load_is_over_once_all_workers_say_so() -> None:
     ends, rings = LoadEnds(2), [EndRing(worker) for worker in range(2)]
     for ring in rings:
         ring.open(ends.address)
-    first, other = (LoadSpec(name, number=at) for at, name in enumerate("xy", 1))
-    ends.expect([first, other])
-    rings[0].put(first.number)
-    assert ends.over() == set()
-    rings[1].put(first.number + SIZE)
-    assert ends.over() == set()
-    rings[1].put(first.number)
-    assert ends.over() == {"x"}
-    assert ends.reported({"x", "y"}) == {"y"}
+    awaited, output = AwaitedLoads(), KVConnectorOutput()
+    awaited.sent([LoadSpec(name, number=at) for at, name in enumerate("xy", 1)])
+    rings[0].put(1)
+    assert not ends.in_all(1)
+    rings[1].put(1 + SIZE)
+    assert not ends.in_all(1)
+    rings[1].put(1)
+    awaited.tell(output, ends.in_all)
+    assert output.finished_recving == {"x"}
+    later = KVConnectorOutput(finished_recving={"x", "y"})
+    awaited.settle(later)
+    assert later.finished_recving == {"y"}
     ends.close()
 
 
@@ -230,7 +235,6 @@ def test_a_worker_writes_into_nothing_but_its_schedulers_memory(tmp_path: Path) 
     path, link = ends.address
     with pytest.raises(OSError, match="not permitted"):
         os.truncate(path, 0)
-    ends.expect([LoadSpec("x", number=7)])
     with (tmp_path / "other").open("wb+") as other:
         other.write(bytes(SIZE * 8))
         other.flush()
@@ -238,10 +242,10 @@ def test_a_worker_writes_into_nothing_but_its_schedulers_memory(tmp_path: Path) 
             ring.open((wrong, f"{link}{wrong}" if wrong else ""))
             ring.put(7)
         assert not any((tmp_path / "other").read_bytes())
-    assert ends.over() == set()
+    assert not ends.in_all(7)
     ring.open(ends.address)
     ring.put(7)
-    assert ends.over() == {"x"}
+    assert ends.in_all(7)
     ends.close()
 
 
@@ -841,4 +845,4 @@ def test_nobody_follows_a_request_that_waited_while_the_weights_changed(make: Ma
         later = engine.add(tokens, priority=0)
         engine.step()
         assert engine.tracked(later).wait.since
-        assert not engine.scheduler.connector.failures
+        assert not engine.scheduler.connector.off

@@ -118,28 +118,6 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) 
         eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", here.b.log))
 
 
-@pytest.mark.parametrize(
-    ("place", "call"),
-    [
-        ("in_place.publications:Publications.complete,stop", "build_connector_meta"),
-        ("scheduler.load_specs:LoadSpecs.of", "update_state_after_alloc"),
-        ("scheduler.side:SchedulerSide._stands", "update_state_after_alloc"),
-        ("worker.loads:Loads.begin", "bind_connector_metadata"),
-        ("worker.loads:Loads._advance", "get_transfer_results"),
-        ("worker.report:Reporter.take", "build_connector_worker_meta"),
-    ],
-)
-def test_an_exception_around_a_load_ends_no_engine(here: Node, place: str, call: str) -> None:
-    """Each request gets an answer: none waits for ever. Nor does what makes a failure good raise.
-    The log says once in which call of vLLM's it was."""
-    tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
-    keep(here.a, tokens)
-    with meddled(here.b, f"{vllm_cases.OURS}.{place}", "raise", times=2):
-        answers = here.b.run(Prompt(tokens), beside, together=True)
-    survived(here, [Prompt(tokens), beside], answers)
-    assert here.b.log.count(f"vcache: {call} failed, which counts as a miss") == 1
-
-
 def saved(owner: vllm_cases.Instance, tokens: list[int]) -> vllm_cases.Answer:
     """Have `owner` compute a prompt and save all of it; what vLLM's own cache gives."""
     keep(owner, tokens)

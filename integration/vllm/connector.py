@@ -1,15 +1,16 @@
 """The connector class that vLLM loads. Passes each call to the scheduler's or the worker's half,
-and no error to vLLM.
+and no error to vLLM: see boundary.py.
 
-A failure is logged and counts as a miss. Only the constructor raises, and only for bad settings
-(ConfigError)."""
+Only the constructor raises, and only for bad settings (ConfigError)."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -24,16 +26,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vcache_backend.config import Config
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 
 from .. import logs
-from ..guard import answers
 from . import settings
+from .boundary import AwaitedLoads, Boundary, WorkerLoads, answer, guarded
 from .ends import LoadEnds
-from .metadata import QUIET, StepMetadata
+from .metadata import StepMetadata, WorkerReport
 from .model import compat, versions
 from .model.decision import decide
+from .model.spec import ShardSpec
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
 from .worker.side import WorkerSide
@@ -45,90 +48,123 @@ _workers: WeakValueDictionary[str, VCacheConnector] = WeakValueDictionary()
 scheduler's process. Workers of data parallel ranks have their own processes."""
 
 
-class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
-    and worker/side.py.
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A worker's answer to vLLM's question at the start: its shard, or why it caches nothing."""
 
-    A refused scheduler's half is set to None. Then each call gives vLLM's default answer."""
+    shard: ShardSpec
+
+
+class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
+    and worker/side.py. Once the half is out of use (`Boundary.off`), each call gives vLLM's default
+    answer."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError for unknown or impossible settings in `kv_connector_extra_config`."""
-        super().__init__(vllm_config, role, kv_cache_config)
-        logs.join_vllm()
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        config = settings.read(transfer.kv_connector_extra_config)
-        if config.connector.start_server:
-            start.try_ensure(config)
-        self.failures: set[str] = set()
+        plans = role == KVConnectorRole.SCHEDULER
+        name = f"vLLM's {'scheduler' if plans else 'worker'} (pid {os.getpid()})"
+        Boundary.__init__(self, name, says=plans)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._undo = ExitStack()
-        """For `shutdown`, also after a half was refused."""
+        self._awaited, self._running = AwaitedLoads(), WorkerLoads()
         self._engine = str(transfer.engine_id)
+        self._meter = stats.Meter()
         self._thread = 0
         """The thread in which vLLM runs the worker."""
+        self._said_off = False
+        self._invalid = set[int]()
+        """Blocks that loads have failed to fill, until vLLM asks."""
+        self._place = 0, 0
+        """Pipeline and tensor rank of a worker."""
         try:
-            if role == KVConnectorRole.SCHEDULER:
+            logs.join_vllm()
+            config = self.config = settings.read(transfer.kv_connector_extra_config)
+            if config.connector.start_server:
+                start.try_ensure(config)
+            if plans:
                 self._begin_scheduler(vllm_config, kv_cache_config, config)
             else:
                 self._begin_worker(vllm_config, kv_cache_config, config)
-        except Exception:  # vLLM serves without
-            log.exception("vcache caches nothing here")
+        except ConfigError:
+            raise
+        except VCacheError as error:
+            self.fail(str(error))
+        except Exception as error:  # noqa: BLE001 - vLLM serves without
+            self.fail(f"{type(error).__name__}: {error}", error)
 
     def _begin_scheduler(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+        """VCacheError if this instance cannot cache."""
         transfer = vllm_config.kv_transfer_config
         # vLLM's scheduler reads the policy after the constructor has run.
         transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
-        self._meter = stats.Meter()
         self._ends = LoadEnds(vllm_config.parallel_config.world_size)
-        self._undo.callback(self._ends.close)
+        self.on_close(self._ends.close)
         versions.watch()
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
         decision = decide(vllm_config, kv_cache_config, config)
-        try:
-            if decision.refused:
-                raise VCacheError(decision.refused)
-            side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
-        except VCacheError as error:
-            log.error("vcache caches nothing: %s. vLLM serves without it", error)
-            self._undo.close()
-            return
+        if decision.refused:
+            raise VCacheError(decision.refused)
+        side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
         self._scheduler = side
-        self._undo.callback(side.close)
+        self.on_close(side.close)
         if side.publications is not None and side.victims is None:
             self._cache_hit_source = compat.hit_source_of_peers()
 
     def _begin_worker(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        self._place = ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
         # All workers move the same tokens: only the first counts them.
         self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
         self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
         self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
-        self._undo.callback(self._worker.close)
+        self.on_close(self._worker.close)
         if vllm_config.parallel_config.world_size == 1:
             _workers[self._engine] = self
 
-    def note_failure(self, name: str, error: Exception) -> None:
-        """Log a failure with its traceback, once for each call and type of exception."""
-        kind = f"{name}: {type(error).__name__}"
-        if kind not in self.failures:
-            self.failures.add(kind)
-            log.error("vcache: %s failed, which counts as a miss", name, exc_info=error)
+    def stop(self) -> None:
+        """See `Boundary.stop`."""
+        with suppress(Exception):
+            self._meter.count("failures", 1, "internal")
+        if self._scheduler is not None:
+            self._scheduler.give_up()
+        elif self._worker is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # No copy of ours may be writing into blocks that vLLM fills itself from now on, or
+            # reading blocks that it overwrites.
+            with suppress(Exception):  # the device is lost, and with it the engine
+                torch.cuda.synchronize()
 
-    @answers(None)
     def shutdown(self) -> None:
-        self._undo.close()
+        self.close()
 
     # ---- in the scheduler
 
-    @answers(None)
+    @guarded(answer(None))
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.watch(gpu_block_pool)
+            self._scheduler.watch(gpu_block_pool, self.fail)
 
-    @answers(None)
+    @guarded(answer(None))
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        """Take the workers' shards at vLLM's start. Under MultiConnector they come with the first
+        step instead: vLLM passes on the handshake of one of its connectors only."""
+        given = [one.shard for one in metadata.values() if isinstance(one, Handshake)]
+        if self._scheduler is not None and given:
+            self._scheduler.introduce(given)
+            self._check_refusal(self._scheduler)
+
+    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
+
+    def _check_refusal(self, side: SchedulerSide) -> None:
+        """A worker that caches nothing, or never introduces itself, puts the instance out of
+        use."""
+        if side.instance.refused:
+            self.fail(side.instance.refused)
+
+    @guarded(answer(None))
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.arrived(request)
@@ -139,7 +175,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         only a later miss."""
         return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
-    @answers((0, False))
+    @guarded(answer((0, False)))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -149,62 +185,45 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return side.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        side = self._scheduler
-        if side is None or not num_external_tokens:
-            return
-        try:
-            side.allocated(request, blocks, num_external_tokens)
-        except Exception as error:  # noqa: BLE001 - the outermost line of ours
-            self.note_failure("update_state_after_alloc", error)
-            side.lost(request)
+        if num_external_tokens:
+            self._awaited.expect(request.request_id)
+            self._allocated(request, blocks, num_external_tokens)
 
+    @guarded(answer(None))
+    def _allocated(self, request: Any, blocks: Any, external: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, external)
+
+    @guarded(lambda self, output: self._awaited.stop())
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
-        if side is None:
-            return QUIET
-        meta = None
-        try:
-            if side.quiet(scheduler_output):
-                return QUIET
-            meta = side.begin()
-            if meta.loads:
-                self._ends.expect(meta.loads)
-                meta.ends = self._ends.address
-            elif side.instance.refused:
-                self._scheduler = None
-                return QUIET
-            side.plan(scheduler_output, meta)
-        except Exception as error:  # noqa: BLE001 - the outermost line of ours
-            self.note_failure("build_connector_meta", error)
-            meta = meta or side.begin()
-            self._stop_stores(side, meta)
+        assert side is not None
+        meta = side.describe(scheduler_output)
+        self._check_refusal(side)
+        if self.off:
+            return self._awaited.stop()
+        if meta.loads:
+            meta.ends = self._ends.address
+            self._awaited.sent(meta.loads)
         return meta
 
-    @answers(None)
-    def _stop_stores(self, scheduler: SchedulerSide, meta: StepMetadata) -> None:
-        scheduler.stop_stores(meta)
-
-    @answers(None)
+    @guarded(lambda self, output: self._awaited.settle(output))
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._ends.waiting or connector_output.finished_recving:
+        self._awaited.settle(connector_output)
+        if self._awaited.waiting:
             self._hasten(connector_output)
         if self._scheduler is not None:
             self._scheduler.update(connector_output)
 
-    @answers(None)
     def _hasten(self, connector_output: Any) -> None:
-        """Add finished loads to the report of a step, so that their requests run a step earlier.
-        Remove loads that were added before. A worker in this thread checks its loads once more."""
-        reported = self._ends.reported(connector_output.finished_recving or ())
-        connector_output.finished_recving = reported
-        if not self._ends.waiting:
-            return
+        """Add finished loads to the report of a step, so that their requests run a step earlier. A
+        worker in this thread checks its loads once more."""
         half = _workers.get(self._engine)
-        if half is not None and half._worker and half._thread == threading.get_ident():
-            half._worker.loads.advance()
-        connector_output.finished_recving = reported | self._ends.over()
+        if half is not None and half._thread == threading.get_ident():
+            half._advance_loads()
+        self._awaited.tell(connector_output, self._ends.in_all)
 
-    @answers((False, None))
+    @guarded(answer((False, None)))
     def request_finished(
         self, request: Any, block_ids: object
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -216,17 +235,21 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     request_finished_all_groups = request_finished
 
-    @answers(False)
     def reset_cache(self) -> bool:
+        """False only if KV from before the reset may still be found, in the pool."""
+        return bool(self.off) or self._reset()
+
+    @guarded(answer(False))
+    def _reset(self) -> bool:
         return self._scheduler.resets.reset() if self._scheduler is not None else True
 
-    @answers(None)
+    @guarded(answer(None))
     def weights_change(self) -> None:
         """vLLM is about to change the weights."""
         if self._scheduler is not None:
             self._scheduler.resets.leave_version()
 
-    @answers(None)
+    @guarded(answer(None))
     def weights_are(self, name: object) -> None:
         """vLLM's weights are of the version `name` from now on."""
         if self._scheduler is not None and self._scheduler.instance.versions:
@@ -235,40 +258,49 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- in a worker
 
-    @answers(None)
+    @guarded(answer(None))
     def get_mem_pool_context(self) -> Any:
         """Return the context in which vLLM allocates a KV cache that other processes can map. None:
         vLLM allocates as usual."""
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None
 
+    @guarded(answer(None))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is None:
             return
         self._look_outside()
         try:
             self._worker.register(kv_caches)
-        except VCacheError as error:
-            self._worker.refuse(str(error))
-        except Exception as error:
-            log.exception("vcache caches nothing here")
-            self._worker.refuse(f"{type(error).__name__}: {error}")
+        except VCacheError as error:  # not a mistake of ours: it names what to change
+            self.fail(str(error))
 
-    @answers(None)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._handshake() if get_kv_transfer_group() is self else None
+
+    @guarded(lambda self: Handshake(self._no_shard()))
+    def _handshake(self) -> Handshake:
+        assert self._worker is not None
+        return Handshake(self._worker.report.shard)
+
+    def _no_shard(self) -> ShardSpec:
+        return ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=self.off)
+
+    @guarded(answer(None))
     def unregister_kv_caches(self) -> None:
         """Stop using the KV cache: vLLM goes to sleep and takes its memory away. vLLM 0.33 and
         later call it."""
         if self._worker is not None:
             self._worker.sleep()
 
-    @answers(None)
+    @guarded(answer(None))
     def restore_kv_caches(self) -> None:
         """Use the KV cache again, whose empty memory is back at the same addresses. vLLM 0.33 and
         later call it."""
         if self._worker is not None:
             self._worker.wake()
 
-    @answers(None)
+    @guarded(answer(None))
     def _look_outside(self) -> None:
         """Under an enclosing connector (MultiConnector), whose settings vLLM follows, make loads
         wait for the steps under way: vLLM may not hold blocks back. Warn if the enclosing connector
@@ -287,12 +319,19 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 *(wanted, outermost._kv_transfer_config.kv_connector, policy),
             )
 
-    @answers(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+        if isinstance(connector_metadata, StepMetadata):
+            self._running.expect(connector_metadata.loads)
+            if connector_metadata.stop:
+                self.fail("the scheduler's half is out of use")
+            self._begin(connector_metadata)
+
+    @guarded(answer(None))
+    def _begin(self, meta: StepMetadata) -> None:
+        if self._worker is not None:
             self._thread = threading.get_ident()
-            self._worker.begin(connector_metadata)
+            self._worker.begin(meta)
 
     def has_connector_metadata(self) -> bool:
         """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""
@@ -304,36 +343,56 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     wait_for_layer_load = save_kv_layer = start_load_kv
 
-    @answers(None)
+    @guarded(answer(None))
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.store()
 
-    @answers(compat.transfer_results)
+    @guarded(answer(None))
+    def _advance_loads(self) -> None:
+        if self._worker is not None:
+            self._worker.loads.advance()
+
+    @guarded(lambda self, _: compat.transfer_results(failed=self._running.fail()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        worker = self._worker
-        if worker is None:
-            return compat.transfer_results()
-        return compat.transfer_results(worker.finished(), worker.loads.failed())
+        assert self._worker is not None
+        over, failed, invalid = self._worker.ends()
+        results = compat.transfer_results(over, failed)
+        self._running.over(over)
+        self._invalid = invalid
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks (vLLM's numbers) that loads have failed to fill since the last call.
+        """Return the blocks (vLLM's numbers) that the loads reported with this step have failed to
+        fill."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
-        Not guarded, since it cannot raise: without an answer vLLM would count blocks as filled."""
-        return self._worker.loads.invalid() if self._worker is not None else set()
-
-    @answers(None)
+    @guarded(lambda self: self._say_off())
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.report.take() if self._worker is not None else None
+        assert self._worker is not None
+        return self._worker.report.take()
+
+    def _say_off(self) -> WorkerReport | None:
+        """Tell the scheduler once that this worker is out of use."""
+        if self._said_off:
+            return None
+        self._said_off = True
+        return WorkerReport(shards={self._place: self._no_shard()})
 
     # ---- in both
 
-    @answers(None)
+    @guarded(lambda self: self._last_stats())
     def get_kv_connector_stats(self) -> Any:
         """This process's counts since the last call."""
         if self._worker is not None:
             self._worker.measure()
         return self._meter.take()
+
+    def _last_stats(self) -> Any:
+        with suppress(Exception):
+            return self._meter.take()
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
@@ -341,9 +400,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, *given: Any, **more: Any) -> Any:
-        return stats.VCachePromMetrics(*given, **more)
+        return stats.build_metrics(*given, **more)
 
-    @answers(())
+    @guarded(answer(()))
     def take_events(self) -> Iterable[Any]:
         announcer = self._scheduler.instance.announcer if self._scheduler is not None else None
         return announcer.take() if announcer is not None else ()

@@ -43,7 +43,7 @@ class LoadSpec(_Spec, frozen=True):
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
     offload tier in the pool again. prefix, tenant: see `StoreSpec`, if `offload`. residents: chunks
     in other instances' KV caches, numbered within the load. number: of the load, never used again;
-    0: the scheduler could not describe the load, so load nothing and report a failure."""
+    0: load nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -85,18 +85,18 @@ class StepMetadata(msgspec.Struct):
     message, and msgspec does so in C.
 
     fresh: lists of blocks that get a new owner in this step. cancelled: requests that ended during
-    their load. idle: the step runs no model. opaque: the blocks with a new owner are unknown.
-    introduce: report your shard. instance: the name under which to show the KV cache, in a step
-    that introduces; empty: do not show it. victims: chunks to save in the pool before their blocks
-    are used again. echoes: numbers to report with this step, once its model run is over and all
-    stores of earlier steps have begun. ends: see `LoadEnds.address`, in a step with loads."""
+    their load. idle: the step runs no model. stop: the scheduler's half is out of use, so end all
+    loads. introduce: report your shard. instance: the name under which to show the KV cache, in the
+    first step; empty: do not show it. victims: chunks to save in the pool before their blocks are
+    used again. echoes: numbers to report with this step, once its model run is over and all stores
+    of earlier steps have begun. ends: see `LoadEnds.address`, in a step with loads."""
 
     loads: list[LoadSpec] = []
     stores: list[StoreSpec] = []
     fresh: list[list[int]] = []
     cancelled: set[str] = set()
     idle: bool = False
-    opaque: bool = False
+    stop: bool = False
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = []
@@ -144,7 +144,17 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     spans: list[LoadSpan] = field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """Merge two workers' reports: a load that failed in either worker has failed."""
+        """Merge two workers' reports, for vLLM. If that fails, the result makes the scheduler stop
+        caching."""
+        try:
+            return self._merged(other)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
+            reason = f"workers' reports could not be merged: {type(error).__name__}: {error}"
+            nobody = ShardSpec(pp_rank=-1, tp_rank=-1, problem=reason)
+            return WorkerReport(shards={(-1, -1): nobody})
+
+    def _merged(self, other: WorkerReport) -> WorkerReport:
+        """A load that failed in either worker has failed."""
         stored = {
             rank: self.stored.get(rank, []) + other.stored.get(rank, [])
             for rank in self.stored.keys() | other.stored.keys()

@@ -24,10 +24,13 @@ class KVBlocks:
 
     pool: vLLM's pool; `get_new_blocks` is replaced. give_way: called with a number of blocks before
     vLLM hands them out, to move other blocks to the front. on_taken: called with blocks that vLLM
-    has handed out, before vLLM can launch work that writes to them. No callback may raise."""
+    has handed out, before vLLM can launch work that writes to them. failed: a callback has raised,
+    and none is called any more."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, pool: Any, fail: Callable[[str, Exception], None] = lambda *_: None) -> None:
+        """fail: called with a reason and the exception if a callback raises, before vLLM goes on.
+        Then no other instance may read this KV cache."""
+        self.pool, self.failed, self._fail = pool, False, fail
         self.give_way: Callable[[int], None] = lambda count: None
         self.on_taken: list[Callable[[Sequence[Any]], None]] = []
         self._get = pool.get_new_blocks
@@ -111,33 +114,41 @@ class KVBlocks:
     def _first(self) -> Any:
         return self.pool.free_block_queue.fake_free_list_head.next_free_block
 
+    def guard(self, act: Callable[..., object], *arguments: Any) -> None:
+        """Call `act`. vLLM's own result and exceptions pass through, ours do not."""
+        if self.failed:
+            return
+        try:
+            act(*arguments)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
+            self.failed = True
+            self._fail(f"watching vLLM's blocks: {type(error).__name__}: {error}", error)
+
     def _get_new_blocks(self, num_blocks: int) -> Any:
-        self.give_way(num_blocks)
+        self.guard(self.give_way, num_blocks)
         blocks = self._get(num_blocks)
         for act in self.on_taken:
-            act(blocks)
+            self.guard(act, blocks)
         return blocks
 
 
 class ResidentPool:
     """Watches vLLM's `BlockPool` to count generations. Runs in the scheduler's thread.
 
-    vLLM's results and exceptions pass through unchanged. If our part fails, the whole table is
-    given up first, so that no instance reads a block whose next owner was not counted. broken: the
-    table was given up. resets: how often all blocks were voided. evicted: how often vLLM has
-    evicted blocks."""
+    resets: how often all blocks were voided. evicted: how often vLLM has evicted blocks."""
 
     def __init__(
         self, blocks: KVBlocks, generations: Generations, on_reset: Callable[[], None]
     ) -> None:
         """blocks: of a pool that has not handed out a block. on_reset: called before a reset of the
         prefix cache, even if vLLM then declines."""
-        self.broken, self.resets, self.evicted = False, 0, 0
+        self.resets, self.evicted = 0, 0
         # Void all blocks, the null block included: a block holds a request's bytes only after it
         # was handed out and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
-        blocks.on_taken.append(self._take)
+        self._guard = blocks.guard
+        blocks.on_taken.append(self._void)
         pool = blocks.pool
         self._evict = pool.evict_blocks
         self._reset = pool.reset_prefix_cache
@@ -149,11 +160,8 @@ class ResidentPool:
         self.resets += 1
         self._generations.void_all()
 
-    def _take(self, blocks: Sequence[Any]) -> None:
-        """Change the blocks' generations: see `KVBlocks.on_taken`."""
-        self._surely(self._void, blocks)
-
     def _void(self, blocks: Sequence[Any]) -> None:
+        """Change the blocks' generations: see `KVBlocks.on_taken`."""
         counters = self._generations.counters.data
         for block in blocks:
             counters[block.block_id] = VOID
@@ -162,26 +170,15 @@ class ResidentPool:
         """Void blocks that vLLM evicts: after a failed load vLLM recomputes into these blocks
         without allocating them again."""
         self.evicted += 1
-        self._surely(lambda: self._generations.void(list(block_ids)))
+        self._guard(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
         """Void all blocks even if vLLM cannot reset its cache now: the caller changes the weights
         in any case."""
-        self._surely(self.void_all)
-        self._surely(self._on_reset)
+        self._guard(self.void_all)
+        self._guard(self._on_reset)
         return self._reset()
-
-    def _surely(self, act: Callable[..., None], *arguments: Any) -> None:
-        try:
-            act(*arguments)
-        except Exception:  # nothing of ours raises into vLLM
-            self._generations.give_up()
-            self.broken = True
-            log.exception(
-                "vcache: the generations of blocks could not be counted, so others read nothing "
-                "of this instance any more"
-            )
 
 
 @lru_cache(maxsize=8)

@@ -161,7 +161,7 @@ class Publications:
         Leaves out chunks that are published already, and chunks behind a block that was void when
         the request got the block. Readers refuse blocks that were voided later, by the table.
         loaded: the request loaded or hit all of these chunks."""
-        if self._pool is None or self._pool.broken:
+        if self._pool is None:
             return []
         each, row, generations = self.each, tracked.store.rows[0], tracked.resident.generations
         stop = min(ready, len(generations) // each)

@@ -18,9 +18,10 @@ from . import groups
 from . import spec as model_spec
 
 
-def hash_root() -> bytes:
-    """The start value of vLLM's block hashes. Known once the engine runs."""
-    return bytes(kv_cache_utils.NONE_HASH)
+def hash_root(vllm_config: Any) -> bytes:
+    """The start value of vLLM's block hashes, in every process with `hash_seed`."""
+    function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    return bytes(function(kv_cache_utils.resolve_none_hash_seed(function)))
 
 
 def hash_seed(vllm_config: Any) -> str | None:

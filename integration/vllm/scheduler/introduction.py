@@ -24,8 +24,8 @@ from vcache_backend.transfer.stats import EngineStats
 
 from ..in_place.publications import Publications
 from ..metadata import Link
-from ..model import compat, versions
 from ..model import spec as model_spec
+from ..model import versions
 from ..telemetry.events import Announcer
 from .offload import OffloadLookup
 
@@ -50,14 +50,15 @@ class Introduction:
         config: Config,
         model: model_spec.ModelSpec,
         hash_block: int,
+        hash_root: bytes,
         publications: Publications | None,
         name: str,
     ) -> None:
-        """hash_block: tokens of a vLLM block hash. publications: None unless KV caches are shared
-        in place. name: for the server's status."""
+        """hash_block: tokens of a vLLM block hash. hash_root: see `compat`. publications: None
+        unless KV caches are shared in place. name: for the server's status."""
         self._config, self._model, self._hash_block = config, model, hash_block
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
-        self._wait_until = 0.0
+        self._wait_until, self._root = 0.0, hash_root
         self._prefix, self._name = b"", name
         self.publications = publications
         weights = config.connector.weights
@@ -114,8 +115,7 @@ class Introduction:
             self.offload.note(links)
 
     def open(self) -> bool:
-        """Connect to the server once the namespace is known: the engine runs, and every worker has
-        sent its shard.
+        """Connect to the server once the namespace is known: every worker has sent its shard.
 
         Returns whether chunks can be named now."""
         if self.keys is not None or self.refused or not self.over:
@@ -128,7 +128,7 @@ class Introduction:
             return False
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
         size = config.engine.chunk_size
-        layout = model_spec.layout(self._model, shards, size, compat.hash_root())
+        layout = model_spec.layout(self._model, shards, size, self._root)
         layout = with_codec(layout, config.offload)
         namespace = layout.namespace()
         fields = layout.fields() | {"namespace": str(namespace)}
@@ -213,4 +213,3 @@ class Introduction:
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        log.error("vcache caches nothing: %s. vLLM serves without it", reason)

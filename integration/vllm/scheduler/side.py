@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, count
 from math import inf
@@ -22,9 +22,10 @@ from ...served_at import served_at
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
 from ..in_place.victims import Victims
-from ..metadata import LoadSpec, StepMetadata, WorkerReport
+from ..metadata import QUIET, LoadSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
 from ..model.decision import Decision
+from ..model.spec import ShardSpec
 from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
@@ -77,6 +78,8 @@ class SchedulerSide:
         KV caches shared in place."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadSpec] = []
+        self._named = False
+        """Whether the workers know the instance's name, under which they show their KV caches."""
         self._cancelled: set[str] = set()
         self._groups = groups.read(kv_cache_config, self._size)
         if config.connector.share == "in_place":
@@ -86,7 +89,8 @@ class SchedulerSide:
                 step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
                 self.victims = Victims(self.publications, step_tokens // self._groups.block)
         name = served_at(vllm_config)
-        self.instance = Introduction(config, model, self._hash_block, self.publications, name)
+        root = compat.hash_root(vllm_config)
+        self.instance = Introduction(config, model, self._hash_block, root, self.publications, name)
         self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
 
     def _make_parts(
@@ -131,9 +135,23 @@ class SchedulerSide:
 
     # ---- vLLM's questions
 
-    def watch(self, pool: Any) -> None:
-        """Note vLLM's `BlockPool`, which vLLM shows before the first request."""
-        self.blocks = blocks = KVBlocks(pool)
+    def introduce(self, shards: Iterable[ShardSpec]) -> None:
+        """Note the workers' shards, all known at vLLM's start, and connect to the server."""
+        self.instance.note({(one.pp_rank, one.tp_rank): one for one in shards}, {})
+        self.instance.open()
+
+    def give_up(self) -> None:
+        """This half is out of use: other instances read nothing of this KV cache any more, and
+        vLLM's block pool does without us. Never raises."""
+        if self.publications is not None:
+            self.publications.generations.give_up()
+        if self.blocks is not None:
+            self.blocks.failed = True
+
+    def watch(self, pool: Any, fail: Callable[[str, Exception], None]) -> None:
+        """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
+        `KVBlocks`."""
+        self.blocks = blocks = KVBlocks(pool, fail)
         self._doubts.watch(blocks)
         if self.publications is not None:
             self.publications.watch(blocks)
@@ -182,24 +200,22 @@ class SchedulerSide:
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
         self._stands(tracked, load, first, rows)
         self._promises.loads(tracked)
-        # Last: if a call above raises, `lost` reports this load to the workers instead.
         self._loads.append(load)
         tracked.loading = True
 
-    def lost(self, request: Any) -> None:
-        """Make the workers report a failed load: `allocated` raised, and vLLM waits for the
-        load."""
-        self._loads.append(LoadSpec(request.request_id))
-
-    def begin(self) -> StepMetadata:
-        """Make the metadata of a step, with the loads that begin in it. Never raises."""
+    def describe(self, output: Any) -> StepMetadata:
+        """Describe the step `output` for the workers: loads, stores, and blocks with a new
+        owner."""
+        if self.quiet(output):
+            return QUIET
         meta = StepMetadata(self._loads)
         self._loads = []
+        self.plan(output, meta)
         return meta
 
     def quiet(self, output: Any) -> bool:
         """Note that the step `output` is planned. Returns whether the workers have nothing to do in
-        it, as in most steps: then neither `begin` nor `plan` is called for the step."""
+        it, as in most steps: then `plan` is not called for the step."""
         # Every step passes here: keep it short.
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         publications, most = self.publications, max(scheduled.values(), default=0)
@@ -211,7 +227,7 @@ class SchedulerSide:
             or self._cancelled
             or output.preempted_req_ids
             or self.instance.keys is None
-            or self.instance.refused
+            or not self._named
             or self.resets.clearing
             or self.victims is not None
             or (publications is not None and publications.news)
@@ -230,8 +246,9 @@ class SchedulerSide:
         meta.idle = not output.total_num_scheduled_tokens
         if self.instance.keys is None:
             meta.introduce = not self.instance.over
-            if meta.introduce and publications is not None:
-                meta.instance = publications.instance
+        if not self._named and publications is not None:
+            meta.instance = publications.instance
+        self._named = True
         if self.resets.clearing:
             meta.echoes.add(self.resets.number)
         self.resets.learn()
@@ -255,19 +272,6 @@ class SchedulerSide:
                 self._promises.begun(requests[request_id], computed)
         if self.victims is not None:
             self.victims.plan(meta)
-
-    def stop_stores(self, meta: StepMetadata) -> None:
-        """Store no more chunks of the present requests, whose blocks are unknown after `plan`
-        raised."""
-        meta.stores = []
-        meta.publications = []
-        meta.victims = None
-        meta.opaque = True
-        for tracked in self._requests.values():
-            tracked.params = msgspec.structs.replace(tracked.params, store=False)
-        self._completions.stop(self._requests.values())
-        # vLLM may find blocks that no step has written.
-        self._doubt_all()
 
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
@@ -500,9 +504,7 @@ class SchedulerSide:
 
         vLLM caches blocks when it plans the step that writes them. If vLLM then takes the step from
         the request, later requests would compute from unwritten blocks. No request does so in this
-        step, in which vLLM lets no request begin. tracked: None after a failure of ours."""
-        if tracked is None:
-            self._doubt_all()
-        elif self.blocks is not None:
+        step, in which vLLM lets no request begin."""
+        if tracked is not None and self.blocks is not None:
             hashes = tracked.request.block_hashes[tracked.store.written // self._hash_block :]
             self.blocks.evict_hashed(hashes, len(self._groups.sizes))

@@ -6,8 +6,10 @@ it (`reduce`) and adds it to Prometheus (`VCachePromMetrics`)."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,9 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from vcache_backend.transfer.stats import LoadStats
 
+log = logging.getLogger("vllm.vcache")
 OTHER = "other"
 FAILURES = (
-    *("lease_lost", "server", "segment", "copy", "changed"),
+    *("internal", "lease_lost", "server", "segment", "copy", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
@@ -30,6 +33,29 @@ NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", "codec", OTHER)
 TIERS = ("own", "peer", "host", "resident", "store")
 """The places of loaded chunks: this worker's GPU, another GPU of the node, host memory, another
 instance's KV cache, the offload tier."""
+
+
+@functools.cache
+def _log_once(name: str) -> None:
+    log.exception("vcache: %s failed, so its metrics are too low", name)
+
+
+def _harmless(otherwise: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator for what vLLM calls on statistics: if the method raises, return
+    `otherwise(self)`."""
+
+    def decorate(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001 - nothing of ours raises into vLLM
+                _log_once(method.__qualname__)
+                return otherwise(self)
+
+        return call
+
+    return decorate
 
 
 class _Counter(NamedTuple):
@@ -104,9 +130,11 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     data: dict[str, Any] = field(default_factory=dict)
 
+    @_harmless(lambda self: None)
     def reset(self) -> None:
         self.data = {}
 
+    @_harmless(lambda self: True)
     def is_empty(self) -> bool:
         return not self.data
 
@@ -121,6 +149,7 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
         kept = self.data.setdefault("histograms", {}).setdefault(name, [])
         kept.extend(seconds[: max(MOST_OBSERVED - len(kept), 0)])
 
+    @_harmless(lambda self: self)
     def aggregate(self, other: KVConnectorStats) -> VCacheStats:
         """Add the stats `other` of another worker or step, and return `self`. `other` stays
         unchanged."""
@@ -131,6 +160,7 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
             self.observe(name, *seconds)
         return self
 
+    @_harmless(lambda self: {})
     def reduce(self) -> dict[str, int | float]:
         """The values for vLLM's log line. Loads and failures are summed over workers."""
         counters = self.data.get("counters", {})
@@ -234,6 +264,7 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for engine, given in per_engine_labelvalues.items():
                 self._histograms[engine, name] = family.labels(*given)
 
+    @_harmless(lambda self: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's `VCacheStats.data`. Ignores unknown names and engines, for example of
         a newer worker."""
@@ -247,7 +278,19 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     self._histograms[engine_idx, name].observe(seconds)
 
 
+def build_metrics(*given: Any, **more: Any) -> VCachePromMetrics | None:
+    """Make the metrics of a front end, with vLLM's arguments. None if that fails: vLLM then shows
+    no metrics of ours."""
+    try:
+        return VCachePromMetrics(*given, **more)
+    except Exception:
+        log.exception("vcache shows no metrics")
+        return None
+
+
 def build_stats(data: Mapping[str, Any] | None) -> VCacheStats:
     """Copy stats from another process's `data`. vLLM passes the same `data` to several loggers, and
     each adds to its stats."""
-    return VCacheStats().aggregate(VCacheStats(data=dict(data or {})))
+    stats = VCacheStats()
+    stats.aggregate(VCacheStats(data=dict(data or {})))
+    return stats

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +27,16 @@ last copy is under way.
 
 vLLM sleeps after each such step. If the step sees the load's end, the request saves a step and a
 sleep. A request that arrives meanwhile waits as long."""
+
+
+class Ends(NamedTuple):
+    """Loads that are over, as requests. failed: those that vLLM computes from the start: loads that
+    never began and, with several block tables, all failed loads. invalid: the blocks (vLLM's
+    numbers) that all other failed loads have not filled; vLLM keeps the blocks before them."""
+
+    over: set[str]
+    failed: set[str]
+    invalid: set[int]
 
 
 class Loads:
@@ -57,20 +65,16 @@ class Loads:
 
     # ---- a step
 
-    def expect(self, specs: Iterable[LoadSpec]) -> None:
-        """Note the loads of a step. The end of each load is reported in any case, since vLLM waits
-        for it."""
-        self._lost += specs
-
-    def begin(self, worker: Attached, meta: StepMetadata) -> None:
-        """Begin the loads passed to `expect`. Cancel earlier loads whose requests have ended."""
+    def begin(self, worker: Attached | None, meta: StepMetadata) -> None:
+        """Begin the loads of a step. Cancel earlier loads whose requests have ended. worker: None
+        while vLLM sleeps: the loads fail."""
         if meta.loads:
             self._ends.open(meta.ends)
-        specs = [spec for spec in meta.loads if spec.number]
-        mark = worker.session.copier.mark() if specs and not self.at_once else NOTHING
-        for spec in specs:
-            self._under_way.append(Loading(worker, spec, mark))
-            self._lost.remove(spec)
+        if worker is None:
+            self._lost += meta.loads
+        elif meta.loads:
+            mark = worker.session.copier.mark() if not self.at_once else NOTHING
+            self._under_way += [Loading(worker, spec, mark) for spec in meta.loads]
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
@@ -78,9 +82,8 @@ class Loads:
             # Loads may end while the step is being launched.
             self._advance()
 
-    def finished(self, idle: bool) -> set[str]:
-        """Advance all loads. Returns the requests whose load is over, successful or not: once for
-        each load, since `LoadEnds` counts.
+    def ends(self, idle: bool) -> Ends:
+        """Advance all loads. Returns the loads that are over, each once.
 
         idle: the step runs no model, so it waits for a load to end, within bounds."""
         self._advance()
@@ -93,39 +96,23 @@ class Loads:
             first.wait(IDLE_SECONDS)
             self._advance()
         for loading, ended in self._uncounted:
-            with suppress(Exception):  # a number too few
-                self._count(loading, ended)
+            self._count(loading, ended)
         self._uncounted.clear()
         # A second load of the same request is reported with the next step.
         done = set(self._over)
         for request_id in done:
             self._over.remove(request_id)
-        return done
+        ends = Ends(done, self._failed, self._invalid)
+        self._failed, self._invalid = set(), set()
+        return ends
 
     def advance(self) -> None:
-        """Advance all loads between two steps, for the scheduler of the same thread. `finished`
-        counts finished loads while the next step runs."""
+        """Advance all loads between two steps, for the scheduler of the same thread. `ends` counts
+        finished loads while the next step runs."""
         if self._under_way:
             # In the same mode as the worker's calls.
             with torch.inference_mode():
                 self._advance()
-
-    def invalid(self) -> set[int]:
-        """Return the blocks (vLLM's numbers) that loads have failed to fill since the last call.
-        See `failed`."""
-        invalid = self._invalid
-        self._invalid = set()
-        return invalid
-
-    def failed(self) -> set[str]:
-        """Return the requests with a failed load since the last call that vLLM computes from the
-        start.
-
-        Named are loads that never began and, with several block tables, all failed loads. For all
-        other loads `invalid` names the blocks, and vLLM keeps the blocks before them."""
-        failed = self._failed
-        self._failed = set()
-        return failed
 
     # ---- the end
 
@@ -146,11 +133,7 @@ class Loads:
         for loading in list(self._under_way):
             if loading.advance():
                 self._under_way.remove(loading)
-                try:
-                    self._end(loading)
-                except Exception:  # vLLM waits for the end of this one too
-                    log.exception("vcache: a load's end could not be noted, so it counts as failed")
-                    self._lost.append(loading.spec)
+                self._end(loading)
 
     def _give_up(self) -> None:
         """Report loads that never began as failed."""

@@ -18,7 +18,8 @@ MOST_STORED = 4096
 class Reporter:
     """Runs in the worker's main thread. number: this worker's number among all workers.
 
-    next: the next report, to which the worker adds. introduce: add this worker's shard to it."""
+    next: the next report, to which the worker adds. introduce: add `shard` to it. shard: this
+    worker's part of a chunk."""
 
     def __init__(
         self,
@@ -37,7 +38,9 @@ class Reporter:
         self._events = events
         self.traces = traces
         self._session: Session | None = None
-        self.refuse("it was given no KV caches")
+        self.shard = ShardSpec(
+            pp_rank=place[0], tp_rank=place[1], problem="it was given no KV caches"
+        )
         self.next, self.introduce = WorkerReport(), False
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
@@ -45,14 +48,9 @@ class Reporter:
     def open(self, session: Session, shard: ShardSpec) -> None:
         """Note that the worker has joined the pool."""
         self._session = session
-        self._shard = shard
+        self.shard = shard
         if self._events:
             session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
-
-    def refuse(self, reason: str) -> None:
-        """Report that the worker caches nothing, and why."""
-        self.introduce = True
-        self._shard = ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason)
 
     def take(self) -> WorkerReport | None:
         """Return the report since the last call; None if it would be empty."""
@@ -60,7 +58,7 @@ class Reporter:
         if link != self._link:
             report.links = {self.number: link}
         if self.introduce:
-            report.shards = {self._place: self._shard}
+            report.shards = {self._place: self.shard}
         if self._stored:
             report.stored = {self._rank: [self._stored.popleft() for _ in range(len(self._stored))]}
         self._link = link

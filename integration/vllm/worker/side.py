@@ -7,7 +7,6 @@ store, on the device."""
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.paged import PagedKV
@@ -31,7 +29,7 @@ from ..model.decision import decide
 from ..telemetry import traces
 from ..telemetry.stats import Meter
 from .loading import Attached
-from .loads import Loads
+from .loads import Ends, Loads
 from .report import Reporter
 from .stores import Stores
 
@@ -44,7 +42,7 @@ class WorkerSide:
     """Loads and stores one worker's shard of every chunk. Runs in the worker's main thread, in the
     order of vLLM's steps.
 
-    Methods may raise: `VCacheConnector` catches the error and counts a miss."""
+    If a method raises, this worker caches nothing any more: see `Boundary`."""
 
     def __init__(
         self,
@@ -89,8 +87,7 @@ class WorkerSide:
 
         VCacheError (or LayoutError, a kind of it) if this worker cannot cache."""
         if self._refused:
-            self.refuse(self._refused)
-            return
+            raise VCacheError(self._refused)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
         kv = model_spec.describe(tables, kv_caches, blocks)
@@ -128,30 +125,18 @@ class WorkerSide:
             raise
         return session
 
-    def refuse(self, reason: str) -> None:
-        """Tell the scheduler and the server that this worker caches nothing (any more)."""
-        self.report.refuse(reason)
-        who = f"vLLM's worker {self._rank} (pid {os.getpid()})"
-        try:
-            with Client(self._config.server.path, self._config.client, reconnect=False) as server:
-                server.report("error", f"{who} caches nothing: {reason}")
-        except VCacheError as error:
-            log.debug("the server was not told: %s", error)
-
     # ---- a step
 
     def begin(self, meta: StepMetadata) -> None:
         """Begin a step, before its model run is queued."""
         self._meta = meta
-        self.loads.expect(meta.loads)
         self.report.introduce |= meta.introduce
         self.report.next.echoes |= meta.echoes
         worker = self._worker
-        if worker is None:
-            return
-        if meta.instance and self.in_place is not None:
-            self.in_place.show(worker.session, InstanceId(meta.instance))
-        self.stores.fence(worker, meta)
+        if worker is not None:
+            if meta.instance and self.in_place is not None:
+                self.in_place.show(worker.session, InstanceId(meta.instance))
+            self.stores.fence(worker, meta)
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
@@ -163,13 +148,13 @@ class WorkerSide:
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(worker.session, self._meta.publications)
 
-    def finished(self) -> set[str]:
-        """Advance all loads. Returns the requests whose load is over, successful or not."""
+    def ends(self) -> Ends:
+        """Advance all loads. Returns the loads that are over and not yet reported."""
         victims = self._meta.victims
         self._meta.victims = None
         if victims is not None and self._worker is not None and self.in_place is not None:
             self.in_place.save(self._worker, victims, self.stores)
-        return self.loads.finished(self._meta.idle)
+        return self.loads.ends(self._meta.idle)
 
     def measure(self) -> None:
         """See `Stores.measure`."""
@@ -203,8 +188,7 @@ class WorkerSide:
             return
         self._worker = worker
         if wrong := round_trip.through_pool(worker.session, worker.kv):
-            self.close()
-            self.refuse(f"after vLLM's sleep {wrong}")
+            raise VCacheError(f"after vLLM's sleep {wrong}")
 
     def close(self) -> None:
         """Leave the pool after copies have ended, within `CLOSE_SECONDS`. The chunks stay in the

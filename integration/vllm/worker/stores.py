@@ -52,7 +52,7 @@ class Stores:
         owner."""
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
         for gather in self._under_way:
-            if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
+            if any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
                 worker.session.copier.fence(gather.copy)
 
     def start(self, worker: Attached, stores: Sequence[StoreSpec]) -> None:

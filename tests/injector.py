@@ -1,0 +1,218 @@
+"""Makes every function of ours that runs in a vLLM instance raise once, in a process that
+`vllm_cases.Instance` forks: see test_injector.py.
+
+A profile function raises: at a function's call before its work, at its return after it. For each
+case both halves of the connector, vLLM's scheduler and the metadata server's connections are made
+anew, and every block of the KV cache is overwritten."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from injector_cases import Case, Outcome
+from vllm_cases import Answer, Prompt
+from vllm_inside import Serving
+
+import vcache_backend
+from vcache_backend.integration.vllm.connector import VCacheConnector
+
+ROOTS = tuple(
+    str(Path(folder).resolve())
+    for folder in (vcache_backend.__path__[0], Path(vcache_backend.__path__[0]).parent / "integration")
+)
+LAYER = ("boundary.py",)
+"""Modules whose functions do not raise here: the layer that the cases test."""
+OUTERMOST = frozenset(
+    {
+        # What vLLM calls without a guard: attributes are set and read, and a guarded method called.
+        "VCacheConnector.update_state_after_alloc",
+        "VCacheConnector.bind_connector_metadata",
+        "VCacheConnector.get_block_ids_with_load_errors",
+        "VCacheConnector.get_handshake_metadata",
+        "VCacheConnector.has_connector_metadata",
+        "VCacheConnector.requires_kv_delivery",
+        "VCacheConnector.start_load_kv",
+        "VCacheConnector.reset_cache",
+        "VCacheConnector.shutdown",
+        "VCacheConnector.__init__",
+        "VCacheConnector.stop",
+        "VCacheConnector._no_shard",
+        "VCacheConnector._say_off",
+        "VCacheConnector._last_stats",
+        "VCacheConnector.build_prom_metrics",
+        "VCacheConnector.build_kv_connector_stats",
+        # Ends of `Boundary.stop`.
+        "SchedulerSide.give_up",
+        "Generations.give_up",
+        # In the place of functions of vLLM's block pool.
+        "KVBlocks.guard",
+        "KVBlocks._get_new_blocks",
+        "ResidentPool._evict_blocks",
+        "ResidentPool._reset_prefix_cache",
+    }
+)
+MOST_STEPS = 400
+"""A request that has not ended by then hangs."""
+
+
+class Injecting(Serving):
+    """The commands of an instance in which functions of ours raise."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._caches: dict[str, Any] = {}
+        register = VCacheConnector.register_kv_caches
+
+        def registers(connector: Any, kv_caches: dict[str, Any]) -> None:
+            self._caches = kv_caches
+            register(connector, kv_caches)
+
+        VCacheConnector.register_kv_caches = registers
+        super().__init__(arguments)
+        VCacheConnector.register_kv_caches = register
+        self._core = self.llm.llm_engine.engine_core.engine_core
+        self._kv = get_kv_transfer_group()._worker.in_place
+        self._pages = _pages()
+        self._made = 0
+
+    def functions(self, load: list[Prompt]) -> dict[str, int]:
+        """How often each function of ours is called from the start to the end of a load in which
+        nothing raises."""
+        calls, lock = Counter[str](), threading.Lock()
+
+        def seen(frame: FrameType, event: str, argument: object) -> None:
+            if event == "call" and (name := function(frame.f_code)):
+                with lock:
+                    calls[name] += 1
+
+        outcome = self._watched(seen, load, [])
+        assert not outcome, outcome
+        return dict(calls)
+
+    def inject(self, case: Case, load: list[Prompt], answers: list[Answer]) -> Outcome:
+        """Run the load with one exception, and say what came of it. load: see `_load`."""
+        state, lock = {"calls": 0, "raised": False}, threading.Lock()
+        event_wanted = "return" if case.after else "call"
+
+        def raises(frame: FrameType, event: str, argument: object) -> None:
+            if event != event_wanted or function(frame.f_code) != case.function:
+                return
+            with lock:
+                state["calls"] += 1
+                if state["raised"] or state["calls"] < case.call:
+                    return
+                state["raised"] = True
+            raise RuntimeError("raised on purpose")
+
+        wrong = self._watched(raises, load, answers)
+        connector = self._core.scheduler.connector
+        if wrong:
+            return Outcome(state["raised"], wrong, connector.off, 0)
+        assert self._core.scheduler.reset_prefix_cache()
+        hit = self._run([load[0]], 1)[0].cached
+        return Outcome(state["raised"], "", connector.off, hit)
+
+    def _watched(
+        self, watch: Callable[[FrameType, str, object], None], load: list[Prompt], answers: list[Answer]
+    ) -> str:
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+        try:
+            self.renew()
+            return self._load(load, answers)
+        except Exception as error:  # noqa: BLE001 - the engine would have ended
+            import traceback
+
+            return f"vLLM got {error!r}: {traceback.format_exc(limit=-4)}"
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def renew(self) -> None:
+        """Replace vLLM's scheduler and both halves of the connector, as at vLLM's start."""
+        core, old = self._core, self._core.scheduler
+        old.connector.shutdown()
+        kv_transfer_state.ensure_kv_transfer_shutdown()
+        for page in self._pages:
+            page[1:] = 0x40
+        config, caches = core.vllm_config, old.kv_cache_config
+        kv_transfer_state.ensure_kv_transfer_initialized(config, caches)
+        worker = get_kv_transfer_group()
+        if self._kv is not None and worker._worker is not None and worker._worker.in_place:
+            # vLLM allocates its KV cache once, within the first connector's context.
+            worker._worker.in_place.exporter = self._kv.exporter
+        worker.register_kv_caches(self._caches)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(caches, config)
+        core.scheduler = type(old)(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=core.structured_output_manager,
+            include_finished_set=old.finished_req_ids_dict is not None,
+            log_stats=True,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+        )
+        shown = worker.get_handshake_metadata()
+        if shown is not None:
+            core.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): shown})
+
+    def _load(self, load: list[Prompt], answers: list[Answer]) -> str:
+        """An ordinary load: hits beside a prompt that nobody has, an abort during a load, a prompt
+        that continues one of ours. load: two prompts that another instance has, then one that
+        nobody has, then one that continues it. Returns what is wrong."""
+        shared, other, fresh, more = load
+        self._made += 1
+        fresh, more = (one._replace(salt=f"{self._made}") for one in (fresh, more))
+        got = self._run([shared, fresh], self._made)
+        name = f"{self._made} gone"
+        self.add(name, other)
+        self.step(1)
+        self.abort(name)
+        got += self._run([other, more], self._made + 0.5)
+        for which, (answer, expected) in enumerate(zip(got, answers, strict=False)):
+            if not answer.agrees(expected):
+                return f"answer {which} is wrong: {answer.tokens}, not {expected.tokens}"
+        return ""
+
+    def _run(self, prompts: list[Prompt], number: float) -> list[Answer]:
+        names = [f"{number} {which}" for which in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.add(name, prompt)
+        done: dict[str, Answer] = {}
+        for _ in range(MOST_STEPS):
+            done |= self.step(1)
+            if done.keys() >= set(names):
+                return [done[name] for name in names]
+        raise TimeoutError(f"{set(names) - done.keys()} hang")
+
+
+def function(code: CodeType) -> str:
+    """The name of a function of ours that may raise; empty for all others."""
+    if code not in _names:
+        _names[code] = _name(code)
+    return _names[code]
+
+
+_names: dict[CodeType, str] = {}
+
+
+def _name(code: CodeType) -> str:
+    path = str(Path(code.co_filename).resolve()) if code.co_filename[:1] != "<" else ""
+    root = next((root for root in ROOTS if path.startswith(root)), "")
+    if not root or path.endswith(LAYER) or code.co_qualname in OUTERMOST:
+        return ""
+    if code.co_name in ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"):
+        return ""
+    return f"{path[len(root) + 1 :]}:{code.co_qualname}"
+
+
+def _pages() -> list[Any]:
+    kv = get_kv_transfer_group()._worker._worker.kv
+    return [page for kind in kv.kinds for page in kind.pages]
