@@ -15,9 +15,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from injector_cases import Case, Outcome
 from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from injector_cases import Case, Outcome
 from vllm_cases import Answer, Prompt
 from vllm_inside import Serving
 
@@ -26,7 +26,10 @@ from vcache_backend.integration.vllm.connector import VCacheConnector
 
 ROOTS = tuple(
     str(Path(folder).resolve())
-    for folder in (vcache_backend.__path__[0], Path(vcache_backend.__path__[0]).parent / "integration")
+    for folder in (
+        vcache_backend.__path__[0],
+        Path(vcache_backend.__path__[0]).parent / "integration",
+    )
 )
 LAYER = ("boundary.py",)
 """Modules whose functions do not raise here: the layer that the cases test."""
@@ -120,7 +123,10 @@ class Injecting(Serving):
         return Outcome(state["raised"], "", connector.off, hit)
 
     def _watched(
-        self, watch: Callable[[FrameType, str, object], None], load: list[Prompt], answers: list[Answer]
+        self,
+        watch: Callable[[FrameType, str, object], None],
+        load: list[Prompt],
+        answers: list[Answer],
     ) -> str:
         threading.setprofile(watch)
         sys.setprofile(watch)

@@ -161,8 +161,8 @@ def test_a_completion_tells_when_and_how_long(device: str, make: Make) -> None:
     assert completion.done()
     assert completion.seconds is not None
     assert 0 < completion.seconds < 10
-    copier.close()
-    copier.close()
+    copier.drain()
+    copier.drain()
 
 
 class FakeEvent:

@@ -222,6 +222,7 @@ def test_a_death_in_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet
 
 # ---- exceptions of our own
 
+
 @with_lmcache
 @pytest.mark.parametrize("reader", [LMCACHE], indirect=True)
 def test_an_exception_of_ours_behind_lmcache_shares_nothing(reader: Instance, case: Case) -> None:

@@ -49,7 +49,7 @@ class Copier(UnfinishedCopier):
     def fence(self, copy: Completion) -> None:
         self.fenced.append([other is copy for other in self.copies].index(True))
 
-    def close(self) -> None:
+    def drain(self) -> None:
         for end in self.ends:
             end.set()
 
@@ -66,7 +66,7 @@ class Worker:
         config = here.config("host", 1 << 20)
         self.session = session = Session(config, layout_of(cache), copier=self.copier)
         here.undo.callback(session.close)
-        here.undo.callback(self.copier.close)
+        here.undo.callback(self.copier.drain)
         self.stores = Stores(Meter(), at_once)
         self.kv, self.block_size = session.bind(cache.tensors), cache.sizes.block_size
         self.attached = Attached(session, self.kv, self.block_size)

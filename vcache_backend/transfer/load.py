@@ -100,6 +100,8 @@ class Load:
         except Exception as error:  # noqa: BLE001 - unverified chunks do not count
             self._fail("copy")
             with suppress(Exception):
+                # A copy may be running that no part names.
+                self._session.copier.drain()
                 self._session.miss("load", error)
         if self._failed:
             self._drain()

@@ -200,7 +200,7 @@ class Session:
         self.committer.close()
         if self.tier is not None:
             self.tier.close()
-        self.copier.close()
+        self.copier.drain()
         # Close the client before the pool: its heartbeats would map segments again.
         self.client.close()
         self.pool.close()

@@ -4,6 +4,7 @@ docs/adr/0024."""
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -11,6 +12,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
+log = logging.getLogger("vllm.vcache")
 DIGEST_BYTES = 32
 CHANGES = frozenset(
     {
@@ -52,20 +54,27 @@ def watch() -> None:
     @functools.wraps(name)
     def set_weight_version(self: Any, weight_version: str) -> Any:
         answer = name(self, weight_version)
-        for connector in _connectors(self):
-            connector.weights_are(weight_version)
+        _tell(self, "weights_are", weight_version)
         return answer
 
     @functools.wraps(call)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         # Before the call, which may fail halfway.
         if str(getattr(method, "__name__", method)) in CHANGES:
-            for connector in _connectors(self):
-                connector.weights_change()
+            _tell(self, "weights_change")
         return call(self, method, *args, **kwargs)
 
     EngineCore.set_weight_version = set_weight_version
     EngineCore.collective_rpc = collective_rpc
+
+
+def _tell(engine: Any, call: str, *given: object) -> None:
+    """Call a method of the engine's connectors. Never raises."""
+    try:
+        for connector in _connectors(engine):
+            getattr(connector, call)(*given)
+    except Exception:
+        log.exception("vcache was not told of a change of weights (%s)", call)
 
 
 def _connectors(engine: Any) -> Iterator[Any]:

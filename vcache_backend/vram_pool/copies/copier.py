@@ -113,7 +113,7 @@ class Copier(Protocol):
         never waits."""
         ...
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Wait for the copies under way, with a deadline. Idempotent."""
         ...
 
@@ -181,7 +181,7 @@ class HostCopier:
     def fence(self, copy: Completion) -> None:
         """Every copy ended before its call returned."""
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Nothing is ever under way."""
 
     def _run(self, move: _Move, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:

@@ -24,7 +24,7 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
 CLOSE_SECONDS = 5.0
-"""How long `CudaCopier.close` waits for the copies of each stream."""
+"""How long `CudaCopier.drain` waits for the copies of each stream."""
 _TABLE_ROWS = 1024
 """The fewest rows of a new table: 4,096 tokens in blocks of 16, of 64 layers, need 384 rows."""
 _SPIN_SECONDS = 0.005
@@ -182,7 +182,7 @@ class CudaCopier:
         elif not isinstance(copy, Finished):
             raise TypeError(f"a {type(copy).__name__} is not a copy of this copier: nothing waits")
 
-    def close(self) -> None:
+    def drain(self) -> None:
         for stream in (self._gathers, self._scatters):
             _poll(stream.query, CLOSE_SECONDS)
 
