@@ -261,40 +261,13 @@ def test_unwritten_blocks_are_not_found(make: Make, hit: int, stores: bool, shar
     assert share == "pool" or engine.right(published)
 
 
-@pytest.mark.parametrize("share", ["in_place", "pool"])
-@pytest.mark.parametrize("fails", ["_evict_unwritten", "_track"])
-def test_where_they_are_found_after_a_failure_of_ours_nothing_that_builds_on_them_is_shared(
-    make: Make, monkeypatch: pytest.MonkeyPatch, fails: str, share: str
-) -> None:
-    """fails: what looks for them, or what would have known their owner."""
-    engine, gone = without_its_step(make, 11, share, fails, monkeypatch)
-    engine.scheduler.finish_requests(gone.request_id, RequestStatus.FINISHED_ABORTED)
-    later = engine.add([*gone.prompt_token_ids, *new_tokens(20)])
-    engine.step()
-    assert engine.hit(later) == 11 * BLOCK
-    engine.finish(later)
-    shared = [engine.numbers(later, meta) + engine.stored(later, meta) for meta in engine.metas]
-    assert shared == [[]] * len(shared)
-
-
-def without_its_step(
-    make: Make,
-    hit: int,
-    share: str,
-    fails: str = "",
-    monkeypatch: pytest.MonkeyPatch | None = None,
-    **wishes: bool,
-) -> tuple[Engine, Request]:
+def without_its_step(make: Make, hit: int, share: str, **wishes: bool) -> tuple[Engine, Request]:
     """A request from which another one has taken a step, after which vLLM would find `hit` blocks
-    of it. fails: a method of ours that raises. wishes: the request's."""
+    of it. wishes: the request's."""
     steps = {"scheduling_policy": "priority", **SHORT}
     engine = make(blocks=hit + 3, arguments=steps, share=share)
-    if monkeypatch is not None:
-        monkeypatch.setattr(engine.half, fails, lambda *_: 1 / 0)
     gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1, **wishes)
     engine.step()
-    if monkeypatch is not None and fails == "_track":
-        monkeypatch.undo()
     first = engine.add(new_tokens(BLOCK), max_tokens=8)
     engine.step()
     assert gone.num_computed_tokens // BLOCK == 9

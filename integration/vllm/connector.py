@@ -71,7 +71,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self._worker: WorkerSide | None = None
         self._awaited, self._running = AwaitedLoads(), WorkerLoads()
         self._engine = str(transfer.engine_id)
-        self._meter = stats.Meter()
+        self._meter: stats.Meter | None = None
         self._thread = 0
         """The thread in which vLLM runs the worker."""
         self._said_off = False
@@ -107,7 +107,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         decision = decide(vllm_config, kv_cache_config, config)
         if decision.refused:
             raise VCacheError(decision.refused)
-        side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, self._meter)
+        meter = self._meter = stats.Meter()
+        side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, meter)
         self._scheduler = side
         self.on_close(side.close)
         if side.publications is not None and side.victims is None:
@@ -118,17 +119,18 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
         self._place = ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
         # All workers move the same tokens: only the first counts them.
-        self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
+        meter = self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
         self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-        self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
+        self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, meter)
         self.on_close(self._worker.close)
         if vllm_config.parallel_config.world_size == 1:
             _workers[self._engine] = self
 
     def stop(self) -> None:
         """See `Boundary.stop`."""
-        with suppress(Exception):
-            self._meter.count("failures", 1, "internal")
+        if self._meter is not None:
+            with suppress(Exception):
+                self._meter.count("failures", 1, "internal")
         if self._scheduler is not None:
             self._scheduler.give_up()
         elif self._worker is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -387,20 +389,28 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         """This process's counts since the last call."""
         if self._worker is not None:
             self._worker.measure()
-        return self._meter.take()
+        return self._last_stats()
 
     def _last_stats(self) -> Any:
         with suppress(Exception):
-            return self._meter.take()
+            return self._meter.take() if self._meter is not None else None
         return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        return stats.build_stats(data)
+        try:
+            return stats.build_stats(data)
+        except Exception:
+            log.exception("vcache: stats of an interval are lost")
+            return stats.VCacheStats()
 
     @classmethod
     def build_prom_metrics(cls, *given: Any, **more: Any) -> Any:
-        return stats.build_metrics(*given, **more)
+        try:
+            return stats.VCachePromMetrics(*given, **more)
+        except Exception:
+            log.exception("vcache shows no metrics")
+            return None
 
     @guarded(answer(()))
     def take_events(self) -> Iterable[Any]:

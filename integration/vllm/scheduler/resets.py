@@ -14,7 +14,7 @@ log = logging.getLogger("vllm.vcache")
 
 class Resets:
     """Runs in the scheduler's thread. clearing: a reset is under way, and look-ups must wait. last:
-    a reset was made, and no request has begun since."""
+    a reset was made, and no request has begun since. begun: a step was planned, which may store."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Resets:
         self._instance, self._drop, self._doubt = instance, drop, doubt
         self._rename = rename
         self._numbers = numbers
-        self.clearing = self.last = False
+        self.clearing = self.last = self.begun = False
         self.number = 0
         """The last reset's echo. While `clearing`, every step asks for the echo until the workers
         have answered. By then all stores from before the reset have reservations, which a second
@@ -58,7 +58,7 @@ class Resets:
         if self._instance.publications is not None:
             self._instance.publications.reset()
         cleared = self._instance.clear()
-        if self._instance.publications is not None and cleared:
+        if cleared and (self._instance.publications is not None or not self.begun):
             # Running steps publish and save under the old epoch, so there is no need to wait.
             self.clearing = False
         return cleared or not self._instance.over

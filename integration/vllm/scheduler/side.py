@@ -264,6 +264,7 @@ class SchedulerSide:
             self._doubt_loads(begun, meta)
         self._doubts.follow(output, begun, self._rows)
         self.resets.last &= meta.idle and not meta.loads
+        self.resets.begun = True
         if not meta.idle:
             self._completions.plan(output, requests, meta)
         for request_id, computed, _ in begun:

@@ -278,16 +278,6 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     self._histograms[engine_idx, name].observe(seconds)
 
 
-def build_metrics(*given: Any, **more: Any) -> VCachePromMetrics | None:
-    """Make the metrics of a front end, with vLLM's arguments. None if that fails: vLLM then shows
-    no metrics of ours."""
-    try:
-        return VCachePromMetrics(*given, **more)
-    except Exception:
-        log.exception("vcache shows no metrics")
-        return None
-
-
 def build_stats(data: Mapping[str, Any] | None) -> VCacheStats:
     """Copy stats from another process's `data`. vLLM passes the same `data` to several loggers, and
     each adds to its stats."""
