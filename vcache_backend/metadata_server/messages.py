@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -34,8 +34,9 @@ MAX_PLANES = 1024
 """The most planes of one worker's KV cache. A plane is one part of one layer."""
 MAX_KINDS = 16
 """The most kinds of layers, by the size of their pages, in one worker's KV cache."""
-MAX_PUBLISHED = 512
-"""The most chunks of one publication; fewer if their blocks fill a message sooner."""
+MAX_PUBLISHED = 128
+"""The most chunks of one publication, about a millisecond of the server's time; fewer if their
+blocks fill a message sooner."""
 MAX_UNMAPPABLE = 1024
 """The most segments that a client reports as unmappable: more than a server can have."""
 MAX_OWNERS = 64
