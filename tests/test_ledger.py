@@ -115,8 +115,24 @@ def test_resets_go_through_the_other_namespaces_chunks_once_however_many_there_a
         [HISTORY[0], r.Live({A: Location(S0, 8 * KIB, KIB, 1)})],
         [HISTORY[0], r.Live({A: Location(S0, 0, 0, 1)})],
         [HISTORY[0], r.Live({ChunkKey(b"short"): PLACE[0]})],
+        [HISTORY[0], r.Live({A: Location(S0, 0, KIB, 1 << 63)})],
+        [r.Counted((1 << 64) - 1)],
+        [r.Counted(0, [0])],
+        [r.Counted(0, [1] * 257)],
+        [r.EpochTable({A[:8]: (1 << 64) - 1})],
+        [r.EpochTable({A: 1})],
+        [r.EpochTable({n.to_bytes(8): 1 for n in range(258)})],
+        [r.Held((1 << 64) - 1, WRITER, {})],
+        [r.Held(0, WRITER, {})],
+        [r.Held(1, r.ProcessId(1 << 63, 5), {})],
+        [r.Held(1, r.ProcessId(-1, 5), {})],
+        [r.Held(1, r.ProcessId(11, 1 << 63), {})],
+        [r.SegmentAdded(S0, "gpu-0\n", "cuda", KIB)],
+        [r.SegmentAdded(S0, "gpu-0", "cuda", 1 << 63)],
+        [r.SegmentAdded(SegmentId("a name"), "gpu-0", "cuda", KIB)],
+        [r.Gone([ChunkKey(bytes(26))] * 40_000)],
     ],
-    ids=["no segment", "one slot twice", "outside", "no bytes", "no key"],
+    ids=lambda records: str(records[-1])[:60],
 )
 def test_records_that_cannot_all_be_are_damage(ledger: Ledger, records: list[r.Record]) -> None:
     ledger.write(records, compacts_nothing)
@@ -304,10 +320,11 @@ def header(valid: int, body: bytes) -> bytes:
         lambda folder: forged(0o777, data=header(0, b"")),  # as segments are, which clients write
         lambda folder: forged(seals=0, data=header(0, b"")),
         lambda folder: forged(data=bytes(2 * mmap.PAGESIZE)),
+        lambda folder: forged(data=ledgers._WORDS.pack(ledgers.MAGIC, (1 << 64) - 1, 0, 0)),
         lambda folder: os.open(folder / "file", os.O_RDWR | os.O_CREAT, 0o600),
         lambda folder: os.pidfd_open(os.getpid()),
     ],
-    ids=["writable by others", "can shrink", "no magic", "a file", "a pidfd"],
+    ids=["writable by others", "can shrink", "no magic", "no epoch", "a file", "a pidfd"],
 )
 def test_other_memory_is_no_ledger(make: object, tmp_path: Path) -> None:
     fd = make(tmp_path)  # type: ignore[operator]

@@ -19,6 +19,15 @@ from server_cases import KIB, few_descriptors, has_room, offer, offering, put, r
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.ledger import Ledger
+from vcache_backend.metadata_server.records import (
+    Counted,
+    EpochTable,
+    Held,
+    ProcessId,
+    Record,
+    SegmentAdded,
+)
 
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
@@ -97,6 +106,33 @@ def test_a_ledger_that_was_taken_over_costs_the_contents_alone(stage_: Stage, me
         assert (refused[0], refused[2]) == ("error", False)
         assert "is in no ledger" in refused[1]
         assert raw.ask("list_segments") == ["segments", []]
+
+
+FORGED: dict[str, list[Record]] = {
+    "a pid": [Held(1, ProcessId(1 << 63, 5), {})],
+    "a generation": [Counted((1 << 64) - 1)],
+    "an epoch": [EpochTable({b"": (1 << 64) - 1})],
+    "segments": [SegmentAdded(m.SegmentId(f"t{n}"), "host", "host", KIB) for n in range(401)],
+}
+
+
+@pytest.mark.parametrize("records", FORGED.values(), ids=FORGED)
+def test_a_forged_ledger_ends_no_server(stage_: Stage, memfd: int, records: list[Record]) -> None:
+    """Any process of the server's user can make one."""
+    server = stage_.server()
+    forged = Ledger(77)
+    client = os.dup(forged.fd)
+    stage_.undo.callback(os.close, client)
+    forged.write(records, lambda record: [])
+    forged.close()
+    with Raw(stage_.path, ledger=client) as raw:
+        assert raw.welcome[0] == "welcome"
+        server.expect("nothing of that server's pool is used")
+        assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["count", 0]
+        assert raw.ask("reserve", [A], KIB)[0] == "reserved"
+        assert raw.ask("clear", b"", True)[0] == "count"
+        assert len(raw.ask("list_segments")[1]) == 1
+    assert stage_.client().stats().clients == 1
 
 
 def test_who_missed_whole_servers_makes_the_next_forget_nothing(stage_: Stage, memfd: int) -> None:

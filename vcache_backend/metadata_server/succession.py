@@ -7,12 +7,11 @@ import time
 
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger
+from vcache_backend.metadata_server.messages import MAX_SEGMENTS
 from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.records import MAX_SERVERS
 
 log = logging.getLogger(__name__)
-
-MAX_SERVERS = 256
-"""How many earlier servers a ledger names: the latest."""
 
 
 class Predecessors:
@@ -56,6 +55,9 @@ class Predecessors:
 
     def _restore(self, ledger: EarlierLedger) -> None:
         state = ledger.read()
+        segments = state.segments.keys() | self._directory.segments.keys()
+        if len(segments) > MAX_SEGMENTS:
+            raise Damaged(f"{len(segments):,} segments in all; {MAX_SEGMENTS} is the limit")
         if not ledger.same_pids:
             state.hide_processes()
         state.servers = [*state.servers, ledger.epoch][-MAX_SERVERS:]
