@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
 """A connection without a hello is closed after this time."""
+ACCEPTS_A_TURN = 16
+"""The most connections to accept in one turn: clients that connect and close in a loop fill the
+queue in which new clients wait."""
 TURN_SECONDS = 0.004
 """After this time in one turn, further requests wait for the next turn."""
 FOLLOWED = (m.Find, m.Acquire, m.Reserve)
@@ -70,7 +73,9 @@ class Clients:
             elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._disconnect(connection)
         elif fd == self._admission.fd:
-            self._accept()
+            for _ in range(ACCEPTS_A_TURN):
+                if not self._accept():
+                    break
 
     def answer_some(self) -> None:
         """Answer requests until the turn has taken `TURN_SECONDS`."""
@@ -113,10 +118,11 @@ class Clients:
 
     # ---- in
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept the next connection. False if there is none."""
         connection = self._admission.accept()
         if connection is None:
-            return
+            return False
         caller, others = connection.caller, self._connections.values()
         refusal = self._admission.refusal(caller, others)
         if caller.pid:
@@ -127,6 +133,7 @@ class Clients:
         self._directory.counters["clients_total"] += 1
         if refusal:
             self._refuse(connection, refusal)
+        return True
 
     def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
         """Run `what` for one connection. An error ends that connection only."""
