@@ -18,6 +18,7 @@ from server_cases import KIB, few_descriptors, has_room, offer, offering, put, r
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import succession
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.records import (
@@ -144,6 +145,41 @@ def test_who_missed_whole_servers_makes_the_next_forget_nothing(stage_: Stage, m
             server = restart_with(stage_, client, server)
         Raw(stage_.path, ledger=away.fds[0]).close()
     assert client.present([A]).epoch == 0
+
+
+def test_who_missed_a_server_may_be_back_before_who_knows_it(
+    stage_: Stage, memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is served once another client has brought the ledger of the missed one."""
+    monkeypatch.setattr(succession, "HEIR_SECONDS", 1000)
+    server = stage_.server()
+    client = offering(stage_, memfd)
+    with Raw(stage_.path) as away:
+        server = restart_with(stage_, client, server)
+        with Raw(stage_.path) as known:
+            server.kill()
+            client.close()
+            with running(stage_.path, recover_seconds=1000), Raw(stage_.path, False) as first:
+                first.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=tuple(away.fds[:1]))
+                with Raw(stage_.path) as fresh:
+                    assert fresh.ask("contains", [A])[2] == 0
+                Raw(stage_.path, ledger=known.fds[0]).close()
+                assert first.receive()[0] == "welcome"
+                assert first.ask("contains", [A])[2] == 0
+
+
+def test_who_missed_a_server_that_nobody_knows_is_served_after_a_while(stage_: Stage) -> None:
+    """That server may have had resets, so all are repeated."""
+    server = stage_.server()
+    with Raw(stage_.path) as away:
+        server.kill()
+        server = stage_.server()
+        Raw(stage_.path, ledger=away.fds[0]).close()
+        server.kill()
+        stage_.server(recover_seconds=0.5)
+        with Raw(stage_.path, ledger=away.fds[0]) as late:
+            assert late.welcome[0] == "welcome"
+            assert late.ask("contains", [A])[2] > 0
 
 
 def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memfd: int) -> None:

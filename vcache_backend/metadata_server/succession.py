@@ -13,6 +13,10 @@ from vcache_backend.metadata_server.records import MAX_SERVERS
 
 log = logging.getLogger(__name__)
 
+HEIR_SECONDS = 5.0
+"""How long to wait for a later server's ledger, after a client has brought one that such a server
+took over. Clients come back within some two seconds."""
+
 
 class Predecessors:
     """Takes over the ledgers of earlier servers, in any order.
@@ -20,7 +24,7 @@ class Predecessors:
     Once a server has ended, its ledger is the whole truth about its segments, as long as no server
     has taken the ledger over: no other server gave out the slots. Segments of any other ledger are
     never used again. A server that may have missed resets repeats all resets. A ledger that is
-    included in a ledger taken over has no further resets."""
+    included in a ledger taken over has no further resets, and may come before that one."""
 
     def __init__(self, directory: Directory, epoch: int, seconds: float) -> None:
         """epoch: of this server. seconds: how long to wait for ledgers, and then for segments."""
@@ -29,29 +33,41 @@ class Predecessors:
         self._heard = {epoch}
         """The epochs of this server, and of the servers whose ledgers its own ledger includes."""
         self._forgotten = False
+        self._judges_at = 0.0
+        """When to stop waiting for a later server's ledger; 0: no client is waiting for one."""
 
-    def hear(self, fd: int) -> None:
-        """Read the previous server's ledger, which a client brings. OSError if this process has no
-        descriptor left: the client may bring the ledger again."""
+    def hear(self, fd: int) -> bool:
+        """Read an earlier server's ledger, which a client brings. False if the ledger of a later
+        server may settle what is missing: ask again soon, and do not serve the client until then.
+        OSError if this process has no descriptor left: the client may bring the ledger again."""
         try:
             ledger = EarlierLedger(fd)
         except OSError as error:
             if processes.is_exhausted(error):
                 raise
             log.warning("a client sent an fd that is not a server's ledger: %s", error)
-            return
+            return True
         try:
             if ledger.epoch in self._heard:
-                return
-            if time.monotonic() > self.until or not ledger.take_over(self._epoch):
+                return True
+            now = time.monotonic()
+            if now <= self.until and ledger.take_over(self._epoch):
+                self._restore(ledger)
+            elif now <= self.until and not self._forgotten and self._waits(now):
+                return False
+            else:
                 self._resets_forgotten()
-                return
-            self._restore(ledger)
         except (OSError, Damaged) as error:
             log.error("ledger: %s; nothing of that server's pool is used", error)
             self._resets_forgotten()
         finally:
             ledger.close()
+        return True
+
+    def _waits(self, now: float) -> bool:
+        """Whether a later server's ledger may still come."""
+        self._judges_at = self._judges_at or now + min(HEIR_SECONDS, self._seconds)
+        return now < self._judges_at
 
     def _restore(self, ledger: EarlierLedger) -> None:
         state = ledger.read()
@@ -64,6 +80,7 @@ class Predecessors:
         self._directory.restore(state)
         self._heard |= set(state.servers)
         self.until = time.monotonic() + self._seconds
+        self._judges_at = 0.0
         if state.segments:
             said = "ledger: %d chunks in %d segments are back once their workers offer them again"
             log.warning(said, len(state.chunks), len(state.segments))

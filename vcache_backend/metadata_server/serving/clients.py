@@ -58,11 +58,18 @@ class Clients:
         self._turns = Turns()
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
+        self._early = list[Connection]()
+        """Connections whose hello is answered once an earlier server's ledger is known."""
 
     @property
     def waiting(self) -> bool:
         """Whether a request can be answered now."""
         return bool(len(self._turns))
+
+    @property
+    def early(self) -> bool:
+        """Whether a hello waits for a ledger, which `tick` asks for again."""
+        return bool(self._early)
 
     def on_ready(self, fd: int, mask: int) -> None:
         connection = self._connections.get(fd)
@@ -107,6 +114,8 @@ class Clients:
 
     def tick(self) -> None:
         self._admission.listen_again()
+        while self._early:
+            self._turns.enter(self._early.pop())
         now = time.monotonic()
         for connection in list(self._connections.values()):
             if connection.client is None and now > connection.accepted + HELLO_SECONDS:
@@ -192,7 +201,10 @@ class Clients:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a packet is not a MessagePack message: {error}") from error
         if connection.client is None:
-            self._greet(connection, request)
+            if not self._greet(connection, request):
+                connection.request, connection.queued = data, True
+                connection.accepted = time.monotonic()
+                self._early.append(connection)
             return
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds
@@ -200,9 +212,9 @@ class Clients:
         connection.close_fds()
         connection.queue(reply, held)
 
-    def _greet(self, connection: Connection, request: m.AnyRequest) -> None:
-        """Answer a connection's first request: a hello, with the client's pidfd and ledger.
-        ProtocolError if the request is not a hello."""
+    def _greet(self, connection: Connection, request: m.AnyRequest) -> bool:
+        """Answer a connection's first request: a hello, with the client's pidfd and ledger. False
+        if it is to be answered later. ProtocolError if the request is not a hello."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
@@ -215,11 +227,13 @@ class Clients:
         uid, pid = connection.caller
         process = processes.identity(pid, request.token)
         pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
+        hear = self._service.predecessors.hear
+        known = [hear(fd) for fd in connection.fds if fd != pidfd]
+        if not all(known):
+            return False
         if pidfd is not None:
             connection.fds.remove(pidfd)
             self._watch.keep(process, Descriptor(pidfd))
-        for fd in connection.fds:
-            self._service.predecessors.hear(fd)
         connection.close_fds()
         device, medium = request.device, request.medium
         client = Peer(connection.number, process, device, medium, name=request.name, uid=uid)
@@ -228,6 +242,7 @@ class Clients:
         if mismatches:
             log.warning("pid %d: %s; such instances: %d", pid, mismatches[0], len(mismatches))
         connection.queue(m.Welcome(self._service.epoch, mismatches), [self._ledger])
+        return True
 
     # ---- out
 
