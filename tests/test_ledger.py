@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +24,7 @@ from vcache_backend.metadata_server import ledger as ledgers
 from vcache_backend.metadata_server import records as r
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger, Ledger
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.pool.contents import Contents
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 
@@ -54,8 +56,15 @@ def compacts_nothing(record: r.Record) -> Iterator[r.Record]:
 
 
 def read(fd: int) -> r.LedgerState:
+    """Its state, if a pool can have it."""
+    state = r.LedgerState()
     with closing(EarlierLedger(fd)) as earlier:
-        return earlier.read()
+        deque(earlier.read(state), 0)
+    try:
+        deque(Contents().read(state), 0)
+    except ValueError as error:
+        raise Damaged(str(error)) from error
+    return state
 
 
 def locations(directory: Directory) -> dict[ChunkKey, Location]:
@@ -249,7 +258,7 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
         os.close(there)
         with closing(EarlierLedger(client)) as earlier:
             assert earlier.take_over(HEIR), "its server has ended"
-            state = earlier.read()
+            deque(earlier.read(state := r.LedgerState()), 0)
         left = state.chunks, set(state.held), set(state.segments)
         assert left in truth[turn : turn + 2], f"after turn {turn}"
         turns.add(turn)
@@ -347,7 +356,7 @@ def test_no_contents_do_more_than_be_refused(ledger: Ledger) -> None:
         word = dice.choice([valid, valid, valid + 2, valid - 2, valid | 1, dice.getrandbits(64)])
         fd = forged(data=header(word, bytes(body)))
         try:
-            read(fd).check()
+            read(fd)
         except Damaged:
             refused += 1
         os.close(fd)

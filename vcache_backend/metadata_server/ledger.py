@@ -25,6 +25,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 
 import msgspec
 
@@ -40,6 +41,8 @@ GROWTH = 3
 """A ledger is compacted once it is this many times as large as after the last compaction."""
 SLICE_BYTES = 1 << 16
 """Bytes of records to read again in one turn of the loop, rounded up to whole records."""
+RECORD_BYTES = 100
+"""About the bytes of a chunk in a record."""
 MAX_RECORD_BYTES = 1 << 20
 """The most bytes of a record in an earlier server's ledger. A server writes some 250 KB at most."""
 FREED_BYTES = 1 << 20
@@ -224,16 +227,13 @@ class EarlierLedger:
         os.pwrite(self._file, epoch.to_bytes(8, "little"), 8 * _ENDED)
         return True
 
-    def read(self) -> LedgerState:
-        """Read the state. Raises Damaged if no server can have written it."""
-        state, valid = LedgerState(), self._word(_VALID)
-        try:
-            for _, record in _Area(self._file, valid & 1).records(valid >> 1):
-                state.apply(record)
-            state.check()
-        except ValueError as error:
-            raise Damaged(f"its records contradict each other: {error}") from error
-        return state
+    def read(self, state: LedgerState) -> Iterator[None]:
+        """Read the ledger into `state`, a record for each step, or `RECORD_BYTES` of a long one.
+        Raises Damaged if a record cannot be."""
+        valid = self._word(_VALID)
+        for nbytes, record in _Area(self._file, valid & 1).records(valid >> 1):
+            state.apply(record)
+            yield from repeat(None, 1 + nbytes // RECORD_BYTES)
 
     def close(self) -> None:
         os.close(self._file)

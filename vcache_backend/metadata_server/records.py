@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
-from typing import Annotated
+from itertools import islice
+from typing import Annotated, cast
 
 import msgspec
 
@@ -25,7 +25,6 @@ from vcache_backend.metadata_server.messages import (
     SegmentId,
     Serial,
 )
-from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents, padded
 
 SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
@@ -136,6 +135,8 @@ class LedgerState(msgspec.Struct):
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
     servers: list[int] = []
+    shared: dict[SegmentId | int, SegmentId | int] = {}
+    """Segments' ids and lengths that locations refer to."""
     spaces: dict[bytes, set[ChunkKey]] | None = None
     """The keys of each namespace, some gone since. The first `Cleared` builds the table; later ones
     need not go through all chunks."""
@@ -153,8 +154,9 @@ class LedgerState(msgspec.Struct):
                     for number, held in self.held.items()
                     if (chunks := _without(held.chunks, id))
                 }
-            case Held(reservation=reservation, chunks=chunks):
-                self.held[reservation] = record
+            case Held(reservation=reservation, process=process, chunks=chunks):
+                chunks = {key: self._compact(at) for key, at in chunks.items()}
+                self.held[reservation] = Held(reservation, process, chunks)
                 generations = (location.generation for location in chunks.values())
                 self.generation = max([self.generation, *generations])
             case Published(reservation=reservation):
@@ -164,7 +166,7 @@ class LedgerState(msgspec.Struct):
             case Returned(reservation=reservation):
                 self.held.pop(reservation, None)
             case Live(chunks=chunks):
-                self._publish(chunks)
+                self._publish({key: self._compact(at) for key, at in chunks.items()})
             case Cleared(namespace=namespace):
                 self._clear(namespace)
             case Counted(generation=generation, servers=servers):
@@ -175,6 +177,12 @@ class LedgerState(msgspec.Struct):
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
+
+    def _compact(self, at: Location) -> Location:
+        """The same location. All have their segment's id and their length in common: 100 B less."""
+        shared = self.shared.setdefault
+        segment, length = shared(at.segment, at.segment), shared(at.length, at.length)
+        return Location(cast("SegmentId", segment), at.offset, cast("int", length), at.generation)
 
     def _publish(self, chunks: dict[ChunkKey, Location]) -> None:
         self.chunks.update(chunks)
@@ -208,29 +216,17 @@ class LedgerState(msgspec.Struct):
                 self.held[number] = msgspec.structs.replace(held, process=unseen)
 
     def records(self) -> Iterator[Record]:
-        """A short sequence of records that describes this state."""
+        """A short sequence of records that describes this state, without the committed chunks."""
         yield Counted(self.generation, self.servers)
         yield EpochTable(self.epochs)
         yield from self.segments.values()
         yield from self.held.values()
-        chunks = iter(self.chunks.items())
-        while piece := dict(islice(chunks, SLICE)):
-            yield Live(piece)
 
-    def check(self) -> None:
-        """Raise ValueError unless a pool can have this state: known segments, and slots inside them
-        that do not overlap."""
-        if len(self.held) > MAX_HELD:
-            raise ValueError(f"{len(self.held):,} reservations; {MAX_HELD:,} is the limit")
-        taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
-        written = (held.chunks.items() for held in self.held.values())
-        for key, location in chain(self.chunks.items(), *written):
-            start = location.offset
-            if start % ALIGNMENT or location.segment not in taken:
-                raise ValueError(f"chunk {key.hex()} at {location} cannot be")
-            taken[location.segment].append((start, padded(location.length)))
-        for id_, slots in taken.items():
-            Extents(self.segments[id_].nbytes, slots)
+    def pieces(self, size: int) -> Iterator[dict[ChunkKey, Location]]:
+        """The committed chunks, at most `size` in a piece."""
+        chunks = iter(self.chunks.items())
+        while piece := dict(islice(chunks, size)):
+            yield piece
 
 
 def _without(chunks: dict[ChunkKey, Location], segment: SegmentId) -> dict[ChunkKey, Location]:

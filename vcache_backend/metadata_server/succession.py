@@ -8,8 +8,9 @@ import time
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger
 from vcache_backend.metadata_server.messages import MAX_SEGMENTS
+from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.records import MAX_SERVERS
+from vcache_backend.metadata_server.records import MAX_HELD, MAX_SERVERS, LedgerState
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class Predecessors:
         self._heard = {epoch}
         """The epochs of this server, and of the servers whose ledgers its own ledger includes."""
         self._forgotten = False
+        self._reading = False
+        """Whether the backlog reads a ledger. Another one waits for its end."""
         self._judges_at = 0.0
         """When to stop waiting for a later server's ledger; 0: no client is waiting for one."""
 
@@ -47,37 +50,53 @@ class Predecessors:
                 raise
             log.warning("a client sent an fd that is not a server's ledger: %s", error)
             return True
+        keep = False
         try:
             if ledger.epoch in self._heard:
                 return True
+            if self._reading:
+                return False
             now = time.monotonic()
             if now <= self.until and ledger.take_over(self._epoch):
-                self._restore(ledger)
+                keep = self._reading = True
+                self._directory.backlog.begin(self._restore(ledger))
             elif now <= self.until and not self._forgotten and self._waits(now):
                 return False
             else:
                 self._resets_forgotten()
-        except (OSError, Damaged) as error:
-            log.error("ledger: %s; nothing of that server's pool is used", error)
-            self._resets_forgotten()
         finally:
-            ledger.close()
-        return True
+            if not keep:
+                ledger.close()
+        return not self._reading
 
     def _waits(self, now: float) -> bool:
         """Whether a later server's ledger may still come."""
         self._judges_at = self._judges_at or now + min(HEIR_SECONDS, self._seconds)
         return now < self._judges_at
 
-    def _restore(self, ledger: EarlierLedger) -> None:
-        state = ledger.read()
+    def _restore(self, ledger: EarlierLedger) -> Steps:
+        """Read a ledger and take its pool over, in the backlog. Never raises."""
+        try:
+            yield from self._steps(ledger)
+        except (OSError, Damaged, ValueError) as error:
+            log.error("ledger: %s; nothing of that server's pool is used", error)
+            self._resets_forgotten()
+        finally:
+            self._reading = False
+            ledger.close()
+
+    def _steps(self, ledger: EarlierLedger) -> Steps:
+        state = LedgerState()
+        yield from ledger.read(state)
         segments = state.segments.keys() | self._directory.segments.keys()
         if len(segments) > MAX_SEGMENTS:
             raise Damaged(f"{len(segments):,} segments in all; {MAX_SEGMENTS} is the limit")
+        if len(state.held) > MAX_HELD:
+            raise Damaged(f"{len(state.held):,} reservations; {MAX_HELD:,} is the limit")
         if not ledger.same_pids:
             state.hide_processes()
         state.servers = [*state.servers, ledger.epoch][-MAX_SERVERS:]
-        self._directory.restore(state)
+        yield from self._directory.restore(state)
         self._heard |= set(state.servers)
         self.until = time.monotonic() + self._seconds
         self._judges_at = 0.0
