@@ -4,7 +4,9 @@ on.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,14 @@ from model import FakeClock, chunk_key
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool import backlog, leases, reservations, segments
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.quotas import tenant_id
 from vcache_backend.metadata_server.pool.reservations import CLAIM_SECONDS
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
+from vcache_backend.metadata_server.succession import Predecessors
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -280,7 +284,7 @@ def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) 
     for record in directory.records:
         state.apply(record)
     again = make(clock)
-    again.restore(state)
+    deque(again.restore(state), 0)
     clock.advance(m.GRACE_SECONDS)
     lend(again, "s1", device="gpu-1")
     anew = again.reserve(READER, [keys[MANY // 2]], KIB)
@@ -362,10 +366,33 @@ def test_a_claim_ends_with_its_time_or_connection(directory: Directory, clock: F
     assert directory.lend(WRITER, 10 * KIB) == 6 * KIB
 
 
+def test_a_long_ledger_is_read_in_several_turns(clock: FakeClock) -> None:
+    """Others are answered between them. Its client and other ledgers wait for the end."""
+    directory, again = make(clock), make(clock)
+    keys = filled(directory, MANY)
+    ledger = Ledger(77)
+    ledger.write(directory.records, directory.still)
+    client = os.dup(ledger.fd)
+    ledger.close()
+    predecessors = Predecessors(again, 78, 60.0)
+    assert work_of(lambda: predecessors.hear(client)) <= A_TURN
+    turns = 0
+    while again.backlog:
+        assert not predecessors.hear(client)
+        assert again.contains(keys[:1]) == [False]
+        assert work_of(lambda: again.backlog.run(backlog.AT_ONCE)) <= A_TURN
+        turns += 1
+    assert turns > MANY // (2 * backlog.AT_ONCE)
+    assert predecessors.hear(client)
+    info = m.SegmentInfo(m.SegmentId("s0"), "gpu-0", "cuda", MANY * KIB)
+    assert again.add_segment(info) == MANY
+    os.close(client)
+
+
 def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> None:
     directory = make(clock)
     added = SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB)
-    directory.restore(LedgerState(segments={m.SegmentId("s0"): added}))
+    deque(directory.restore(LedgerState(segments={m.SegmentId("s0"): added})), 0)
     assert directory.lend(WRITER, 4 * KIB) == 0
     directory.forget_absent()
     assert directory.lend(WRITER, 4 * KIB) == 4 * KIB

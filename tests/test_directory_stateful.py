@@ -10,6 +10,7 @@ ones."""
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Collection
 
 import msgspec
@@ -107,7 +108,7 @@ class DirectoryMachine(Clients):
         self.model.restart(self.clock.now)
         self.model.rested = {key: place for place, key in enumerate(state.chunks)}
         self.directory = Directory(LIMITS, self.clock, first_id=self.highest_id + 1000)
-        self.directory.restore(state)
+        deque(self.directory.restore(state), 0)
         self.ledger, self.compacting = Ledger(), None
         self.keep_ledger()
         self.clients = [msgspec.structs.replace(one, id=10_000 + one.id) for one in self.clients]

@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.serving.server_stats import fitting, server_stats
-from vcache_backend.metadata_server.serving.service import MAX_SEGMENTS, Service
+from vcache_backend.metadata_server.serving.service import Service
 from vcache_backend.metadata_server.succession import Predecessors
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
@@ -69,7 +69,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
     text = "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20
     for number in range(MAX_REPORTS):
         service.answer(peer(), m.Report("info", f"{number} {text}"), [])
-    for number in range(MAX_SEGMENTS + 1):
+    for number in range(m.MAX_SEGMENTS + 1):
         fds, id_ = [os.dup(memfd)], m.SegmentId(f"{number:064}")
         service.answer(peer(), m.AddSegment(id_, "\N{GRINNING FACE}" * 64, "host", 4096), fds)
         wire.close_fds(fds)
@@ -80,7 +80,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
     stats, segments = (service.answer(peer(), ask, [])[0] for ask in (m.Stats(), m.ListSegments()))
     assert wire.encode(segments)
     assert wire.encode(stats)
-    assert len(stats.segments) == len(segments.segments) == MAX_SEGMENTS
+    assert len(stats.segments) == len(segments.segments) == m.MAX_SEGMENTS
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()
@@ -98,7 +98,7 @@ def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
 
 def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
     id_, device = m.SegmentId("s" * 64), "\N{GRINNING FACE}" * 64
-    segments = [m.SegmentInfo(id_, device, "host", m.MAX_SEGMENT_BYTES)] * MAX_SEGMENTS
+    segments = [m.SegmentInfo(id_, device, "host", m.MAX_SEGMENT_BYTES)] * m.MAX_SEGMENTS
     stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, 0, {}, {}, segments, {}, 1)
     left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
     whole = msgspec.structs.replace(stats, quarantined_slots=left)

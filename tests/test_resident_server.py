@@ -359,7 +359,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
 
 def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """One publication tells only some of them."""
-    monkeypatch.setattr(resident_chunks, "MAX_CELLS", 1)
+    monkeypatch.setattr(resident_chunks, "MAX_NOTED", 1)
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
@@ -383,7 +383,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance with 64"),
     ({"keys": [b"elsewher" + bytes(18)]}, "keys not of namespace"),
     ({"sequence": -1}, ">= 0"),
-    ({"keys": keys(m.MAX_PUBLISHED + 1)}, "<= 512"),
+    ({"keys": keys(m.MAX_PUBLISHED + 1)}, f"<= {m.MAX_PUBLISHED}"),
 ]
 
 

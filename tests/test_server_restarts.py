@@ -18,7 +18,17 @@ from server_cases import KIB, few_descriptors, has_room, offer, offering, put, r
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import succession
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.ledger import Ledger
+from vcache_backend.metadata_server.records import (
+    Counted,
+    EpochTable,
+    Held,
+    ProcessId,
+    Record,
+    SegmentAdded,
+)
 
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
@@ -99,6 +109,33 @@ def test_a_ledger_that_was_taken_over_costs_the_contents_alone(stage_: Stage, me
         assert raw.ask("list_segments") == ["segments", []]
 
 
+FORGED: dict[str, list[Record]] = {
+    "a pid": [Held(1, ProcessId(1 << 63, 5), {})],
+    "a generation": [Counted((1 << 64) - 1)],
+    "an epoch": [EpochTable({b"": (1 << 64) - 1})],
+    "segments": [SegmentAdded(m.SegmentId(f"t{n}"), "host", "host", KIB) for n in range(401)],
+}
+
+
+@pytest.mark.parametrize("records", FORGED.values(), ids=FORGED)
+def test_a_forged_ledger_ends_no_server(stage_: Stage, memfd: int, records: list[Record]) -> None:
+    """Any process of the server's user can make one."""
+    server = stage_.server()
+    forged = Ledger(77)
+    client = os.dup(forged.fd)
+    stage_.undo.callback(os.close, client)
+    forged.write(records, lambda record: [])
+    forged.close()
+    with Raw(stage_.path, ledger=client) as raw:
+        assert raw.welcome[0] == "welcome"
+        server.expect("nothing of that server's pool is used")
+        assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["count", 0]
+        assert raw.ask("reserve", [A], KIB)[0] == "reserved"
+        assert raw.ask("clear", b"", True)[0] == "count"
+        assert len(raw.ask("list_segments")[1]) == 1
+    assert stage_.client().stats().clients == 1
+
+
 def test_who_missed_whole_servers_makes_the_next_forget_nothing(stage_: Stage, memfd: int) -> None:
     """It was stopped while they were restarted again and again, and others were served by each."""
     server = stage_.server()
@@ -108,6 +145,41 @@ def test_who_missed_whole_servers_makes_the_next_forget_nothing(stage_: Stage, m
             server = restart_with(stage_, client, server)
         Raw(stage_.path, ledger=away.fds[0]).close()
     assert client.present([A]).epoch == 0
+
+
+def test_who_missed_a_server_may_be_back_before_who_knows_it(
+    stage_: Stage, memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is served once another client has brought the ledger of the missed one."""
+    monkeypatch.setattr(succession, "HEIR_SECONDS", 1000)
+    server = stage_.server()
+    client = offering(stage_, memfd)
+    with Raw(stage_.path) as away:
+        server = restart_with(stage_, client, server)
+        with Raw(stage_.path) as known:
+            server.kill()
+            client.close()
+            with running(stage_.path, recover_seconds=1000), Raw(stage_.path, False) as first:
+                first.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=tuple(away.fds[:1]))
+                with Raw(stage_.path) as fresh:
+                    assert fresh.ask("contains", [A])[2] == 0
+                Raw(stage_.path, ledger=known.fds[0]).close()
+                assert first.receive()[0] == "welcome"
+                assert first.ask("contains", [A])[2] == 0
+
+
+def test_who_missed_a_server_that_nobody_knows_is_served_after_a_while(stage_: Stage) -> None:
+    """That server may have had resets, so all are repeated."""
+    server = stage_.server()
+    with Raw(stage_.path) as away:
+        server.kill()
+        server = stage_.server()
+        Raw(stage_.path, ledger=away.fds[0]).close()
+        server.kill()
+        stage_.server(recover_seconds=0.5)
+        with Raw(stage_.path, ledger=away.fds[0]) as late:
+            assert late.welcome[0] == "welcome"
+            assert late.ask("contains", [A])[2] > 0
 
 
 def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memfd: int) -> None:

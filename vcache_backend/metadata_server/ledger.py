@@ -25,6 +25,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 
 import msgspec
 
@@ -40,6 +41,10 @@ GROWTH = 3
 """A ledger is compacted once it is this many times as large as after the last compaction."""
 SLICE_BYTES = 1 << 16
 """Bytes of records to read again in one turn of the loop, rounded up to whole records."""
+RECORD_BYTES = 100
+"""About the bytes of a chunk in a record."""
+MAX_RECORD_BYTES = 1 << 20
+"""The most bytes of a record in an earlier server's ledger. A server writes some 250 KB at most."""
 FREED_BYTES = 1 << 20
 """Bytes to return to the system in one turn."""
 AREAS = (mmap.PAGESIZE, 1 << 40)
@@ -164,11 +169,11 @@ class _Area:
             head = os.pread(self._file, _LENGTH.size, start)
             length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
             at += _LENGTH.size + length
-            if at > size:
-                raise Damaged(f"the frame at byte {start:,} is longer than what is valid")
+            if at > size or length > MAX_RECORD_BYTES:
+                raise Damaged(f"the frame at byte {start:,} has {length:,} B, too many")
             try:
                 record = decoder.decode(os.pread(self._file, length, start + _LENGTH.size))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
                 raise Damaged(f"the record at byte {start:,} cannot be decoded: {error}") from error
             yield _LENGTH.size + length, record
 
@@ -197,10 +202,10 @@ class EarlierLedger:
         own_namespaces = processes.namespaces()
         self._file = os.open(_reopened(fd), os.O_RDWR | os.O_CLOEXEC)
         head = os.pread(self._file, _WORDS.size, 0)
-        if len(head) < _WORDS.size or _WORDS.unpack(head)[_MAGIC] != MAGIC:
+        magic, self.epoch, *_ = _WORDS.unpack(head.ljust(_WORDS.size, b"\0"))
+        if magic != MAGIC or not 0 < self.epoch < 1 << 63:
             os.close(self._file)
             raise OSError("it is not a ledger, or one of another version")
-        self.epoch = _WORDS.unpack(head)[_EPOCH]
         """The epoch of the server that wrote the ledger."""
         self.same_pids = os.pread(self._file, len(own_namespaces), _NAMESPACES) == own_namespaces
         """Whether a pid means the same process here as in the records."""
@@ -222,16 +227,13 @@ class EarlierLedger:
         os.pwrite(self._file, epoch.to_bytes(8, "little"), 8 * _ENDED)
         return True
 
-    def read(self) -> LedgerState:
-        """Read the state. Raises Damaged if no server can have written it."""
-        state, valid = LedgerState(), self._word(_VALID)
-        try:
-            for _, record in _Area(self._file, valid & 1).records(valid >> 1):
-                state.apply(record)
-            state.check()
-        except ValueError as error:
-            raise Damaged(f"its records contradict each other: {error}") from error
-        return state
+    def read(self, state: LedgerState) -> Iterator[None]:
+        """Read the ledger into `state`, a record for each step, or `RECORD_BYTES` of a long one.
+        Raises Damaged if a record cannot be."""
+        valid = self._word(_VALID)
+        for nbytes, record in _Area(self._file, valid & 1).records(valid >> 1):
+            state.apply(record)
+            yield from repeat(None, 1 + nbytes // RECORD_BYTES)
 
     def close(self) -> None:
         os.close(self._file)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -34,8 +34,9 @@ MAX_PLANES = 1024
 """The most planes of one worker's KV cache. A plane is one part of one layer."""
 MAX_KINDS = 16
 """The most kinds of layers, by the size of their pages, in one worker's KV cache."""
-MAX_PUBLISHED = 512
-"""The most chunks of one publication; fewer if their blocks fill a message sooner."""
+MAX_PUBLISHED = 128
+"""The most chunks of one publication, about a millisecond of the server's time; fewer if their
+blocks fill a message sooner."""
 MAX_UNMAPPABLE = 1024
 """The most segments that a client reports as unmappable: more than a server can have."""
 MAX_OWNERS = 64
@@ -67,12 +68,16 @@ SegmentState = Literal["live", "absent", "draining"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
 RANK_BYTES = 2
-_Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Keys = Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
+Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
 SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
 _Id = Annotated[SegmentId, msgspec.Meta(max_length=64)]
+NewId = Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
+MAX_SEGMENTS = 400
+"""The most segments: a message lists all of them."""
 MAX_SEGMENT_BYTES = 1 << 46
 """Larger than any allocation. A larger number is refused before any system call."""
+SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 _INVISIBLE = (
     r"\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890-\u0891\u08e2\u180e\u200b-\u200f"
@@ -93,6 +98,8 @@ MAX_TOKENS = 1 << 32
 """The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Serial = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""A generation or an epoch. However long a server counts on from it, 64 bits suffice."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 GRACE_SECONDS = 0.25
 """How long a lease holds after its grant or renewal, unless it was granted for less, even if the
@@ -131,10 +138,10 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place of one chunk: `length` bytes at byte `offset` of `segment`. `generation` changes
     with every use of the slot."""
 
-    segment: SegmentId
-    offset: int
-    length: int
-    generation: int
+    segment: _Id
+    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEGMENT_BYTES)]
+    length: SegmentBytes
+    generation: Serial
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -304,10 +311,10 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
     `again`: an earlier server had the segment. Refused if this server does not know its contents:
     an earlier writer may still write to it."""
 
-    id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
+    id: NewId
     device: Field
     medium: Medium
-    nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
+    nbytes: SegmentBytes
     again: bool = False
 
 
@@ -477,7 +484,7 @@ class Publish(Request, frozen=True, tag="publish"):
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-    keys: Annotated[list[_Key], msgspec.Meta(max_length=MAX_PUBLISHED)]
+    keys: Annotated[list[Key], msgspec.Meta(max_length=MAX_PUBLISHED)]
     blocks: bytes
     generations: bytes
     epoch: int = 0

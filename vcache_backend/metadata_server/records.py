@@ -1,41 +1,57 @@
-"""The records of the ledger, and the state that a sequence of records describes."""
+"""The records of the ledger, and the state that a sequence of records describes.
+
+A ledger comes out of clients' memory, so every field is bounded: a record beyond a bound cannot be
+decoded, and no value makes a later one overflow."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
+from typing import Annotated, cast
 
 import msgspec
 
 from vcache_backend.metadata_server.messages import (
-    KEY_BYTES,
     NAMESPACE_BYTES,
     TOKEN_BITS,
     ChunkKey,
+    Field,
+    Key,
     Location,
     Medium,
+    NewId,
+    SegmentBytes,
     SegmentId,
+    Serial,
 )
-from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents, padded
 
 SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
+MAX_SERVERS = 256
+"""How many earlier servers a ledger names: the latest."""
+MAX_EPOCHS = 256
+"""The most namespaces with epochs of their own. One more namespace raises all epochs."""
+MAX_HELD = 1 << 17
+"""The most reservations in a ledger: more than a server has."""
+Number = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+"""Of a reservation, or the epoch of a server: random, and then counted up."""
+Namespace = Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)]
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     """Identifies a process although pids are reused: its pid and start time in ticks since boot
     (field 22 of /proc/PID/stat). In another pid namespace: 0 and a random number."""
 
-    pid: int
-    started: int
+    pid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    started: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)]
 
 
 class SegmentAdded(msgspec.Struct, frozen=True, array_like=True, tag="S"):
-    id: SegmentId
-    device: str
+    id: NewId
+    device: Field
     medium: Medium
-    nbytes: int
+    nbytes: SegmentBytes
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -45,27 +61,27 @@ class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 class Held(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
     """A reservation of chunks in prefix order: from now on `process` may write to the slots."""
 
-    reservation: int
+    reservation: Number
     process: ProcessId
-    chunks: dict[ChunkKey, Location]
+    chunks: dict[Key, Location]
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True, tag="C", gc=False):
     """A reservation was committed."""
 
-    reservation: int
+    reservation: Number
 
 
 class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
     """A reservation's slots are free again."""
 
-    reservation: int
+    reservation: Number
 
 
 class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
     """Committed chunks, the least recently used first, in a compacted ledger."""
 
-    chunks: dict[ChunkKey, Location]
+    chunks: dict[Key, Location]
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
@@ -77,21 +93,21 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     """All committed chunks of a namespace were removed, or of all namespaces with b""."""
 
-    namespace: bytes
+    namespace: Namespace
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
     """The first record of a ledger: all generations up to `generation` may have been used. The
     ledger includes the ledgers of the earlier `servers`, named by their epochs."""
 
-    generation: int
-    servers: list[int] = []
+    generation: Serial
+    servers: Annotated[list[Number], msgspec.Meta(max_length=MAX_SERVERS)] = []
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     """All namespaces' epochs, see `epochs.Epochs`. b"" stands for namespaces not listed."""
 
-    epochs: dict[bytes, int]
+    epochs: Annotated[dict[Namespace, Serial], msgspec.Meta(max_length=MAX_EPOCHS + 1)]
 
 
 Record = (
@@ -119,6 +135,8 @@ class LedgerState(msgspec.Struct):
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
     servers: list[int] = []
+    shared: dict[SegmentId | int, SegmentId | int] = {}
+    """Segments' ids and lengths that locations refer to."""
     spaces: dict[bytes, set[ChunkKey]] | None = None
     """The keys of each namespace, some gone since. The first `Cleared` builds the table; later ones
     need not go through all chunks."""
@@ -136,8 +154,9 @@ class LedgerState(msgspec.Struct):
                     for number, held in self.held.items()
                     if (chunks := _without(held.chunks, id))
                 }
-            case Held(reservation=reservation, chunks=chunks):
-                self.held[reservation] = record
+            case Held(reservation=reservation, process=process, chunks=chunks):
+                chunks = {key: self._compact(at) for key, at in chunks.items()}
+                self.held[reservation] = Held(reservation, process, chunks)
                 generations = (location.generation for location in chunks.values())
                 self.generation = max([self.generation, *generations])
             case Published(reservation=reservation):
@@ -147,17 +166,23 @@ class LedgerState(msgspec.Struct):
             case Returned(reservation=reservation):
                 self.held.pop(reservation, None)
             case Live(chunks=chunks):
-                self._publish(chunks)
+                self._publish({key: self._compact(at) for key, at in chunks.items()})
             case Cleared(namespace=namespace):
                 self._clear(namespace)
             case Counted(generation=generation, servers=servers):
                 self.generation = max(self.generation, generation)
-                self.servers += servers
+                self.servers = [*self.servers, *servers][-MAX_SERVERS:]
             case Gone(keys=keys):
                 for key in keys:
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
+
+    def _compact(self, at: Location) -> Location:
+        """The same location. All have their segment's id and their length in common: 100 B less."""
+        shared = self.shared.setdefault
+        segment, length = shared(at.segment, at.segment), shared(at.length, at.length)
+        return Location(cast("SegmentId", segment), at.offset, cast("int", length), at.generation)
 
     def _publish(self, chunks: dict[ChunkKey, Location]) -> None:
         self.chunks.update(chunks)
@@ -191,32 +216,17 @@ class LedgerState(msgspec.Struct):
                 self.held[number] = msgspec.structs.replace(held, process=unseen)
 
     def records(self) -> Iterator[Record]:
-        """A short sequence of records that describes this state."""
+        """A short sequence of records that describes this state, without the committed chunks."""
         yield Counted(self.generation, self.servers)
         yield EpochTable(self.epochs)
         yield from self.segments.values()
         yield from self.held.values()
-        chunks = iter(self.chunks.items())
-        while piece := dict(islice(chunks, SLICE)):
-            yield Live(piece)
 
-    def check(self) -> None:
-        """Raise ValueError unless a pool can have this state: known segments, slots inside them
-        that do not overlap, well-formed keys."""
-        taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
-        written = (held.chunks.items() for held in self.held.values())
-        for key, location in chain(self.chunks.items(), *written):
-            start = location.offset
-            if (
-                len(key) != KEY_BYTES
-                or location.length < 1
-                or start % ALIGNMENT
-                or location.segment not in taken
-            ):
-                raise ValueError(f"chunk {key.hex()} at {location} cannot be")
-            taken[location.segment].append((start, padded(location.length)))
-        for id_, slots in taken.items():
-            Extents(self.segments[id_].nbytes, slots)
+    def pieces(self, size: int) -> Iterator[dict[ChunkKey, Location]]:
+        """The committed chunks, at most `size` in a piece."""
+        chunks = iter(self.chunks.items())
+        while piece := dict(islice(chunks, size)):
+            yield piece
 
 
 def _without(chunks: dict[ChunkKey, Location], segment: SegmentId) -> dict[ChunkKey, Location]:

@@ -152,7 +152,8 @@ class Server:
     def _busy(self) -> bool:
         directory = self._directory
         draining = directory.contents.placement.in_state("draining")
-        return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
+        written = sum(directory.reservations.counts())
+        return bool(len(directory.leases) or written or draining or self._clients.early)
 
     def _watch_processes(self) -> None:
         """Handle the ends of processes that free slots or KV caches."""

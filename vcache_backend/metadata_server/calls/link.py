@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -42,7 +43,10 @@ class ServerLink:
         the hello. The new server's ledger is put into `received`."""
         if fault := folder_fault(path, self._trusted):
             raise ConnectionError(f"{fault}, or name its user in client.server_uid if it is meant")
-        self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
+        # With a timeout of Python's, `connect` would not wait where others fill the server's queue.
+        micros = max(1, round((deadline - time.perf_counter()) * 1e6))
+        within = struct.pack("@ll", *divmod(micros, 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, within)
         self._socket.connect(str(path))
         self._socket.setblocking(False)
         _, uid = processes.peer(self._socket)

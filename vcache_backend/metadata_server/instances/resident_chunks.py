@@ -33,6 +33,9 @@ COPY_BYTES = m.INSTANCE_BYTES + m.COPY.size + 8
 """The most bytes of a copy in a message."""
 MAX_TOLD = 256
 """The most copies in one answer."""
+MAX_NOTED = 512
+"""The most copies of which one publication tells other instances. Further instances, chosen at
+random, hear of a later copy."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192 - MAX_TOLD * COPY_BYTES
 """Bytes for the resident chunks in one answer. The message's other fields take the rest."""
 _RESIDENT_BYTES = 36
@@ -160,19 +163,19 @@ class ResidentDirectory:
         self, instance: m.InstanceId, publications: InstancePublications, keys: list[m.ChunkKey]
     ) -> None:
         """Note which of an instance's newly published chunks other instances hold, too, for both
-        sides. The end of a prefix comes first, and so leaves first."""
+        sides: for the publisher one holder of each chunk, for the others `MAX_NOTED` notes in all.
+        The end of a prefix comes first, and so leaves first."""
         others = self._alike(instance, publications.namespace, publications.ranks)
-        room, holders = MAX_CELLS // max(1, len(keys)), dict[m.ChunkKey, m.InstanceId]()
-        keys = keys[::-1]
-        told = list[tuple[m.InstanceId, InstancePublications, list[m.ChunkKey]]]()
-        for other, there in random.sample(others, room) if len(others) > room else others:
-            shared = list(filter(there.complete.__contains__, keys))
-            holders.update(dict.fromkeys(shared, other))
-            told.append((other, there, shared))
-        for other, there, shared in told:
-            there.note_copies(instance, publications.complete, shared)
-            held = (key for key in shared if holders[key] == other)
-            publications.note_copies(other, there.complete, held)
+        random.shuffle(others)
+        keys, left = keys[::-1], MAX_NOTED
+        alone = dict.fromkeys(keys)
+        for other, there in others:
+            shared = list(filter(there.complete.__contains__, keys if left else alone))
+            there.note_copies(instance, publications.complete, shared[:left])
+            left -= min(left, len(shared))
+            first = list(filter(alone.__contains__, shared))
+            publications.note_copies(other, there.complete, first)
+            alone = {key: None for key in alone if key not in there.complete}
 
     def _alike(
         self, instance: m.InstanceId, namespace: bytes, ranks: int

@@ -8,7 +8,7 @@ smaller than a chunk. With several sizes, best fit keeps each size in holes of t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 ALIGNMENT = 256
 """Slots start and end on multiples of 256, CUDA's allocation alignment: 16-byte vector accesses
@@ -24,24 +24,14 @@ class Extents:
     """The holes of one segment of `nbytes` bytes. A call costs a binary search among the distinct
     hole sizes."""
 
-    def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
-        """taken: (start, size) of each slot in use, from a ledger. ValueError if slots overlap or
-        leave the segment."""
+    def __init__(self, nbytes: int) -> None:
         self.free = 0
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []
-        end = nbytes // ALIGNMENT * ALIGNMENT
-        at = 0
-        for start, size in sorted(taken):
-            if start < at or start + size > end:
-                raise ValueError(
-                    f"slot [{start}, {start + size}) overlaps another or leaves {nbytes} B"
-                )
-            self._add(at, start)
-            at = start + size
-        self._add(at, end)
+        self._end = nbytes // ALIGNMENT * ALIGNMENT
+        self._add(0, self._end)
 
     @property
     def largest(self) -> int:
@@ -59,6 +49,20 @@ class Extents:
         if hole > size:
             self._add(start + size, start + hole)
         return start
+
+    def carve(self, taken: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Take these slots, by start and size in order, out of the whole segment, one for each
+        step. ValueError if slots overlap or leave the segment."""
+        at, end = 0, self._end
+        if end:
+            self._remove(0, end)
+        for start, size in taken:
+            if start < at or start + size > end:
+                raise ValueError(f"slot [{start}, {start + size}) overlaps another or leaves {end}")
+            self._add(at, start)
+            at = start + size
+            yield
+        self._add(at, end)
 
     def give(self, start: int, size: int) -> None:
         """Free a slot from `take`, and merge it with the holes beside it."""

@@ -73,6 +73,22 @@ class Chunks:
             space[key] = entry
             self._count += 1
 
+    def shared(self, other: Chunks) -> list[Entry]:
+        """The entries of `other` whose keys are in this table, too."""
+        return [
+            space[key]
+            for namespace, space in other._spaces.items()
+            for key in self._spaces.get(namespace, _EMPTY).keys() & space.keys()
+        ]
+
+    def merge(self, other: Chunks) -> None:
+        """Take over all entries of `other`, whose keys are new."""
+        for namespace, space in other._spaces.items():
+            mine = self._spaces.setdefault(namespace, space)
+            if mine is not space:
+                mine.update(space)
+        self._count += len(other)
+
     def drop(self, entries: Iterable[Entry]) -> list[ChunkKey]:
         """Remove entries. Returns the keys of the entries that the table held."""
         spaces, gone = self._spaces, list[ChunkKey]()

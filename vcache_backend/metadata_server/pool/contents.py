@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from itertools import count, repeat
 
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentInfo
-from vcache_backend.metadata_server.pool.allocator import padded
+from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, padded
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks, Space
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer, Placement
 from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.slots import Entry, Segment, remove
 from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
+
+READ_TOGETHER = 256
+"""Chunks of a ledger to add at once."""
 
 
 class Contents:
@@ -56,27 +59,62 @@ class Contents:
 
     # ---- chunks come
 
-    def restore(self, state: LedgerState) -> dict[int, list[Entry]]:
-        """Restore the segments of an earlier server as absent, and their chunks as resting. The
-        least recently used chunks come back first.
+    def read(self, state: LedgerState) -> Steps:
+        """Add the segments of an earlier server, as absent, and their chunks, as resting, to these
+        contents, which have neither: a step for each chunk. The least recently used chunks come
+        back first. The slots that were being written are occupied.
 
-        Returns the slots that were being written, by reservation."""
-        newest = max(state.generation, next(self.placement.generations))
-        self.placement.generations = count(1 + newest)
+        ValueError unless a pool can have this state: known segments, and slots inside them that do
+        not overlap."""
+        segments = self.placement.segments
         for id_, added in state.segments.items():
             info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
-            self.placement.segments[id_] = Segment(info)
-        entries = self.occupy(state.chunks, 0)
-        self.resting.put(entries)
-        for use, entry in enumerate(entries):
-            entry.segment.append(entry, use)
-        for entry in reversed(entries):
-            entry.segment.returning.append(entry)
-        self._uses = max(self._uses, len(entries))
-        written = {number: self.occupy(held.chunks, number) for number, held in state.held.items()}
-        for id_ in state.segments:
-            self.placement.segments[id_].find_holes()
-        return written
+            segments[id_] = Segment(info)
+        slots = 0
+        for number, held in state.held.items():
+            slots += len(self._placed(held.chunks, number))
+            yield
+        for piece in state.pieces(READ_TOGETHER):
+            entries = self._placed(piece, 0)
+            slots += len(entries)
+            self.resting.put(entries)
+            for use, entry in enumerate(entries, self._uses):
+                entry.segment.append(entry, use)
+                entry.segment.returning.append(entry)
+            self._uses += len(entries)
+            yield from repeat(None, len(entries))
+        for segment in segments.values():
+            segment.returning.reverse()
+            yield from segment.find_holes()
+        if slots != sum(len(segment.occupants) for segment in segments.values()):
+            raise ValueError("two chunks have one slot")
+
+    def discard(self) -> None:
+        """Break the cycles of contents that could not be read: see `Segment.let_go`."""
+        for segment in self.placement.segments.values():
+            segment.let_go()
+
+    def adopt(self, read: Contents, generation: int) -> None:
+        """Take over what an earlier server had, with generations up to `generation`. Chunks that
+        are here already stay."""
+        known = self.live.shared(read.resting) + self.resting.shared(read.resting)
+        read.resting.drop(known)
+        for entry in known:
+            entry.segment.free(entry)
+        for segment in {entry.segment.id: entry.segment for entry in known}.values():
+            segment.returning = list(filter(segment.has, segment.returning))
+        self.resting.merge(read.resting)
+        self.placement.segments.update(read.placement.segments)
+        newest = max(generation, next(self.placement.generations))
+        self.placement.generations = count(1 + newest)
+        self._uses = max(self._uses, read._uses)
+
+    def _placed(self, chunks: dict[ChunkKey, Location], reservation: int) -> list[Entry]:
+        """Occupy slots from a ledger. ValueError if one cannot be."""
+        for key, at in chunks.items():
+            if at.offset % ALIGNMENT or at.segment not in self.placement.segments:
+                raise ValueError(f"chunk {key.hex()} at {at} cannot be")
+        return self.occupy(chunks, reservation)
 
     def occupy(
         self, chunks: dict[ChunkKey, Location], reservation: int, tenant: Tenant | None = None

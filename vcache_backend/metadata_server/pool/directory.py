@@ -16,6 +16,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.metadata_server.pool.contents import Contents
 from vcache_backend.metadata_server.pool.epochs import Epochs
 from vcache_backend.metadata_server.pool.leases import Leases
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
@@ -230,30 +231,47 @@ class Directory(SegmentDirectory):
 
     # ---- ledger
 
-    def restore(self, state: records.LedgerState) -> None:
-        """Take over an earlier server's state: the segments become absent, the chunks resting, the
-        reservations void.
+    def restore(self, state: records.LedgerState) -> Steps:
+        """Take over an earlier server's state in steps: the segments become absent, the chunks
+        resting, the reservations void. ValueError, and nothing changes, if no pool can have it.
 
         The present chunks stay, unless the earlier server knew of resets: then all present chunks
-        are cleared, since they may be older than a reset."""
-        resets = any(state.epochs.values())
-        if resets:
+        are cleared, since they may be older than a reset. Likewise its chunks are cleared if there
+        were resets here."""
+        read = Contents()
+        try:
+            yield from read.read(state)
+        except ValueError:
+            read.discard()
+            raise
+        own = [namespace for namespace, epoch in self.epochs.all().items() if epoch]
+        if any(state.epochs.values()):
             self.clear(b"")
-            if any(self.epochs.all().values()):
+            if own:
                 self.raise_epoch(b"")
             else:
                 self.epochs.restore(state.epochs)
         state.epochs = self.epochs.all()
         for id_ in state.segments.keys() & self.segments.keys():
+            read.resting.drop(read.placement.segments[id_].returning)
+            read.placement.segments.pop(id_).let_go()
             state.apply(records.SegmentGone(id_))
-        state.apply(records.Gone(list(filter(self._stored, state.chunks))))
+        for namespace in own:
+            self.backlog.later(read.clear(namespace)[1])
         self._ids = count(_clear_of(state.held, next(self._ids)))
+        self.contents.adopt(read, state.generation)
         self.records.extend(state.records())
-        for number, entries in self.contents.restore(state).items():
-            self.reservations.restore(number, state.held[number].process, entries)
+        for number, held in state.held.items():
+            found = (
+                self.segments[at.segment].occupants.get(at.offset) for at in held.chunks.values()
+            )
+            self.reservations.restore(number, held.process, [entry for entry in found if entry])
         if state.segments:
             # Clients may still read under leases of the earlier server.
             self._reserves_from = self._now() + m.GRACE_SECONDS
+        for piece in state.pieces(records.SLICE):
+            self.records.extend(self.contents.lying(piece))
+            yield from repeat(None, len(piece))
 
     def still(self, record: records.Record) -> Iterator[records.Record]:
         """Yield the parts of an earlier record that are still true, for a compacted ledger.
@@ -274,9 +292,6 @@ class Directory(SegmentDirectory):
                 yield from self.contents.lying(chunks)
 
     # ---- inside
-
-    def _stored(self, key: m.ChunkKey) -> bool:
-        return (self.contents.live.get(key) or self.contents.resting.get(key)) is not None
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""

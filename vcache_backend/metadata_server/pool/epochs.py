@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
+from vcache_backend.metadata_server.records import MAX_EPOCHS
 
-MAX_EPOCHS = 256
-"""The most namespaces with epochs of their own. One more namespace raises all epochs."""
 _RANDOM_BITS = 40
 
 
@@ -31,7 +30,7 @@ class Epochs:
     def advance(self, namespace: bytes) -> None:
         """Raise the epoch of a namespace, or of all namespaces with b""."""
         if len(namespace) < NAMESPACE_BYTES or (
-            namespace not in self._of and len(self._of) == MAX_EPOCHS
+            namespace not in self._of and len(self._of) >= MAX_EPOCHS
         ):
             self._others = _next(max([self._others, *self._of.values()]))
             self._of = {}

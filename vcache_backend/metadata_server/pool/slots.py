@@ -113,6 +113,12 @@ class SlotTable:
     def __iter__(self) -> Iterator[Entry]:
         return chain.from_iterable(table.values() for table in self._tables.values())
 
+    def in_order(self) -> Iterator[Entry]:
+        """The entries by offset. A part at a time is sorted."""
+        for part in sorted(self._tables):
+            table = self._tables[part]
+            yield from map(table.__getitem__, sorted(table))
+
     def get(self, offset: int) -> Entry | None:
         return self._tables[offset // self._part].get(offset)
 
@@ -177,11 +183,10 @@ class Segment:
         """Whether this very entry still has its slot."""
         return self.ending.get(entry.end) is entry
 
-    def find_holes(self) -> None:
-        """Compute the holes from the occupants. ValueError if slots overlap."""
-        self.extents = Extents(
-            self.nbytes, [(entry.location.offset, entry.size) for entry in self.occupants]
-        )
+    def find_holes(self) -> Iterator[None]:
+        """Compute the holes from the occupants, one for each step. ValueError if slots overlap."""
+        slots = ((entry.location.offset, entry.size) for entry in self.occupants.in_order())
+        return self.extents.carve(slots)
 
     def free(self, entry: Entry) -> None:
         """Make the slot a hole, after its last user."""

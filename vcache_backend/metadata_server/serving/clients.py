@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
 """A connection without a hello is closed after this time."""
+ACCEPTS_A_TURN = 16
+"""The most connections to accept in one turn: clients that connect and close in a loop fill the
+queue in which new clients wait."""
 TURN_SECONDS = 0.004
 """After this time in one turn, further requests wait for the next turn."""
 FOLLOWED = (m.Find, m.Acquire, m.Reserve)
@@ -55,11 +58,18 @@ class Clients:
         self._turns = Turns()
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
+        self._early = list[Connection]()
+        """Connections whose hello is answered once an earlier server's ledger is known."""
 
     @property
     def waiting(self) -> bool:
         """Whether a request can be answered now."""
         return bool(len(self._turns))
+
+    @property
+    def early(self) -> bool:
+        """Whether a hello waits for a ledger, which `tick` asks for again."""
+        return bool(self._early)
 
     def on_ready(self, fd: int, mask: int) -> None:
         connection = self._connections.get(fd)
@@ -70,7 +80,9 @@ class Clients:
             elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._disconnect(connection)
         elif fd == self._admission.fd:
-            self._accept()
+            for _ in range(ACCEPTS_A_TURN):
+                if not self._accept():
+                    break
 
     def answer_some(self) -> None:
         """Answer requests until the turn has taken `TURN_SECONDS`."""
@@ -102,6 +114,8 @@ class Clients:
 
     def tick(self) -> None:
         self._admission.listen_again()
+        while self._early:
+            self._turns.enter(self._early.pop())
         now = time.monotonic()
         for connection in list(self._connections.values()):
             if connection.client is None and now > connection.accepted + HELLO_SECONDS:
@@ -113,10 +127,11 @@ class Clients:
 
     # ---- in
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept the next connection. False if there is none."""
         connection = self._admission.accept()
         if connection is None:
-            return
+            return False
         caller, others = connection.caller, self._connections.values()
         refusal = self._admission.refusal(caller, others)
         if caller.pid:
@@ -127,6 +142,7 @@ class Clients:
         self._directory.counters["clients_total"] += 1
         if refusal:
             self._refuse(connection, refusal)
+        return True
 
     def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
         """Run `what` for one connection. An error ends that connection only."""
@@ -185,7 +201,10 @@ class Clients:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a packet is not a MessagePack message: {error}") from error
         if connection.client is None:
-            self._greet(connection, request)
+            if not self._greet(connection, request):
+                connection.request, connection.queued = data, True
+                connection.accepted = time.monotonic()
+                self._early.append(connection)
             return
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds
@@ -193,9 +212,9 @@ class Clients:
         connection.close_fds()
         connection.queue(reply, held)
 
-    def _greet(self, connection: Connection, request: m.AnyRequest) -> None:
-        """Answer a connection's first request: a hello, with the client's pidfd and ledger.
-        ProtocolError if the request is not a hello."""
+    def _greet(self, connection: Connection, request: m.AnyRequest) -> bool:
+        """Answer a connection's first request: a hello, with the client's pidfd and ledger. False
+        if it is to be answered later. ProtocolError if the request is not a hello."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
@@ -208,11 +227,13 @@ class Clients:
         uid, pid = connection.caller
         process = processes.identity(pid, request.token)
         pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
+        hear = self._service.predecessors.hear
+        known = [hear(fd) for fd in connection.fds if fd != pidfd]
+        if not all(known):
+            return False
         if pidfd is not None:
             connection.fds.remove(pidfd)
             self._watch.keep(process, Descriptor(pidfd))
-        for fd in connection.fds:
-            self._service.predecessors.hear(fd)
         connection.close_fds()
         device, medium = request.device, request.medium
         client = Peer(connection.number, process, device, medium, name=request.name, uid=uid)
@@ -221,6 +242,7 @@ class Clients:
         if mismatches:
             log.warning("pid %d: %s; such instances: %d", pid, mismatches[0], len(mismatches))
         connection.queue(m.Welcome(self._service.epoch, mismatches), [self._ledger])
+        return True
 
     # ---- out
 

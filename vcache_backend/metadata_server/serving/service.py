@@ -27,9 +27,6 @@ from vcache_backend.metadata_server.succession import Predecessors
 
 log = logging.getLogger(__name__)
 
-MAX_SEGMENTS = 400
-"""The most segments: a message lists all of them."""
-
 
 class Service:
     """Answers requests in the server's thread. Owns the fds of registered segments."""
@@ -198,8 +195,8 @@ class Service:
             raise Refused(
                 f"segment {id_} is known from before a restart: offer it again, or make a new one"
             )
-        if segment is None and len(self.directory.segments) >= MAX_SEGMENTS:
-            raise Refused(f"{MAX_SEGMENTS} segments are there, the most there can be")
+        if segment is None and len(self.directory.segments) >= m.MAX_SEGMENTS:
+            raise Refused(f"{m.MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 0:
             kept = f"{len(self.fds)} segments and {self.instances.descriptors} fds of instances"
             raise Refused(f"{kept} are kept; raise ulimit -n")
