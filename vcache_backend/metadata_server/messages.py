@@ -239,7 +239,8 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     `resident`: chunks that look-ups can return once `missing` is empty. `missing`: the first part
     that is not shown; look-ups skip the instance until all parts are. `name`: from the hello.
     `namespace`: in hex. `silent`: seconds since the last message of any process of the instance.
-    `stopped`: the pid of a stopped process; 0 if none is stopped."""
+    `stopped`: the pid of a stopped process; 0 if none is stopped. `orphan`: the pid of the ended
+    parent, a process of the same program (see `processes.spawner`); otherwise 0."""
 
     id: str
     device: str
@@ -252,6 +253,7 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     namespace: str = ""
     silent: float = 0.0
     stopped: int = 0
+    orphan: int = 0
 
 
 class Reads(msgspec.Struct, frozen=True, array_like=True):

@@ -28,8 +28,8 @@ SAME_SEGMENT = 64
 class Peer(msgspec.Struct):
     """A client's connection, `id` by number.
 
-    From the hello: the client's process, the process's user and parent, the preferred device, the
-    instance's name and layout (empty for tools). From later messages: segments that the client
+    From the hello: the client's process, the process's user, parent and `processes.spawner`, the
+    preferred device, the instance's name and layout (empty for tools). From later messages: segments that the client
     cannot map, its reads, its pace (see `OpenPromise`); `heard`: when its last message came
     (monotonic clock)."""
 
@@ -40,6 +40,7 @@ class Peer(msgspec.Struct):
     name: str = ""
     uid: int = 0
     parent: int = 0
+    spawner: int = 0
     layout: dict[str, str] = {}
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
     reads: list[Reads] = []
