@@ -58,8 +58,8 @@ MAX_TENANTS = 64
 
 
 class ByteSize(int):
-    """A number of bytes. In YAML a number with a unit: `8 GiB`, `8Gi`, `4GB`; or an integer, 0 or at
-    least `LEAST_WITHOUT_UNIT`."""
+    """A number of bytes. In YAML a number with a unit: `8 GiB`, `8Gi`, `4GB`; or an integer, 0 or
+    at least `LEAST_WITHOUT_UNIT`."""
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:

@@ -69,8 +69,8 @@ def parent(process: ProcessId) -> int:
 
 
 def spawner(process: ProcessId) -> int:
-    """The parent, if it runs the same executable: the Python that started this Python, as vLLM's API
-    server starts its engine. 0 for other parents, such as a shell, and if unknown."""
+    """The parent, if it runs the same executable: the Python that started this Python, as vLLM's
+    API server starts its engine. 0 for other parents, such as a shell, and if unknown."""
     pid = parent(process)
     with suppress(OSError):
         if os.path.samefile(f"/proc/{pid}/exe", f"/proc/{process.pid}/exe"):

@@ -29,9 +29,9 @@ class Peer(msgspec.Struct):
     """A client's connection, `id` by number.
 
     From the hello: the client's process, the process's user, parent and `processes.spawner`, the
-    preferred device, the instance's name and layout (empty for tools). From later messages: segments that the client
-    cannot map, its reads, its pace (see `OpenPromise`); `heard`: when its last message came
-    (monotonic clock)."""
+    preferred device, the instance's name and layout (empty for tools). From later messages:
+    segments that the client cannot map, its reads, its pace (see `OpenPromise`); `heard`: when its
+    last message came (monotonic clock)."""
 
     id: int
     process: ProcessId
