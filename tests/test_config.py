@@ -136,7 +136,8 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("8 GiB", 8 << 30), ("1.5 kib", 1536), ("8Gi", 8 << 30), ("0", 0), ("1048576", 1 << 20)]
+    ("text", "nbytes"),
+    [("8 GiB", 8 << 30), ("1.5 kib", 1536), ("8Gi", 8 << 30), ("0", 0), ("1048576", 1 << 20)],
 )
 def test_a_size_is_a_number_with_or_without_a_unit(write: Any, text: str, nbytes: int) -> None:
     assert config.load(write(f"pool: {{segment_bytes: {text}}}")).pool.segment_bytes == nbytes

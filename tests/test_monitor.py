@@ -248,7 +248,8 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
         quiet = "VCacheInPlaceWithoutHits"
         eventually(lambda: quiet in prometheus.alerts(), every=0.2)
         reader = used(alone)
-        join(alone.client(), instance_id(2))
+        join(lacking := alone.client(), instance_id(2))
+        lacking.count(asked=256)  # else it waits for its first request
         other = alone.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
         wrong = {"VCacheErrorsReported", "VCacheInstancesDiffer"}
         wrong |= {"VCacheInstanceNotShared", "VCacheInstanceStopped"}

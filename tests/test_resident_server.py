@@ -95,7 +95,7 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
     stats = reader.stats()
     (told,) = stats.instances
     assert msgspec.structs.replace(told, silent=0.0) == m.InstanceStats(
-        A.hex(), "host", os.getpid(), 64, 3, namespace=instance_cases.NAMESPACE.hex()
+        A.hex(), "host", os.getpid(), 64, 3, namespace=instance_cases.NAMESPACE.hex(), early=True
     )
     assert stats.counters["published"] == 3
     assert stats.counters["resident_hits"] == 5
@@ -219,6 +219,9 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reade
     join(scheduler, A, ranks=2)
     assert publish(first, A, keys(2)) == 2
     lacks("rank 1")
+    assert reader.stats().instances[0].early
+    scheduler.count(asked=256)
+    eventually(lambda: not reader.stats().instances[0].early)
     show(second, A, 1, regions=2)
     assert publish(second, A, keys(2, rank=1)) == 2
     assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (2, "")

@@ -93,10 +93,13 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
 
 
 def test_there_is_no_hit_rate_before_the_first_hit() -> None:
-    """And nobody is told to lend memory before an instance is connected."""
+    """Nor is an instance at fault whose workers show their KV caches with the first request, and
+    nobody is told to lend memory before an instance is connected."""
+    early = msgspec.structs.replace(ONE, missing="rank 0", early=True)
     for hits, said in (({}, "nothing was looked up yet"), ({"11": (768, 0)}, "none of the 768 ")):
-        stats = msgspec.structs.replace(STATS, instances=[ONE, OTHER], hits=hits)
+        stats = msgspec.structs.replace(STATS, instances=[early, OTHER], hits=hits)
         shown = text_of(status.render(stats))
+        assert "waits for its first request" in shown
         assert f"2 instances share in place; {said}" in shown
         assert "0.0%" not in shown
         assert ("hits none yet   0 of 768 tokens looked up" in shown) == bool(hits)

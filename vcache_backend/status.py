@@ -120,7 +120,13 @@ def trouble(instance: m.InstanceStats) -> str:
     if instance.orphan:
         started = f"the process that started it (pid {instance.orphan}) has ended"
         return f"is an orphan: {started}; end pid {instance.pid}"
-    return f"lacks {instance.missing}" if instance.missing else ""
+    return f"lacks {instance.missing}" if instance.missing and not instance.early else ""
+
+
+def state(instance: m.InstanceStats) -> str:
+    """Name the fault of an instance, or how it shares."""
+    way = "shares in place" if instance.id else "shares through the pool"
+    return trouble(instance) or ("waits for its first request" if instance.missing else way)
 
 
 def _named(instance: m.InstanceStats) -> str:
@@ -193,8 +199,6 @@ def segments_table(segments: Sequence[m.SegmentInfo]) -> RenderableType:
 def instances_table(instances: Sequence[m.InstanceStats]) -> Table:
     rows = []
     for instance in instances:
-        wrong = trouble(instance)
-        shares = "shares in place" if instance.id else "shares through the pool"
         rows.append(
             (
                 instance.id[:8] or "–",
@@ -202,7 +206,7 @@ def instances_table(instances: Sequence[m.InstanceStats]) -> Table:
                 instance.name or "–",
                 instance.device[:12],
                 f"{instance.silent:.1f} s",
-                Text(wrong, style="yellow") if wrong else Text(shares),
+                Text(state(instance), style="yellow" if trouble(instance) else ""),
             )
         )
     return table(

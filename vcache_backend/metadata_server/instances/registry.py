@@ -73,6 +73,7 @@ class SharedInstance:
             name=scheduler.peer.name if scheduler is not None else "",
             namespace=join.namespace.hex() if join is not None else "",
             orphan=orphan(scheduler.peer) if scheduler is not None else 0,
+            early=scheduler is not None and not scheduler.peer.asked,
             **liveness((part.peer for part in self.parts.values()), stopped),
         )
 

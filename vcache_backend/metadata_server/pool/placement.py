@@ -30,8 +30,8 @@ class Peer(msgspec.Struct):
 
     From the hello: the client's process, the process's user, parent and `processes.spawner`, the
     preferred device, the instance's name and layout (empty for tools). From later messages:
-    segments that the client cannot map, its reads, its pace (see `OpenPromise`); `heard`: when its
-    last message came (monotonic clock)."""
+    segments that the client cannot map, its reads, whether it has looked tokens up, its pace (see
+    `OpenPromise`); `heard`: when its last message came (monotonic clock)."""
 
     id: int
     process: ProcessId
@@ -44,6 +44,7 @@ class Peer(msgspec.Struct):
     layout: dict[str, str] = {}
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
     reads: list[Reads] = []
+    asked: bool = False
     pace: tuple[float, float] = (0.0, 0.0)
     heard: float = msgspec.field(default_factory=time.monotonic)
 
