@@ -3,7 +3,7 @@
     python examples/tiny_model.py FOLDER
 
 Writes config.json and model.safetensors, 6 MB. It has no tokenizer: start vLLM with
---skip-tokenizer-init, and send tokens from 0 to 999."""
+--skip-tokenizer-init, and send tokens from 0 to 1,023."""
 
 from __future__ import annotations
 

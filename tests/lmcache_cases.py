@@ -68,7 +68,7 @@ def settings(
     LMCache's own.
     """
     own = {"server": {"socket": str(socket)}, "client": msgspec.structs.asdict(client)}
-    own |= {"pool": {"device": "host", "segment_bytes": lent}} | (extra or {})
+    own |= {"pool": {"device": "host", "segment_bytes": f"{lent} B"}} | (extra or {})
     theirs = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache
     return lmcache_settings({"vcache": own}, theirs)
 

@@ -87,11 +87,13 @@ def test_completion_is_set_up_in_the_shell_that_asks(tmp_path: Path) -> None:
 
 
 def test_config_init_writes_a_whole_file_over_none_and_check_tells_mistakes(tmp_path: Path) -> None:
-    path = tmp_path / "vcache.yaml"
+    path, ours = tmp_path / "mine.yaml", "configs/vcache.yaml"
     vcache("config", "init", str(path))
-    assert path.read_bytes() == (ROOT / "configs" / "vcache.yaml").read_bytes()
+    whole = (ROOT / ours).read_text()
+    assert path.read_text() == whole.replace(ours, str(path)), "it names itself"
+    assert whole.count(ours) == 2
     assert "File exists" in vcache("config", "init", str(path), expect=1).stderr
-    assert vcache("config", "init", "-").stdout == path.read_text()
+    assert vcache("config", "init", "-").stdout == whole
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
     path.write_text("pool: {segment_byts: 2 GiB}")
     said = vcache("config", "check", str(path), expect=1).stderr

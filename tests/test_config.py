@@ -73,9 +73,14 @@ def _keys(values: dict[str, Any]) -> list[Any]:
             "line 2: socket must be a path of at most 107 bytes",
         ),
         ("server: {socket: ~/v.sock}", "line 1: socket must be a path without ~, got '~/v.sock'"),
+        ("server: {socket: v.sock}", "line 1: socket must be an absolute path, got 'v.sock'"),
         (
             "server: {quotas: {acme: 2}}",
             "Expected `float` <= 1.0 - at `$.server.quotas[...]`, which is {'acme': 2}",
+        ),
+        (
+            "pool:\n  segment_bytes: 8",
+            "line 2: 8 without a unit is 8 B: write the unit, such as 8GiB or 8B",
         ),
         (f"pool: {{device: {100_000 * 'x'}}}", "line 1: device must be auto, host, "),
         # what is no YAML of ours
@@ -131,7 +136,8 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("8 GiB", 8 << 30), ("1.5 kib", 1536), ("8Gi", 8 << 30)]
+    ("text", "nbytes"),
+    [("8 GiB", 8 << 30), ("1.5 kib", 1536), ("8Gi", 8 << 30), ("0", 0), ("1048576", 1 << 20)],
 )
 def test_a_size_is_a_number_with_or_without_a_unit(write: Any, text: str, nbytes: int) -> None:
     assert config.load(write(f"pool: {{segment_bytes: {text}}}")).pool.segment_bytes == nbytes

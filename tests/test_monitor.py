@@ -220,7 +220,8 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
             def unanswered() -> list[str]:
                 looked_for(reader)
                 asked = (query for those in queries.values() for query in those)
-                needed = [query for query in asked if "unless" not in query]
+                # No vLLM is scraped here: tests/test_vllm_stats.py has its names.
+                needed = [query for query in asked if not re.search("unless|vllm:", query)]
                 return [query for query in needed if not prometheus.values(query)]
 
             eventually(lambda: not unanswered(), every=1.0)
@@ -240,8 +241,15 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
     monitor, address = watching(alone)
     with scraping(address, tmp_path, re.sub(r"\n +for: .*", "", ALERTS.read_text())) as prometheus:
         assert prometheus.alerts() == set()
+        for number in (3, 4):
+            share(owner := alone.client(), instance_id(number))
+        for _ in range(1001):
+            owner.find(m.Find(keys(1, start=100)))
+        quiet = "VCacheInPlaceWithoutHits"
+        eventually(lambda: quiet in prometheus.alerts(), every=0.2)
         reader = used(alone)
-        join(alone.client(), instance_id(2))
+        join(lacking := alone.client(), instance_id(2))
+        lacking.count(asked=256)  # else it waits for its first request
         other = alone.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
         wrong = {"VCacheErrorsReported", "VCacheInstancesDiffer"}
         wrong |= {"VCacheInstanceNotShared", "VCacheInstanceStopped"}
@@ -267,9 +275,18 @@ def shown(page: str, folder: Path) -> str:
 @needs("chromium")
 def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_path: Path) -> None:
     alone.server()
-    used(alone)
     address = beside(alone)
     eventually(lambda: get(address, "/readyz")[0] == 200)
+    empty = shown(f"http://{address}/", tmp_path / "chromium")
+    for said in (
+        '<p id="verdict" class="">no instance is connected</p>',
+        ">there are no two instances</span>",
+        "since the server's start no hit<",
+    ):
+        assert said in empty
+    assert "hour" not in empty
+    used(alone)
+    eventually(lambda: json.loads(get(address, "/stats.json")[1])["stats"]["hits"])
     page = shown(f"http://{address}/", tmp_path / "chromium")
     for said in (
         f"<title>vcache: {socket.gethostname()}, {alone.path}</title>",

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from processes import Stage
+from processes import PATIENT, Stage, eventually
 from test_cli import vcache
 
 from vcache_backend import doctor
@@ -20,6 +20,7 @@ from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -84,6 +85,17 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()
+
+
+def test_a_hit_of_an_instance_that_was_idle_is_counted_at_once(alone: Stage) -> None:
+    """Whoever looks at the status behind a first answer finds it there."""
+    alone.server()
+    seldom = msgspec.structs.replace(PATIENT, heartbeat_seconds=3600.0)
+    layout = {"model": "llama", "namespace": "cafe"}
+    with Client(alone.path, seldom, layout=layout) as instance:
+        instance.count(asked=1024, found=768)
+        asks = alone.client()
+        eventually(lambda: asks.stats().hits == {"cafe": (1024, 768)})
 
 
 def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -94,7 +95,7 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
     stats = reader.stats()
     (told,) = stats.instances
     assert msgspec.structs.replace(told, silent=0.0) == m.InstanceStats(
-        A.hex(), "host", os.getpid(), 64, 3, namespace=instance_cases.NAMESPACE.hex()
+        A.hex(), "host", os.getpid(), 64, 3, namespace=instance_cases.NAMESPACE.hex(), early=True
     )
     assert stats.counters["published"] == 3
     assert stats.counters["resident_hits"] == 5
@@ -153,7 +154,7 @@ def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone:
     """vLLM's scheduler, whose children are the workers; LMCache's workers, all children of one
     process, which say the same name.
     """
-    alone.server()
+    server = alone.server()
     asks = alone.client()
 
     def connected(*name: str) -> Child:
@@ -167,11 +168,40 @@ def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone:
         assert (one.pid, one.device, one.stopped) == (os.getpid(), "GPU-7", 0)
         with worker.stopped():
             assert [one.stopped for one in asks.stats().instances] == [worker.pid]
+    for what in ("connects", "disconnects"):
+        server.expect(f"an instance of llama, namespace 00ff (pid {os.getpid()} on host) {what}")
     first, second, other = connected(":8000"), connected(":8000"), connected(":8000", "rank", "1")
     named = [(one.pid, one.name) for one in asks.stats().instances]
     assert named == [(first.pid, ":8000"), (other.pid, ":8000 rank 1")]
     with second.stopped():
         assert [one.stopped for one in asks.stats().instances] == [second.pid, 0]
+
+
+STARTS_AN_INSTANCE = f"""
+import os, signal
+if os.fork():
+    signal.pause()
+{CLIENT}
+from instance_cases import instance_id, share
+share(client, instance_id(int(sys.argv[2])))
+print("shown", flush=True)
+time.sleep(600)
+"""
+"""As vLLM's API server, which starts its engine in a process of its own."""
+
+
+def test_an_instance_whose_api_server_was_killed_is_an_orphan(alone: Stage, reader: Client) -> None:
+    """A shell may end before what it has started."""
+    program = [sys.executable, "-c", STARTS_AN_INSTANCE.partition("signal.pause()\n")[2]]
+    shell = Child(["sh", "-c", '"$@" & wait', "sh", *program, str(alone.path), "2"])
+    with alone.script(STARTS_AN_INSTANCE, "1") as api_server, shell:
+        for each in (api_server, shell):
+            each.expect("shown")
+        assert [one.orphan for one in reader.stats().instances] == [0, 0]
+        for each in (shell, api_server):
+            each.kill()
+        orphans = {one.id: one.orphan for one in reader.stats().instances}
+        assert orphans == {A.hex(): api_server.pid, B.hex(): 0}
 
 
 def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reader: Client) -> None:
@@ -189,6 +219,9 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reade
     join(scheduler, A, ranks=2)
     assert publish(first, A, keys(2)) == 2
     lacks("rank 1")
+    assert reader.stats().instances[0].early
+    scheduler.count(asked=256)
+    eventually(lambda: not reader.stats().instances[0].early)
     show(second, A, 1, regions=2)
     assert publish(second, A, keys(2, rank=1)) == 2
     assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (2, "")

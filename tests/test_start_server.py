@@ -86,7 +86,7 @@ def mourner(path: Path) -> Client:
 def test_only_a_killed_server_is_started_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody is given time to look after a server that was killed.
     monkeypatch.setattr(channel, "KILLED_SECONDS", 0.0)
-    ensure(config(path))
+    ensure(config(path, metrics=":0"))
     with mourner(path) as one, mourner(path) as other:
         (first,) = servers(path)
         before = one.epoch
@@ -94,10 +94,14 @@ def test_only_a_killed_server_is_started_again(path: Path, monkeypatch: pytest.M
         eventually(lambda: all(each.connected and each.epoch != before for each in (one, other)))
         (second,) = servers(path)
         assert first != second
+        # Those who had it started again have no such setting.
+        log = beside(path, ".log")
+        eventually(lambda: log.read_text().count("metrics and a page at") == 2)
         os.kill(second, signal.SIGTERM)
         eventually(lambda: not servers(path) and not one.connected and not other.connected)
         time.sleep(0.5)  # each has tried some twenty times to connect
         assert not servers(path)
+    assert not beside(path, ".lock").read_bytes(), "one that was stopped leaves no settings"
 
 
 def test_a_second_kill_gives_the_same_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,21 +61,23 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     lacking = msgspec.structs.replace(ONE, missing="rank 1")
     stopped = msgspec.structs.replace(ONE, stopped=4711)
     silent = msgspec.structs.replace(ONE, silent=25.0)
+    orphan = msgspec.structs.replace(ONE, orphan=4242)
     mismatch = m.Mismatch("llama", "dtype", [], "")
     shared = "75.0% of the tokens looked up were found"
     three = [ONE, strange, pooled]
     good = {
         "no instance is connected": [],
-        "instance abababab at :8000 is alone: nobody to share with": [ONE],
+        f"instance abababab at :8000 is the only one connected; {shared}": [ONE],
         f"2 instances share in place; {shared}": [ONE, OTHER],
         f"3 instances share: 2 in place, 1 through the pool; {shared}": [ONE, OTHER, pooled],
-        "2 instances, all of different models: nobody to share with": [ONE, strange],
+        f"2 instances, all of different models; {shared}": [ONE, strange],
         f"2 instances share: 1 in place, 1 through the pool; 1 of another model; {shared}": three,
     }
     bad = {
         "instance abababab at :8000 lacks rank 1; and 1 more": [lacking, OTHER],
         "is stopped (pid 4711): continue it, or kill it; and 1 more": [OTHER, stopped],
         "instance abababab at :8000 has been silent for 0 min 25 s": [silent, OTHER],
+        "the process that started it (pid 4242) has ended; end pid 4194303": [orphan, OTHER],
         "instances of llama do not share: dtype differs": [ONE, OTHER],
     }
     for well, cases in ((True, good), (False, bad)):
@@ -88,6 +90,21 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     bare = msgspec.structs.replace(STATS, instances=[pooled, OTHER], segments=[])
     said = "the instance of pid 4194303 shares through the pool, to which nobody lends memory"
     assert status.verdict(bare) == (False, said)
+
+
+def test_there_is_no_hit_rate_before_the_first_hit() -> None:
+    """Nor is an instance at fault whose workers show their KV caches with the first request, and
+    nobody is told to lend memory before an instance is connected."""
+    early = msgspec.structs.replace(ONE, missing="rank 0", early=True)
+    for hits, said in (({}, "nothing was looked up yet"), ({"11": (768, 0)}, "none of the 768 ")):
+        stats = msgspec.structs.replace(STATS, instances=[early, OTHER], hits=hits)
+        shown = text_of(status.render(stats))
+        assert "waits for its first request" in shown
+        assert f"2 instances share in place; {said}" in shown
+        assert "0.0%" not in shown
+        assert ("hits none yet   0 of 768 tokens looked up" in shown) == bool(hits)
+    none = text_of(status.render(msgspec.structs.replace(STATS, instances=[], segments=[])))
+    assert "segment" not in none
 
 
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:

@@ -71,8 +71,7 @@ MIN_HIT = f"{EXTRA}Object contains unknown field `min_hit` - at `$.connector`"
         ({"config": False}, "config: Expected the path of a YAML file, got False"),
         (
             {"server": {"socket": "run/vcache.sock"}},
-            "server.socket: run/vcache.sock depends on the folder that the program is started in; "
-            "write the whole path",
+            "socket must be an absolute path, got 'run/vcache.sock'",
         ),
     ],
     ids=str,

@@ -199,7 +199,8 @@ def test_a_reset_of_the_owner_or_the_reader_during_a_load(here: Node, reset: str
 
 
 def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node) -> None:
-    """Somebody beside them lends to it. A reader in place passes on what it had from there."""
+    """Who reads in place needs no pool of its own: somebody beside it lends. It passes on what it had
+    from there."""
     pooled, tokens = here.connect("pooled"), new_tokens(5 * CHUNK + 1)
     computed = here.keep(pooled, tokens)
     keep(here.a, tokens[: 3 * CHUNK + 1], params={"vcache": {"load": False}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from mooncake_cases import needs_mooncake, own_depot
 from mooncake_store import Depot
-from processes import eventually
+from processes import ROOT, eventually
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
@@ -95,13 +96,17 @@ def test_an_unlisted_cause_is_counted_as_other() -> None:
 
 
 def test_what_a_newer_worker_sends_is_passed_over() -> None:
-    """By the metrics of two engines, on a registry of the test's own."""
+    """By the metrics of two engines, on a registry of the test's own. The dashboard names these."""
     registry = CollectorRegistry()
     kinds = Counter, Gauge, Histogram
     types = {kind: functools.partial(kind, registry=registry) for kind in kinds}
     config = SimpleNamespace(kv_transfer_config=None)
     metrics = stats.VCachePromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
     before = generate_latest(registry)
+    dashboard = (ROOT / "configs" / "grafana" / "vcache.json").read_text()
+    shown = set(re.findall(r"vllm:vcache_\w+", dashboard))
+    assert shown
+    assert shown <= set(re.findall(r"vllm:vcache_\w+", before.decode()))
     newer = {
         "counters": {"invented": {"": 1}, "stored_tokens": {"a label": 4}, "failures": {"": 2}},
         "histograms": {"invented_seconds": [1.0]},

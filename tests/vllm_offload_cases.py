@@ -40,11 +40,11 @@ class Two:
         """Of a connector that tries again soon, and whose deadlines no slow machine misses.
         offload: of its section.
         """
-        more = {"policy": "write_through", "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096)}
+        more = {"policy": "write_through", "staging_bytes": f"{BUFFERS * (CHUNK_BYTES + 4096)} B"}
         more |= {"retry_seconds": 0.1, "lookup_seconds": 10, "get_seconds": 10, **offload}
         mooncake = {"master": self.depot.master.address, "hostname": "127.0.0.1"}
         mooncake |= {"rpc_seconds": rpc_seconds}
-        pool, connector = {"segment_bytes": chunks * CHUNK_BYTES}, {"min_hit_tokens": CHUNK}
+        pool, connector = {"segment_bytes": f"{chunks * CHUNK_BYTES} B"}, {"min_hit_tokens": CHUNK}
         return {"pool": pool, "connector": connector, "offload": {"mooncake": mooncake, **more}}
 
     def names(self) -> set[str]:

@@ -27,6 +27,8 @@ _UNITS = {"": 1, "B": 1} | {
     for b in ("", "B")
 }
 """Bytes by unit, in capitals: G and GB are 10^9, Gi and GiB are 2^30, as in Kubernetes."""
+LEAST_WITHOUT_UNIT = 1 << 20
+"""A smaller size needs a unit: `80` never means 80 bytes."""
 MAX_BYTES = 1 << 48
 MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in a socket's address."""
@@ -56,24 +58,25 @@ MAX_TENANTS = 64
 
 
 class ByteSize(int):
-    """A number of bytes. In YAML an integer, or a number with a unit: `8 GiB`, `8Gi`, `4GB`."""
+    """A number of bytes. In YAML a number with a unit: `8 GiB`, `8Gi`, `4GB`; or an integer, 0 or
+    at least `LEAST_WITHOUT_UNIT`."""
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
         """Read an integer, or text such as `8 GiB`. Raises ValueError."""
-        if isinstance(value, int) and not isinstance(value, bool):
-            return cls._within(value)
+        if isinstance(value, ByteSize):
+            return value
         text = value if isinstance(value, str) else ""
+        if isinstance(value, int) and not isinstance(value, bool):
+            text = str(value)
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2].upper() not in _UNITS:
             examples = "1073741824, '8 GiB' or '512MiB'"
             raise ValueError(f"Expected bytes such as {examples}, got {value!r}")
-        return cls._within(float(match[1]) * _UNITS[match[2].upper()])
-
-    @classmethod
-    def _within(cls, nbytes: float) -> ByteSize:
-        if nbytes < 0:
-            raise ValueError("Expected at least 0 bytes")
+        nbytes = float(match[1]) * _UNITS[match[2].upper()]
+        if not match[2] and 0 < nbytes < LEAST_WITHOUT_UNIT:
+            wanted = f"write the unit, such as {match[1]}GiB or {match[1]}B"
+            raise ValueError(f"{match[1]} without a unit is {int(nbytes)} B: {wanted}")
         if nbytes > MAX_BYTES:
             raise ValueError(f"Expected at most {MAX_BYTES >> 40:,} TiB")
         return cls(nbytes)
@@ -146,6 +149,9 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
             wanted = "a path without ~"
         elif self.socket and (self.socket.endswith("/") or not Path(self.socket).name):
             wanted = "the path of a file"
+        elif self.socket and not self.socket.startswith("/"):
+            # Programs start in any folder.
+            wanted = "an absolute path"
         elif len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
             wanted = f"a path of at most {MAX_SOCKET_PATH} bytes"
         if wanted:
@@ -386,13 +392,6 @@ def with_socket(config: Config, socket: str, source: str) -> Config:
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from error
     return msgspec.structs.replace(config, server=server)
-
-
-def check_socket_is_whole(config: Config, source: str) -> None:
-    """Raise ConfigError unless `server.socket` is a whole path: programs start in any folder."""
-    if not (path := config.server.path).is_absolute():
-        depends = f"{path} depends on the folder that the program is started in"
-        raise ConfigError(f"{source}: server.socket: {depends}; write the whole path")
 
 
 def load(path: str | Path | None = None) -> Config:

@@ -84,24 +84,31 @@ def _wrong(stats: m.ServerStats) -> list[str]:
 
 def _sharing(stats: m.ServerStats) -> str:
     """Say who shares, and the hit rate."""
-    instances = stats.instances
+    instances, found = stats.instances, _found(stats)
     if not instances:
         return "no instance is connected"
     if len(instances) == 1:
-        return f"{_named(instances[0])} is alone: nobody to share with"
+        return f"{_named(instances[0])} is the only one connected; {found}"
     namespaces = Counter(instance.namespace for instance in instances)
     together = [instance for instance in instances if namespaces[instance.namespace] > 1]
     if not together:
-        return f"{len(instances)} instances, all of different models: nobody to share with"
+        return f"{len(instances)} instances, all of different models; {found}"
     ways = Counter("in place" if instance.id else "through the pool" for instance in together)
     counted = ", ".join(f"{count} {way}" for way, count in ways.items())
     how = f" {next(iter(ways))}" if len(ways) == 1 else f": {counted}"
     alone = len(instances) - len(together)
     others = f"; {alone} of another model" if alone else ""
-    said, rate = f"{len(together)} instances share{how}{others}", hit_rate(stats)
-    if rate is None:
-        return f"{said}; nothing was looked up yet"
-    return f"{said}; {rate:.1%} of the tokens looked up were found"
+    return f"{len(together)} instances share{how}{others}; {found}"
+
+
+def _found(stats: m.ServerStats) -> str:
+    """Say the hit rate, once there is one."""
+    asked, found = tokens(stats)
+    if not asked:
+        return "nothing was looked up yet"
+    if not found:
+        return f"none of the {asked:,} tokens looked up were found yet"
+    return f"{found / asked:.1%} of the tokens looked up were found"
 
 
 def trouble(instance: m.InstanceStats) -> str:
@@ -110,7 +117,16 @@ def trouble(instance: m.InstanceStats) -> str:
         return f"is stopped (pid {instance.stopped}): continue it, or kill it"
     if instance.silent > SILENT_SECONDS:
         return f"has been silent for {duration(instance.silent)}"
-    return f"lacks {instance.missing}" if instance.missing else ""
+    if instance.orphan:
+        started = f"the process that started it (pid {instance.orphan}) has ended"
+        return f"is an orphan: {started}; end pid {instance.pid}"
+    return f"lacks {instance.missing}" if instance.missing and not instance.early else ""
+
+
+def state(instance: m.InstanceStats) -> str:
+    """Name the fault of an instance, or how it shares."""
+    way = "shares in place" if instance.id else "shares through the pool"
+    return trouble(instance) or ("waits for its first request" if instance.missing else way)
 
 
 def _named(instance: m.InstanceStats) -> str:
@@ -151,7 +167,7 @@ def render(stats: m.ServerStats) -> RenderableType:
         instances_table(stats.instances),
         _tenants(stats.tenants),
     ]
-    pool = [] if stats.instances and not stats.segments else [segments_table(stats.segments)]
+    pool = [segments_table(stats.segments)] if stats.segments else []
     filled = [each for each in shown if each.row_count]
     counts = *_hits(stats), *_waits(stats)
     return Group(Text(said, style=style), _headline(stats), *filled, *pool, *counts)
@@ -160,7 +176,7 @@ def render(stats: m.ServerStats) -> RenderableType:
 def segments_table(segments: Sequence[m.SegmentInfo]) -> RenderableType:
     """Make a row for each segment, or a sentence without segments."""
     if not segments:
-        return Text("no segments: start a worker, or use `vcache segment add`", style="yellow")
+        return Text("no segments: no process lends memory to a pool; in place none is needed")
     rows = [
         (
             info.id,
@@ -183,8 +199,6 @@ def segments_table(segments: Sequence[m.SegmentInfo]) -> RenderableType:
 def instances_table(instances: Sequence[m.InstanceStats]) -> Table:
     rows = []
     for instance in instances:
-        wrong = trouble(instance)
-        shares = "shares in place" if instance.id else "shares through the pool"
         rows.append(
             (
                 instance.id[:8] or "–",
@@ -192,7 +206,7 @@ def instances_table(instances: Sequence[m.InstanceStats]) -> Table:
                 instance.name or "–",
                 instance.device[:12],
                 f"{instance.silent:.1f} s",
-                Text(wrong, style="yellow") if wrong else Text(shares),
+                Text(state(instance), style="yellow" if trouble(instance) else ""),
             )
         )
     return table(
@@ -239,7 +253,8 @@ def _hits(stats: m.ServerStats) -> Iterator[Text]:
     asked, found = tokens(stats)
     if asked:
         counted = f"   {found:,} of {asked:,} tokens looked up"
-        yield Text.assemble(("hits ", "dim"), f"{found / asked:.1%}", (counted, "dim"))
+        rate = f"{found / asked:.1%}" if found else "none yet"
+        yield Text.assemble(("hits ", "dim"), rate, (counted, "dim"))
 
 
 def _waits(stats: m.ServerStats) -> Iterator[Text]:

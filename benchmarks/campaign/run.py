@@ -146,7 +146,7 @@ class Campaign:
         """Start an instance with a new name."""
         self._starts += 1
         level = self._level
-        pool = {"device": f"host:{number % SEGMENTS}", "segment_bytes": level.lends}
+        pool = {"device": f"host:{number % SEGMENTS}", "segment_bytes": f"{level.lends} B"}
         sections = {"pool": pool, "engine": {"chunk_size": CHUNK_TOKENS}}
         given = config.from_dict(sections | {"server": {"socket": str(self._node.path)}})
         settings = Settings(

@@ -38,6 +38,4 @@ def read(
                 f"{where}: {name}: Expected a section of settings, got {section!r:.80}"
             )
         values[name] = {**values.get(name, {}), **section} if is_section else section
-    config = configuration.from_dict(values, where)
-    configuration.check_socket_is_whole(config, where)
-    return config
+    return configuration.from_dict(values, where)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -107,7 +108,7 @@ def clear(
             "--offload",
             help=(
                 "Also clear the offload tier, which other nodes may share: a reset, see "
-                "docs/mooncake.md."
+                "docs/mooncake.md in vcache's repository."
             ),
         ),
     ] = False,
@@ -148,6 +149,7 @@ def config_init(
     text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()
     if str(path) == "-":
         return typer.echo(text, nl=False)
+    text = text.replace("configs/vcache.yaml", shlex.quote(str(path.absolute())))
     made = False
     try:
         with path.open("x") as file:
@@ -157,7 +159,7 @@ def config_init(
         if made:
             path.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {error.strerror}; nothing was written") from error
-    typer.echo(f"{path}: written; its first lines say how it is used")
+    typer.echo(f"{path}: written; its second line says how it is used")
 
 
 @config_app.command("check")

@@ -40,8 +40,6 @@ Socket = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-LEAST_WITHOUT_UNIT = 1 << 20
-"""A smaller size needs a unit: `80` never means 80 bytes."""
 EXIT_CODES = (
     "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says "
     "why; 2 wrong usage."
@@ -132,8 +130,4 @@ def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
         raise typer.BadParameter(str(error)) from error
     if nbytes <= 0:
         raise typer.BadParameter("Expected more than 0 bytes")
-    number = text.strip() if isinstance(text, str) else ""
-    if nbytes < LEAST_WITHOUT_UNIT and number[-1:].isdigit():
-        wanted = f"write the unit, such as {number}GiB or {number}B"
-        raise typer.BadParameter(f"{number} without a unit is {int(nbytes)} B: {wanted}")
     return nbytes

@@ -54,7 +54,7 @@ def run(as_json: bool = False) -> int:
         for name, value in result.items():
             print(f"{name.replace('_', ' '):18}  {value}")
         print("Every byte is right, and a wrong one is found." if result["ok"] else "FAILED")
-        print("Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md")
+        print("Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md in vcache's repository")
     return 0 if result["ok"] else 1
 
 

@@ -55,6 +55,8 @@ class Client(Channel):
         self._untold = Counter[str]()
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
+        self._idle = True
+        """Whether the last `ListSegments` had no counts to send."""
         token = secrets.randbits(m.TOKEN_BITS)
         hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name)
         super().__init__(path, config, hello, reconnect)
@@ -139,6 +141,7 @@ class Client(Channel):
         with self._telling:
             counts = self._untold
             self._untold = Counter()
+            self._idle = not counts.total()
         most = {name: min(count, m.MAX_TOKENS) for name, count in counts.items()}
         try:
             request = m.ListSegments(**most, reads=self.reads(), unmappable=list(self.unmappable))
@@ -149,9 +152,11 @@ class Client(Channel):
 
     def count(self, asked: int = 0, found: int = 0, awaited: int = 0, waited_ms: int = 0) -> None:
         """Count look-ups and waits for the server's statistics: see `ListSegments`. The next
-        heartbeat sends the counts, to this server or the next. If the heartbeat's answer is late,
-        the counts are sent twice."""
+        heartbeat sends the counts, to this server or the next; the first counts of an idle client
+        at once. If the heartbeat's answer is late, the counts are sent twice."""
         with self._telling:
+            if asked and self._idle and not self._untold.total():
+                self._beat_soon()
             self._untold["asked"] += asked
             self._untold["found"] += found
             self._untold["awaited"] += awaited

@@ -93,6 +93,12 @@ class Endpoint:
         """Remove the socket, and give up the lock."""
         self._undo.close()
 
+    def keep(self, settings: bytes) -> None:
+        """Write settings into the lock's file, where only a killed server leaves them."""
+        with suppress(OSError):  # on a full disk they are lost with this server
+            os.ftruncate(self._lock_file, 0)
+            os.pwrite(self._lock_file, settings, 0)
+
     def lost(self) -> str:
         """Why the path no longer leads to this server; empty while it does."""
         try:
@@ -123,6 +129,8 @@ class Endpoint:
         if lock is None:
             raise ConfigError(f"server.socket: another server already serves {self._path}")
         undo.callback(os.close, lock)
+        undo.callback(os.ftruncate, lock, 0)
+        self._lock_file = lock
 
     def _make_way(self) -> None:
         """Remove the socket of a server that is gone, and no other file. A server that still

@@ -68,6 +68,16 @@ def parent(process: ProcessId) -> int:
     return int(fields[1]) if fields else 0
 
 
+def spawner(process: ProcessId) -> int:
+    """The parent, if it runs the same executable: the Python that started this Python, as vLLM's
+    API server starts its engine. 0 for other parents, such as a shell, and if unknown."""
+    pid = parent(process)
+    with suppress(OSError):
+        if os.path.samefile(f"/proc/{pid}/exe", f"/proc/{process.pid}/exe"):
+            return pid
+    return 0
+
+
 def _fields_of(process: ProcessId) -> list[bytes]:
     """`_fields` of this very process; empty if unknown."""
     try:

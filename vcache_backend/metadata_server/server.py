@@ -15,6 +15,8 @@ import signal
 import time
 from contextlib import ExitStack
 
+import msgspec
+
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError, raising_as
 from vcache_backend.metadata_server import processes
@@ -56,6 +58,7 @@ class Server:
         with ExitStack() as undo:
             self._endpoint = Endpoint(config.path, open_to_others=bool(config.allow_uids))
             undo.callback(self._endpoint.close)
+            self._endpoint.keep(msgspec.json.encode(config))
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch()
             self._make_parts(undo)

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from vcache_backend import config as configuration
-from vcache_backend.config import ClientConfig, Config
+from vcache_backend.config import ClientConfig, Config, ServerConfig
 from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
@@ -69,7 +71,7 @@ def try_ensure(config: Config) -> None:
 
 def _start(config: Config, path: Path, deadline: float) -> str:
     log = beside(path, ".log")
-    server = processes.identity(_spawn(config, path, log))
+    server = processes.identity(_spawn(_as_before(config, path), path, log))
     while reason := _silence(path, config.client.server_uid):
         if not processes.lives(server):
             deadline = min(deadline, time.monotonic() + _EXITED_SECONDS)
@@ -81,6 +83,20 @@ def _start(config: Config, path: Path, deadline: float) -> str:
         return f"the metadata server at {path} was started by another process"
     where = f"{path}, pid {server.pid}, log {log}"
     return f"metadata server started at {where}; it outlives this process"
+
+
+def _as_before(config: Config, path: Path) -> Config:
+    """`config`, with the killed server's value of each setting of section `server` that `config`
+    leaves at its default."""
+    try:
+        before = msgspec.json.decode(beside(path, ".lock").read_bytes(), type=ServerConfig)
+    except (OSError, msgspec.MsgspecError):  # none was killed here
+        return config
+    own, default = config.server, ServerConfig()
+    names = [name for name in own.__struct_fields__ if name != "socket"]
+    unset = [name for name in names if getattr(own, name) == getattr(default, name)]
+    kept = {name: getattr(before, name) for name in unset}
+    return msgspec.structs.replace(config, server=msgspec.structs.replace(own, **kept))
 
 
 def _silence(path: Path, trusted: int | None) -> str:

@@ -165,8 +165,8 @@ def _instances(stats: ServerStats) -> Iterator[Metric]:
     resident = [(labels, each.resident) for labels, each in in_place]
     what = "Chunks that others find in an instance's KV cache."
     yield _gauges("instance_resident_chunks", what, _INSTANCE, resident)
-    shared = [(labels, not each.missing) for labels, each in in_place]
-    what = "1 if others can read an instance's KV cache."
+    shared = [(labels, each.early or not each.missing) for labels, each in in_place]
+    what = "0 if an instance that gets requests lacks a part, so that others cannot read its KV."
     yield _gauges("instance_shared", what, _INSTANCE, shared)
 
 

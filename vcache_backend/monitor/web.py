@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vcache_backend.monitor.samples import Samples
-from vcache_backend.status import summary, trouble
+from vcache_backend.status import state, summary, trouble
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Web(ThreadingTCPServer):
             "problem": samples.problem,
             "late_seconds": samples.late_seconds,
             "stats": None if stats is None else summary(stats),
-            "troubles": [] if stats is None else list(map(trouble, stats.instances)),
+            "states": [(state(one), trouble(one)) for one in stats.instances] if stats else [],
             "points": samples.points(),
         }
         return json.dumps(told).encode()

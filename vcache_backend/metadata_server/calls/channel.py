@@ -34,6 +34,9 @@ KILLED_SECONDS = 3.0
 AGAIN_SECONDS = 60.0
 """The shortest time between two such starts, in case the servers do not last."""
 
+SOON_SECONDS = 0.05
+"""How long an early heartbeat waits, so that it delays no request under way."""
+
 R = TypeVar("R", bound=m.Reply)
 
 
@@ -102,6 +105,7 @@ class Channel:
         """Since when a killed server has been away; infinite if no server was killed."""
         self._start_after = 0.0
         self._wake = threading.Event()
+        self._soon = False
         self._stop = threading.Event()
         self.epoch = 0
         self.connections_lost = 0
@@ -343,6 +347,9 @@ class Channel:
                 pause = self._config.retry_seconds
                 self._wake.wait(self._config.heartbeat_seconds)
                 self._wake.clear()
+                if self._soon:
+                    self._soon = False
+                    self._stop.wait(SOON_SECONDS)
                 if self.connected and not self._stop.is_set():
                     _call_all(self.on_beat, "heartbeat")
                 continue
@@ -355,6 +362,11 @@ class Channel:
                 self._wake.set()
             else:
                 self._start_again()
+
+    def _beat_soon(self) -> None:
+        """Have the thread send the next heartbeat `SOON_SECONDS` from now."""
+        self._soon = True
+        self._wake.set()
 
     def _start_again(self) -> None:
         """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""

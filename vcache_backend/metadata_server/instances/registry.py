@@ -17,6 +17,7 @@ import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
 from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
@@ -71,6 +72,8 @@ class SharedInstance:
             missing=self.missing(),
             name=scheduler.peer.name if scheduler is not None else "",
             namespace=join.namespace.hex() if join is not None else "",
+            orphan=orphan(scheduler.peer) if scheduler is not None else 0,
+            early=scheduler is not None and not scheduler.peer.asked,
             **liveness((part.peer for part in self.parts.values()), stopped),
         )
 
@@ -82,6 +85,11 @@ def liveness(peers: Iterable[Peer], stopped: Callable[[ProcessId], bool]) -> dic
     own = dict.fromkeys(peer.process for peer in peers)
     pid = next((process.pid for process in own if stopped(process)), 0)
     return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": pid}
+
+
+def orphan(peer: Peer) -> int:
+    """Fill `InstanceStats.orphan`: an ended parent's children get another one."""
+    return peer.spawner if processes.parent(peer.process) not in (0, peer.spawner) else 0
 
 
 class InstanceRegistry:

@@ -28,10 +28,10 @@ SAME_SEGMENT = 64
 class Peer(msgspec.Struct):
     """A client's connection, `id` by number.
 
-    From the hello: the client's process, the process's user and parent, the preferred device, the
-    instance's name and layout (empty for tools). From later messages: segments that the client
-    cannot map, its reads, its pace (see `OpenPromise`); `heard`: when its last message came
-    (monotonic clock)."""
+    From the hello: the client's process, the process's user, parent and `processes.spawner`, the
+    preferred device, the instance's name and layout (empty for tools). From later messages:
+    segments that the client cannot map, its reads, whether it has looked tokens up, its pace (see
+    `OpenPromise`); `heard`: when its last message came (monotonic clock)."""
 
     id: int
     process: ProcessId
@@ -40,9 +40,11 @@ class Peer(msgspec.Struct):
     name: str = ""
     uid: int = 0
     parent: int = 0
+    spawner: int = 0
     layout: dict[str, str] = {}
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
     reads: list[Reads] = []
+    asked: bool = False
     pace: tuple[float, float] = (0.0, 0.0)
     heard: float = msgspec.field(default_factory=time.monotonic)
 

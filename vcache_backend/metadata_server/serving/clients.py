@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from vcache_backend.errors import ProtocolError
+from vcache_backend.errors import ProtocolError, printable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
@@ -239,6 +239,7 @@ class Clients:
         client = Peer(connection.number, process, device, medium, name=request.name, uid=uid)
         connection.client = client
         mismatches = self._service.layouts.add(client, request.layout)
+        _say(client, "connects")
         if mismatches:
             log.warning("pid %d: %s; such instances: %d", pid, mismatches[0], len(mismatches))
         connection.queue(m.Welcome(self._service.epoch, mismatches), [self._ledger])
@@ -264,3 +265,15 @@ class Clients:
             for reservation in connection.untold():
                 self._directory.abort(connection.client, reservation)
             self._service.disconnect(connection.client)
+            _say(connection.client, "disconnects")
+
+
+def _say(client: Peer, what: str) -> None:
+    """Log the connection of an instance. Tools, and vLLM's workers, have no layout."""
+    if client.layout:
+        at = f" at {printable(client.name)}" if client.name else ""
+        who = f"pid {client.process.pid} on {client.device}"
+        model, namespace = printable(client.layout["model"]), printable(client.namespace)
+        with caused_by(client.caller):
+            said = "an instance of %s, namespace %s%s (%s) %s"
+            log.info(said, model, namespace, at, who, what)

@@ -10,7 +10,7 @@ from vcache_backend.errors import MAX_LINE_CHARS, MAX_SHOWN_CHARS, printable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
-from vcache_backend.metadata_server.instances.registry import liveness
+from vcache_backend.metadata_server.instances.registry import liveness, orphan
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 
@@ -46,6 +46,7 @@ class Layouts:
         if layout.get("model"):
             client.layout = {name: _short(value) for name, value in layout.items()}
         client.parent = processes.parent(client.process)
+        client.spawner = processes.spawner(client.process)
         others = self._by_model()[client.layout["model"]] if client.layout else {}
         others.pop(client.namespace, None)
         self.clients[client.id] = client
@@ -91,6 +92,7 @@ class Layouts:
                 0,
                 name=peers[0].name,
                 namespace=peers[0].namespace,
+                orphan=orphan(peers[0]),
                 **liveness(peers[: m.MAX_RANKS], stopped),
             )
             for peers in list(instances.values())[:MAX_NAMESPACES]

@@ -241,6 +241,7 @@ class Service:
     def _note(self, client: Peer, request: m.ListSegments) -> None:
         """Note the news of a client's heartbeat."""
         client.avoids, client.reads = set(request.unmappable), request.reads
+        client.asked |= request.asked > 0
         self.layouts.looked_up(client, request.asked, request.found)
         counters = self.directory.counters
         counters["awaited_tokens"] += request.awaited
