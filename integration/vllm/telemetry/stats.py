@@ -22,7 +22,7 @@ from vcache_backend.transfer.stats import LoadStats
 
 OTHER = "other"
 FAILURES = (
-    *("lease_lost", "server", "segment", "copy", "changed"),
+    *("lease_lost", "server", "late", "segment", "copy", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
