@@ -2,30 +2,40 @@
 in each of its processes.
 
 The plugin sets the hook for LMCache (lmcache/patches.py), and checks our connector's settings
-before vLLM starts anything, so that a mistake in `kv_connector_extra_config` is the last line of
-vLLM's log. If `VLLM_PLUGINS` leaves the plugin out, the connector's constructor finds the mistake,
-in an engine process, and much of the log follows."""
+before vLLM starts anything, so that a mistake in `kv_transfer_config` is the last line of vLLM's
+log. If `VLLM_PLUGINS` leaves the plugin out, the connector says so, and finds a mistake in its own
+settings in an engine process, where much of the log follows."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import functools
+import importlib
+import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, printable
 
 from .lmcache import patches
 
 ARGUMENTS = "vllm.engine.arg_utils"
-CONNECTOR = "vcache_backend.integration.vllm_connector"
+CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
+_OTHERS = {"engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy"}
+"""vLLM's settings of a connector that do not name it."""
+_registered = False
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Cheap, and never raises."""
+    """Cheap. Raises only SystemExit, for a mistake on the command line of vLLM's own command."""
+    global _registered
+    _registered = True
     patches.register()
     # Only the front end has loaded this module. All other processes get the front end's
     # configuration.
@@ -34,14 +44,29 @@ def register() -> None:
     if callable(create):
         # A class of vLLM, invisible to mypy.
         setattr(made, "create_engine_config", _checking(create))  # noqa: B010
+        # vLLM's parser meets an unknown key before there are engine arguments.
+        _refuse(next(filter(None, map(mistake, _given(sys.argv))), ""))
+
+
+def left_out() -> None:
+    """Warn, in the front end, that vLLM was told not to load this plugin. Call it where vLLM loads
+    our connector."""
+    if ARGUMENTS in sys.modules and not _registered:
+        from vllm import envs
+
+        if envs.VLLM_PLUGINS is not None:
+            log.warning(
+                "vcache: VLLM_PLUGINS leaves out the plugin `vcache`, which checks the settings "
+                "before vLLM starts: set VLLM_PLUGINS=%s, or unset it",
+                ",".join(filter(None, [*envs.VLLM_PLUGINS, "vcache"])),
+            )
 
 
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         fault = mistake(getattr(self, "kv_transfer_config", None))
-        if fault and _is_a_command():
-            raise SystemExit(f"vcache: {fault}")  # without a traceback, as of any wrong argument
+        _refuse(fault)
         if fault:
             raise ConfigError(fault)
         return create(self, *args, **kwargs)
@@ -49,15 +74,32 @@ def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _refuse(fault: str) -> None:
+    """End vLLM's own command without a traceback, as for any wrong argument."""
+    if fault and _is_a_command():
+        raise SystemExit(f"vcache: {fault}")
+
+
+def _given(arguments: Sequence[str]) -> Iterator[Any]:
+    """The values of `--kv-transfer-config` that are JSON."""
+    for at, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name.replace("_", "-") == "--kv-transfer-config":
+            with suppress(ValueError):
+                yield json.loads(value or "".join(arguments[at + 1 : at + 2]))
+
+
 def mistake(transfer: Any) -> str:
     """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line, or
     empty. Never raises."""
     try:
-        for where, extra in _connectors(transfer):
+        for where, told in _connectors(transfer):
             from .vllm import settings  # only where our connector is asked for
 
+            if fault := _switch(told):
+                return f"{where}{fault}"
             try:
-                settings.read(extra)
+                settings.read(told.get("kv_connector_extra_config") or {})
             except ConfigError as error:
                 return f"{where}{error}"
     except Exception as error:  # noqa: BLE001 - vLLM must start; our connector reads them again
@@ -67,15 +109,46 @@ def mistake(transfer: Any) -> str:
 
 
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The place of each of our connectors, also within MultiConnectors, and its
-    `kv_connector_extra_config`."""
-    read = (transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})).get
-    extra = read("kv_connector_extra_config") or {}
-    if read("kv_connector_module_path") == CONNECTOR:
-        yield where, extra
-    elif read("kv_connector") == "MultiConnector":
+    """Each of our connectors, however misspelt, also within MultiConnectors: its place, and vLLM's
+    settings of it."""
+    told = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
+    names = [value for key, value in told.items() if key not in _OTHERS and isinstance(value, str)]
+    if "vcache" in " ".join(names).lower() or CLASS in names:
+        yield where, told
+    elif told.get("kv_connector") == "MultiConnector":
+        extra = told.get("kv_connector_extra_config") or {}
         for number, inner in enumerate(extra.get("connectors", ())):
             yield from _connectors(inner, f"{where}connectors[{number}]: ")
+
+
+def _switch(told: Mapping[str, Any]) -> str:
+    """The mistake in the keys that name our connector, or empty."""
+    from vllm.config import KVTransferConfig
+
+    known = [field.name for field in dataclasses.fields(KVTransferConfig)]
+    for key in told:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            meant = f"did you mean `{close[0]}`?" if close else f"vLLM knows {', '.join(known)}"
+            return f"kv_transfer_config has an unknown key `{printable(key)}`; {meant}"
+    name, path = told.get("kv_connector"), told.get("kv_connector_module_path")
+    if path == CONNECTOR:
+        return "" if name == CLASS else f"kv_connector is {_shown(name)}: set it to `{CLASS}`"
+    if not path or not _has(path, name):
+        found = f"kv_connector_module_path is {_shown(path)}, where vLLM finds no {_shown(name)}"
+        return f"{found}: set it to `{CONNECTOR}`, and kv_connector to `{CLASS}`"
+    return ""
+
+
+def _has(path: str, name: Any) -> bool:
+    """Whether the module, somebody's own, has the class. vLLM imports it, too."""
+    with suppress(ImportError):
+        return hasattr(importlib.import_module(path), str(name))
+    return False
+
+
+def _shown(value: Any) -> str:
+    return f"`{printable(str(value))}`" if value else "not set"
 
 
 def _is_a_command() -> bool:

@@ -10,7 +10,10 @@ from contextlib import suppress
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from . import plugin
 from .vllm.connector import VCacheConnector
+
+plugin.left_out()
 
 with suppress(ValueError):  # registered already
     # MultiConnector looks up the class that reads a connector's statistics by the registered name.

@@ -14,7 +14,11 @@ MAX_LINE_CHARS = 1200
 
 
 class VCacheError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package.
+
+    cause: how look-ups and loads that fail by it are counted."""
+
+    cause = "server"
 
 
 class ConfigError(VCacheError):
@@ -44,6 +48,8 @@ class ServerUnavailable(VCacheError):
 
 class ServerTimeout(ServerUnavailable):
     """The metadata server did not answer within the deadline of the call."""
+
+    cause = "late"
 
 
 def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:

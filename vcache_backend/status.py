@@ -71,8 +71,10 @@ def _wrong(stats: m.ServerStats) -> list[str]:
     instances = stats.instances
     wrong = [f"{_named(each)} {trouble(each)}" for each in instances if trouble(each)]
     if all(segment.state != "live" for segment in stats.segments):
+        said = [each.text for each in stats.reports if "lends nothing to the pool: " in each.text]
+        why = f": {said[-1]}" if said else ""
         wrong += [
-            f"{_named(instance)} shares through the pool, to which nobody lends memory"
+            f"{_named(instance)} shares through the pool, to which nobody lends memory{why}"
             for instance in instances
             if not instance.id
         ]

@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import msgspec
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, Config
-from vcache_backend.doctor.finding import Finding, fail, ok
-from vcache_backend.errors import MAX_LINE_CHARS, printable
+from vcache_backend.doctor.finding import Finding, fail, ok, warn
+from vcache_backend.errors import MAX_LINE_CHARS, SegmentError, printable
+from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool.memory_budget import LEAST, most_utilization, shortfall
 
 GIB = 1 << 30
 ASK_SECONDS = 300.0
@@ -49,7 +51,8 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     vllm: the version. dtype: of the KV cache. in_place: whether instances share in place with these
     settings. refused: why nothing is cached, and what to change, or empty. chunk_bytes,
-    state_bytes: of a chunk, and of a state beside it; 0 if refused. trouble: why vLLM does not know
+    state_bytes: of a chunk, and of a state beside it; 0 if refused. utilization: vLLM's default
+    gpu_memory_utilization. trouble: why vLLM does not know
     the model or cannot be asked; then other fields are missing."""
 
     vllm: str = ""
@@ -60,6 +63,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     in_place: bool = False
     chunk_bytes: int = 0
     state_bytes: int = 0
+    utilization: float = 0.0
     trouble: str = ""
 
     def __str__(self) -> str:
@@ -118,3 +122,39 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
     yield ok("chunks", said)
     said = f"1 GiB of pool holds {GIB // whole * size:,} tokens; pool.segment_bytes: {lent} holds "
     yield ok("pool", f"{said}{lent // whole * size:,} a worker and rank")
+    lends = lent > 0 and (config.pool.segment_bytes is not None or not model.in_place)
+    if lends and not config.pool.device.startswith("host"):
+        yield from _room(model.utilization, config, lambda fits: fits // whole * size)
+
+
+def _room(utilization: float, config: Config, held: Callable[[int], int]) -> Iterator[Finding]:
+    """Say what each kind of GPU has left for a pool beside vLLM with its default settings. held:
+    the tokens that a pool of so many bytes holds."""
+    lent = config.pool.lent
+    for gpu, total in _gpus():
+        left = total - int(total * utilization)
+        over = shortfall(total, left, lent, lent, utilization)
+        beside = f"{gpu}, gpu_memory_utilization {utilization:g} (vLLM's default)"
+        if over is None:
+            yield ok("room", f"{beside}: there is room for {lent}")
+            continue
+        most = most_utilization(total, lent)
+        advice = f"set --gpu-memory-utilization {most:.2f} for all {lent}"
+        if config.pool.segment_bytes is None and over.fits >= LEAST:
+            fits = (
+                f"{ByteSize(over.fits).about} of {lent} fit, which hold {held(over.fits):,} tokens"
+            )
+            yield warn("room", f"{beside}: {fits}", advice)
+        else:
+            less = f", or pool.segment_bytes: {ByteSize(over.fits)}" if over.fits else ""
+            none = "nothing is lent, so nothing is shared"
+            yield warn("room", f"{beside}: {lent} do not fit: {none}", advice + less)
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Name and bytes of each kind of GPU here, or of one to reckon with."""
+    try:
+        here = {(gpu.name, gpu.total_bytes) for gpu in devices.gpus()}
+    except SegmentError:
+        here = set()
+    return sorted(here) or [("no GPU here; one of 80 GiB", 80 * GIB)]

@@ -83,6 +83,7 @@ def report(name: str, settings: Config) -> ModelReport:
         in_place=settings.connector.share == "in_place",
         chunk_bytes=chunk,
         state_bytes=state,
+        utilization=arguments.gpu_memory_utilization,
     )
 
 

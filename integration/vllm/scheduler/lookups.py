@@ -112,7 +112,7 @@ class Lookups:
             try:
                 answer = self._answer(client, tracked, first, whole, over)
             except VCacheError as error:
-                answer = self._failed(error)
+                answer = self._failed(error, late=bool(lookup.since))
         self._late = answer is None
         if answer is None:
             lookup.since = lookup.since or now
@@ -210,9 +210,10 @@ class Lookups:
         reply = client.find(self._request(tracked, first, whole, begins=True))
         return self._answered(client, tracked, first, whole, reply, at, at)
 
-    def _failed(self, error: VCacheError) -> Answer:
+    def _failed(self, error: VCacheError, late: bool = False) -> Answer:
+        """late: an earlier step has waited for the answer in vain."""
         log.debug("look-up: %s", error)
-        self._meter.count("failures", 1, "server")
+        self._meter.count("failures", 1, "late" if late else error.cause)
         return NO_ANSWER
 
     def _request(self, tracked: Tracked, first: int, stop: int, begins: bool) -> Find:

@@ -1,4 +1,4 @@
-"""KV events of the pool. They name blocks on which a router may count, beside the blocks in vLLM's
+"""KV events of the pool. They name chunks on which a router may count, beside the blocks in vLLM's
 prefix cache.
 
 The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which the
@@ -32,47 +32,38 @@ MOST_CHECKED = 16_384
 def block_stored(
     request: Any, start: int, end: int, block_size: int, spec_kind: str | None = None
 ) -> BlockStored:
-    """vLLM's event `BlockStored` for the tokens [start, end) of vLLM's `request` in the pool.
+    """vLLM's event `BlockStored` for a chunk, the tokens [start, end) of vLLM's `request`, in the
+    pool: one block of the chunk's size, since a part of a chunk is never found.
 
-    The tokens must be whole blocks with hashes. block_size: tokens of a hash in
+    Its hash is that of the chunk's last block in vLLM's prefix cache, and its parent the chunk
+    before it. The tokens must be whole blocks with hashes. block_size: tokens of a hash in
     `request.block_hashes`. spec_kind: see `compat.spec_kind`."""
-    first, last = start // block_size, end // block_size
     lora = request.lora_request
+    extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
     return BlockStored(
         medium=POOL_MEDIUM,
         group_idx=0,
         locality=LOCALITY,
-        block_hashes=_published(request.block_hashes[first:last]),
-        parent_block_hash=_published(request.block_hashes[first - 1 : first])[0] if first else None,
+        block_hashes=[_published(request, end // block_size)],
+        parent_block_hash=_published(request, start // block_size) if start else None,
         token_ids=list(request.all_token_ids[start:end]),
-        block_size=block_size,
+        block_size=end - start,
         lora_id=lora.adapter_id if lora else None,
         lora_name=lora.name if lora else None,
-        extra_keys=_extra_keys(request, start, end, block_size),
+        # Without the tags that vLLM adds for hashing.
+        extra_keys=kv_cache_utils.to_event_extra_keys([extra]),
         kv_cache_spec_kind=spec_kind,
         session_id=request.session_id,
     )
 
 
-def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
-    """Convert hashes as vLLM does: to 64-bit numbers, or to bytes if
-    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
-    return [kv_cache_utils.maybe_convert_block_hash(block) for block in block_hashes]
-
-
-def _extra_keys(
-    request: Any, start: int, end: int, block_size: int
-) -> list[tuple[Any, ...] | None]:
-    """Make each block's extra keys as vLLM publishes them: without the tags that vLLM adds for
-    hashing."""
-    keys: list[tuple[Any, ...] | None] = []
-    image = 0
-    for at in range(start, end, block_size):
-        extra, image = kv_cache_utils.generate_block_hash_extra_keys(
-            request, at, at + block_size, image
-        )
-        keys.append(extra)
-    return list(kv_cache_utils.to_event_extra_keys(keys))
+def _published(request: Any, blocks: int) -> bytes | int:
+    """The hash of the request's first `blocks` blocks as vLLM publishes it: a 64-bit number, or
+    bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
+    published: bytes | int = kv_cache_utils.maybe_convert_block_hash(
+        request.block_hashes[blocks - 1]
+    )
+    return published
 
 
 class Announcer:

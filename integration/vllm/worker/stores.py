@@ -122,7 +122,7 @@ class Stores:
             pending = store(session, places, keys, chunks, prefix, beside=True, **how)
         except Exception as error:  # noqa: BLE001 - a failed store counts as no store
             session.miss(what, error)
-            self._meter.count("failures", 1, "store")
+            self._meter.count("failures", 1, getattr(error, "cause", "other"))
             return
         if pending is not None:
             if self._at_once:
