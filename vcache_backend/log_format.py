@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from contextlib import suppress
 from logging.handlers import QueueHandler
 from pathlib import Path
 from queue import SimpleQueue
+
+from vcache_backend import threads
 
 LOG_BYTES = 4 << 20
 MAX_WAITING = 1024
@@ -30,8 +31,7 @@ class _Log(QueueHandler):
         self._path = path
         if path is not None:
             _become_stderr(path)
-        self._thread = threading.Thread(target=self._run, name="vcache-log", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._turn, "vcache-log")
         super().__init__(self._lines)  # from here on the end of the process calls `close`
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -48,16 +48,19 @@ class _Log(QueueHandler):
         self._thread.join(LAST_SECONDS)
         super().close()
 
-    def _run(self) -> None:
-        while (record := self._lines.get()) is not None:
-            line = f"{record.msg}\n".encode(errors="replace")
-            with suppress(OSError):
-                if self._path is not None and os.fstat(2).st_size + len(line) > LOG_BYTES:
-                    with suppress(FileNotFoundError):  # somebody has removed it
-                        self._path.replace(f"{self._path}.1")
-                    _become_stderr(self._path)
-                while line:
-                    line = line[os.write(2, line) :]
+    def _turn(self) -> bool:
+        record = self._lines.get()
+        if record is None:
+            return True
+        line = f"{record.msg}\n".encode(errors="replace")
+        with suppress(OSError):
+            if self._path is not None and os.fstat(2).st_size + len(line) > LOG_BYTES:
+                with suppress(FileNotFoundError):  # somebody has removed it
+                    self._path.replace(f"{self._path}.1")
+                _become_stderr(self._path)
+            while line:
+                line = line[os.write(2, line) :]
+        return False
 
 
 def _become_stderr(path: Path) -> None:

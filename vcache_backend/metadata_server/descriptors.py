@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
+
+from vcache_backend import threads
 
 
 class Closer:
@@ -20,18 +21,16 @@ class Closer:
     def __init__(self) -> None:
         self._fds = SimpleQueue[int]()
         self.put = self._fds.put
-        self._thread = threading.Thread(target=self._run, name="vcache-closer", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._turn, "vcache-closer")
 
     def hurry(self) -> None:
         """Interrupt the present close if other fds wait. (A signal ends a close that waits.)"""
         if self._fds.qsize() and self._thread.ident is not None:
             signal.pthread_kill(self._thread.ident, signal.SIGURG)
 
-    def _run(self) -> None:
-        while True:
-            with suppress(OSError):  # of the file's own flush: the fd is closed all the same
-                os.close(self._fds.get())
+    def _turn(self) -> None:
+        with suppress(OSError):  # of the file's own flush: the fd is closed all the same
+            os.close(self._fds.get())
 
 
 @cache

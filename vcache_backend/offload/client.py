@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from vcache_backend import threads
 from vcache_backend.config import MooncakeConfig
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.offload.verbs import StoreDown, StoreLost
@@ -115,26 +116,34 @@ class OffloadProcess:
 
     def _send(self) -> None:
         """Send queued messages: no caller waits for a process that does not read."""
+        threads.repeat(self._send_one, "sending to the offload process")
+
+    def _send_one(self) -> bool:
+        message = self._outbox.get()
         with suppress(OSError):
-            while (message := self._outbox.get()) is not None:
+            if message is not None:
                 self._connection.send_bytes(message)
+                return False
+        return True
 
     def _listen(self) -> None:
         """Pass answers to callers until the process ends, and reap it."""
         ends = False
-        try:
-            while not ends:
-                number, error, answer = msgspec.msgpack.decode(self._connection.recv_bytes())
-                # The caller reports the reason.
-                ends = error is not None and error[0] in ("StoreLost", "ConfigError")
-                self._leaving = self._leaving or ends
-                call = self._calls.pop(number)
-                if error is None:
-                    call.set_result(answer)
-                else:
-                    call.set_exception(ERRORS.get(error[0], StoreDown)(error[1]))
-        except (OSError, EOFError, msgspec.DecodeError) as error:
-            log.debug("the offload process: %s", error)
+        with threads.survives("the answers of the offload process"):
+            try:
+                while not ends:
+                    number, error, answer = msgspec.msgpack.decode(self._connection.recv_bytes())
+                    # The caller reports the reason.
+                    ends = error is not None and error[0] in ("StoreLost", "ConfigError")
+                    self._leaving = self._leaving or ends
+                    call = self._calls.pop(number)
+                    if error is None:
+                        call.set_result(answer)
+                    else:
+                        call.set_exception(ERRORS.get(error[0], StoreDown)(error[1]))
+            except (OSError, EOFError, msgspec.DecodeError) as error:
+                log.debug("the offload process: %s", error)
+        # Also after an error: a process whose answers nobody reads is started again.
         self._process.kill()
         code = self._process.wait()
         with self._lock:

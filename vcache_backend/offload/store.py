@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
 
+from vcache_backend import threads
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.offload.breaker import Breaker
@@ -51,8 +52,7 @@ class Store:
         self._tried = threading.Event()
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="vcache-offload", daemon=True)
-        self._keeper.start()
+        self._keeper = threads.start(self._keep, "vcache-offload", stats.failed)
 
     @property
     def usable(self) -> bool:
@@ -158,20 +158,27 @@ class Store:
             os.close(self.memory)
             self.memory = -1
 
-    def _keep(self) -> None:
-        """The background thread: try the store whenever the breaker wants a trial."""
-        while not self._stop.is_set():
-            if self._process is not None and not self._process.alive:
-                self.breaker.lost()
-            if self.breaker.trial_due():
-                self.breaker.tried(self._try())
+    def _keep(self) -> bool:
+        """A turn of the background thread: try the store if the breaker wants a trial. Returns
+        whether the thread is to end."""
+        if self._stop.is_set():
+            self._tried.set()
+            if self._process is not None:
+                self._process.kill()
+            return True
+        if self._process is not None and not self._process.alive:
+            self.breaker.lost()
+        if self.breaker.trial_due():
+            answers = False
+            try:
+                answers = self._try()
+            finally:
+                self.breaker.tried(answers)
                 self._tried.set()
-            else:
-                self._wake.wait(WATCH_SECONDS)
-                self._wake.clear()
-        self._tried.set()
-        if self._process is not None:
-            self._process.kill()
+        else:
+            self._wake.wait(WATCH_SECONDS)
+            self._wake.clear()
+        return False
 
     def _try(self) -> bool:
         """Start a missing process, and open the store. Returns whether the store answers, and the

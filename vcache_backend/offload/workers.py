@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread
 
-log = logging.getLogger(__name__)
+from vcache_backend import threads
 
 
 class Workers:
@@ -18,9 +16,7 @@ class Workers:
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         names = [f"{name}-{number}" for number in range(count)]
-        self._threads = [Thread(target=self._run, name=name, daemon=True) for name in names]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [threads.start(self._turn, name) for name in names]
 
     def submit(self, call: Callable[[], object]) -> None:
         """Queue a call for a thread. Never blocks. Does nothing after `close`."""
@@ -34,9 +30,8 @@ class Workers:
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            try:
-                call()
-            except Exception:  # the thread's last line of defence, for later calls
-                log.exception("a call of the offload tier's failed")
+    def _turn(self) -> bool:
+        call = self._queue.get()
+        if call is not None:
+            call()
+        return call is None

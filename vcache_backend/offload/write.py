@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Leased, Location
@@ -74,7 +75,9 @@ class Writer:
         self._stream: torch.cuda.Stream | None = None
         self._workers = Workers("vcache-offload-write", len(shares))
         for buffers in shares:
-            self._workers.submit(partial(self._run, buffers))
+            turn = partial(self._turn, buffers)
+            failed = bound.stats.failed
+            self._workers.submit(partial(threads.repeat, turn, "vcache-offload-write", failed))
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Queue chunks that are in the pool. Never blocks: a full queue drops and counts chunks.
@@ -105,25 +108,25 @@ class Writer:
 
     # ---- the threads
 
-    def _run(self, buffers: Sequence[Buffer]) -> None:
-        """A thread: take, copy and put chunks. A failure is only counted."""
-        while keys := self._take(len(buffers)):
-            try:
-                sealed = self._copy_out(keys, buffers)
-                with self._puts:
-                    self._put(sealed)
-            except VCacheError as error:
-                log.debug("writing to the store: %s", error)
-                self._bound.stats.failed("offload_server")
-                self._stop.wait(POLL_SECONDS)
-            # the thread's last line of defence: an unwritten chunk is a later miss
-            except Exception:
-                log.exception("writing to the offload tier failed")
-                self._bound.stats.failed("offload_write_error")
-            finally:
-                with self._changed:
-                    self._busy -= 1
-                    self._changed.notify_all()
+    def _turn(self, buffers: Sequence[Buffer]) -> bool:
+        """A turn of a thread: take, copy and put chunks. A failure is only counted, and an
+        unwritten chunk is a later miss. Returns whether the thread is to end."""
+        keys = self._take(len(buffers))
+        if not keys:
+            return True
+        try:
+            sealed = self._copy_out(keys, buffers)
+            with self._puts:
+                self._put(sealed)
+        except VCacheError as error:
+            log.debug("writing to the store: %s", error)
+            self._bound.stats.failed("offload_server")
+            self._stop.wait(POLL_SECONDS)
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+        return False
 
     def _take(self, most: int) -> list[ChunkKey]:
         """Take chunks once the store is usable and no other thread copies. Empty after `close`."""
@@ -160,6 +163,12 @@ class Writer:
                 return sealed
             self._dropped("gone", len(sealed))
             return []
+        except Exception as error:
+            if not isinstance(error, VCacheError):
+                # They may raise again and again.
+                self._dropped("failed", len(later))
+                later = []
+            raise
         finally:
             with self._changed:
                 self._copying = False

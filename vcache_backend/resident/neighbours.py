@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import torch
 
+from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
@@ -149,17 +150,15 @@ class Neighbours:
         when the owner has ended, or at `close`.
 
         After a failure `expects` tries again later; never if the KV cache has another layout."""
-        try:
-            with ExitStack() as undo:
-                self._serve(instance, undo)
-        except (VCacheError, OSError) as error:
-            self._refused.failed(instance, error)
-        # the thread's last line of defence; a load waits while the instance is in `_coming`
-        except Exception:
-            self._refused.add(instance)
-            log.exception("the KV cache of instance %s is not read in place", instance.hex())
-        finally:
-            self._coming.discard(instance)
+        what = "mapping another instance's KV cache, which is not read in place"
+        with threads.survives(what, lambda _: self._refused.add(instance)):
+            try:
+                with ExitStack() as undo:
+                    self._serve(instance, undo)
+            except (VCacheError, OSError) as error:
+                self._refused.failed(instance, error)
+        # A load waits while the instance is in `_coming`.
+        self._coming.discard(instance)
 
     def _serve(self, instance: bytes, undo: ExitStack) -> None:
         started = time.perf_counter()
@@ -193,8 +192,13 @@ class Neighbours:
 
 
 def _unmap(neighbour: Neighbour) -> None:
-    while not neighbour.unmap():
+    def turn() -> bool:
+        if neighbour.unmap():
+            return True
         time.sleep(LOOK_SECONDS)
+        return False
+
+    threads.repeat(turn, "unmapping another instance's KV cache")
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:

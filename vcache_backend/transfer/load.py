@@ -3,13 +3,13 @@ the offload tier."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 
+from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
@@ -185,8 +185,7 @@ class Load:
             self._fail("copy")
             self._finish()
             if self._parts:
-                name = "vcache-abandoned-load"
-                threading.Thread(target=self._linger, name=name, daemon=True).start()
+                threads.start(self._linger, "vcache-abandoned-load")
 
     @property
     def epoch(self) -> int:
@@ -273,12 +272,13 @@ class Load:
         self._failed = True
         self.cause = cause
 
-    def _linger(self) -> None:
-        """Release the parts of an abandoned load once their copies are over, so that owners can
-        free their memory. Runs in a separate thread, since no later step may come."""
-        while self._parts:
-            time.sleep(LINGER_SECONDS)
-            self._drain()
+    def _linger(self) -> bool:
+        """A turn of a thread of its own, since no later step may come: release the parts of an
+        abandoned load once their copies are over, so that owners can free their memory. Returns
+        whether the thread is to end."""
+        time.sleep(LINGER_SECONDS)
+        self._drain()
+        return not self._parts
 
     def _drain(self) -> None:
         """Release the parts whose copies are over. A failed copy has stopped writing."""

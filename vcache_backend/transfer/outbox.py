@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from vcache_backend import threads
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
@@ -30,14 +31,14 @@ class Outbox:
     """A thread that sends messages to the server while a connection exists. All methods may be
     called from any thread; only `flush` and `close` wait."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, failed: threads.Count | None = None) -> None:
+        """failed: counts an exception of the thread, see `threads.survives`."""
         self._client = client
         self._messages: deque[tuple[Callable[[], object], bool]] = deque(maxlen=MAX_MESSAGES)
         """Calls of the client, and whether to repeat each until the server has answered."""
         self._changed = threading.Condition()
         self._busy = self._stopping = self._urgent = False
-        self._thread = threading.Thread(target=self._run, name="vcache-outbox", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._turn, "vcache-outbox", failed)
 
     def release(self, lease: int) -> None:
         """End a lease that no copy uses any more, within some `LOOK_SECONDS`.
@@ -70,11 +71,13 @@ class Outbox:
     def close(self, timeout: float = 5.0) -> None:
         """Send the queued messages, for at most `timeout` seconds, and end the thread after its
         current call. Idempotent."""
-        self.flush(timeout)
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join(timeout)
+        try:
+            self.flush(timeout)
+        finally:
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
+            self._thread.join(timeout)
 
     # ---- inside
 
@@ -85,21 +88,19 @@ class Outbox:
             if urgent or len(self._messages) >= MANY_MESSAGES:
                 self._changed.notify_all()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stopping or self._has_work(), LOOK_SECONDS)
-                self._changed.wait_for(lambda: self._stopping or self._hurries(), LATER_SECONDS)
-                if self._stopping:
-                    return
-                self._busy = self._has_work()
-                self._urgent = False
-            try:
-                self._work()
-            except Exception:  # the thread's last line of defence
-                log.exception("a message could not be sent to the metadata server")
+    def _turn(self) -> bool:
+        """Wait for work, and do it. Returns whether to end. Whatever raises is off its queue."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stopping or self._has_work(), LOOK_SECONDS)
+            self._changed.wait_for(lambda: self._stopping or self._hurries(), LATER_SECONDS)
+            if self._stopping:
+                return True
+            self._busy = self._has_work()
+            self._urgent = False
+        self._work()
+        return False
 
     def _has_work(self) -> bool:
         return bool(self._messages) and self._client.connected

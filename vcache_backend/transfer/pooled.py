@@ -142,7 +142,7 @@ class Pooled:
             lease = session.leases.acquire([context.keys[number] for number in wanted])
         except VCacheError as error:
             session.miss("lease", error)
-            self.cause = error.cause
+            self.cause = "server"
             return None
         finally:
             context.stats.metadata_seconds += perf_counter() - started

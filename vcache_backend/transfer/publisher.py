@@ -67,7 +67,7 @@ class Publisher(Outbox):
         self._due = math.inf
         """When to publish all kept chunks again; infinite while the server has them."""
         self._pause = outbox.RETRY_SECONDS
-        super().__init__(client)
+        super().__init__(client, stats.failed)
         client.on_return.append(self._returned)
 
     def submit(self, publication: Publish, written: Mark, soon: bool = True) -> None:
@@ -131,9 +131,12 @@ class Publisher(Outbox):
         super()._work()
         if self._is_due():
             # Before the first request: the client may reach another server meanwhile.
-            self._due = math.inf
-            if not self._tell_again():
-                self._wait()
+            self._due, again = math.inf, False
+            try:
+                again = self._tell_again()
+            finally:
+                if not again:
+                    self._wait()
         for _ in range(len(self._queue)):
             # `_over` removes the publication of a step that failed.
             if self._stopping or not self._over(self._queue[0].written):
@@ -161,9 +164,11 @@ class Publisher(Outbox):
                 if time.monotonic() > until:
                     return False
                 time.sleep(_POLL_SECONDS)
-        except VCacheError as error:
-            log.debug("a step failed: %s", error)
+        except Exception as error:
             self._queue.popleft()
+            if not isinstance(error, VCacheError):
+                raise
+            log.debug("a step failed: %s", error)
             return False
         return True
 

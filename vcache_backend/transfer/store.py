@@ -57,7 +57,7 @@ class Committer(Outbox):
         later."""
         self._stats, self._listeners = stats, listeners
         self._queue: deque[PendingStore] = deque()
-        super().__init__(client)
+        super().__init__(client, stats.failed)
 
     def has_room(self) -> bool:
         return len(self._queue) < MAX_INFLIGHT
@@ -78,13 +78,21 @@ class Committer(Outbox):
         store, over = (self._queue[0] if self._queue else None), True
         try:
             over = store is None or self._finish(store)
-        except Exception:  # a failed store counts as no store
-            log.exception("a background commit failed; its chunks are not shared")
-            self._stats.failed("commit_error")
+        except Exception:
+            if store is not None:
+                self._give_up(store)
+            raise
+        finally:
+            if store is not None and over:
+                with self._changed:
+                    self._queue.popleft()
         super()._work()
-        if store is not None and over:
-            with self._changed:
-                self._queue.popleft()
+
+    def _give_up(self, store: PendingStore) -> None:
+        """Return the reservation of a store that has failed, unless its copy may still be writing.
+        Does nothing to a store that was committed."""
+        if store.completion.wait(_SLICE_SECONDS):
+            self.give_back(store.reservation)
 
     def _finish(self, store: PendingStore) -> bool:
         """Commit a store if its copy is over; otherwise return False.

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vcache_backend import threads
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
@@ -59,29 +60,33 @@ class PinnedPool(Pool):
         known = self._contributed == self._client.epoch and not any(map(self._is_new, infos))
         if self._busy or known:
             return
-        self._busy = True
         self._thread = threading.Thread(
             target=self._prepare, name="vcache-pinned-pool", daemon=True
         )
-        self._thread.start()
+        self._busy = True
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many threads
+            self._busy, self._thread = False, None
+            raise
 
     def _prepare(self) -> None:
         """The thread, which ends when no work is left. A later heartbeat starts another thread."""
-        try:
-            cuda_driver.load().beside_captures()
-            pinned_segment.move_near(self.device.ordinal or 0)
-            progress = True
-            while progress and not self._closed:
-                before = len(self._mapped)
-                super()._agree(self._client.list_segments())
-                progress = len(self._mapped) > before
-        except VCacheError as error:
-            log.debug("the pool in host memory: %s", error)
-        # the thread's last line of defence: without this pool everything else goes on
-        except Exception:
-            log.exception("the pool in host memory is not complete")
-        finally:
-            self._busy = False
+        with threads.survives("the pool in host memory"):
+            try:
+                self._prepare_all()
+            except VCacheError as error:
+                log.debug("the pool in host memory: %s", error)
+        self._busy = False
+
+    def _prepare_all(self) -> None:
+        cuda_driver.load().beside_captures()
+        pinned_segment.move_near(self.device.ordinal or 0)
+        progress = True
+        while progress and not self._closed:
+            before = len(self._mapped)
+            super()._agree(self._client.list_segments())
+            progress = len(self._mapped) > before
 
     def _lend(self, nbytes: int) -> bool:
         piece = min(nbytes, PIECE_BYTES)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from math import inf
 from queue import SimpleQueue
 from time import sleep
 from typing import NamedTuple
 
+from vcache_backend import threads
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Promise
@@ -59,7 +59,7 @@ class OwnPromises:
         self._prompts_only = config.connector.store == "prompt"
         self._step_chunks = step_tokens / self._size
         self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
-        threading.Thread(target=self._send, name="vcache-promises", daemon=True).start()
+        threads.start(self._send, "vcache-promises")
 
     def begun(self, tracked: Tracked, computed: int) -> None:
         """Promise the request's chunks from token `computed` on: its first step with its present
@@ -115,16 +115,18 @@ class OwnPromises:
         whole: int = min(limit // self._size, len(request.block_hashes) // self._hashes)
         return whole
 
-    def _send(self) -> None:
-        while (promise := self._unsent.get()) is not None:
-            if self._unsent.empty():
-                sleep(LATER_SECONDS)
-            try:
-                self._tell(promise)
-            except VCacheError as error:
-                log.debug("promise: %s", error)
-            except Exception:  # the thread's last line of defence
-                log.exception("vcache: others do not wait for what a request computes")
+    def _send(self) -> bool:
+        """A turn of the thread. Returns whether it is to end."""
+        promise = self._unsent.get()
+        if promise is None:
+            return True
+        if self._unsent.empty():
+            sleep(LATER_SECONDS)
+        try:
+            self._tell(promise)
+        except VCacheError as error:
+            log.debug("promise: %s", error)
+        return False
 
     def _tell(self, promise: _Unsent) -> None:
         client, own = self._instance.client, self._instance.publications

@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+from vcache_backend import threads
 from vcache_backend.config import ClientConfig, whole
 from vcache_backend.errors import (
     ProtocolError,
@@ -33,9 +34,6 @@ KILLED_SECONDS = 3.0
 """How long a killed server must stay away before this client starts another."""
 AGAIN_SECONDS = 60.0
 """The shortest time between two such starts, in case the servers do not last."""
-REPEAT_SECONDS = 60.0
-"""The shortest time between two log lines about late answers, and between two about an absent
-server."""
 
 SOON_SECONDS = 0.05
 """How long an early heartbeat waits, so that it delays no request under way."""
@@ -55,8 +53,6 @@ class Sent(Generic[R]):
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
         self.reply: m.Reply | None = None
         self.lost = ""
-        self.ahead = 0.0
-        """When it was sent, by `time.perf_counter`, if the answer is read by a later call; or 0."""
 
     @property
     def over(self) -> bool:
@@ -95,16 +91,16 @@ class Channel:
         self._unread: deque[Sent[Any]] = deque()
         self._ledger: int | None = None
         self._down = f"never connected to {path}"
-        self._late = ""
-        """The late call that ended the last connection, until the next attempt to connect."""
         self._complained = ""
-        self._complained_at = self._late_at = -math.inf
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
         away. A server that was stopped removed its socket, and is not replaced."""
         self.on_return: list[Callable[[], None]] = []
         """Called after each reconnection, to register the client's state again. Runs in the
-        background thread; hooks may make calls, and their errors are logged."""
+        background thread; hooks may make calls. Their errors are logged; after an error that is no
+        VCacheError the hook is called again with the next heartbeat."""
+        self._unregistered: list[Callable[[], None]] = []
+        """Hooks of `on_return` that are to be called again."""
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
@@ -120,8 +116,8 @@ class Channel:
         self._try_connect()
         self._keeper: threading.Thread | None = None
         if reconnect:
-            self._keeper = threading.Thread(target=self._keep, name="vcache-client", daemon=True)
-            self._keeper.start()
+            self._pause = config.retry_seconds
+            self._keeper = threads.start(self._keep, "vcache-client")
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +196,6 @@ class Channel:
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. The answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
-        sent.ahead = time.perf_counter()
         self._exchange(sent, seconds, drops=False, data=data, reads=False)
         return sent
 
@@ -240,14 +235,9 @@ class Channel:
         lateness does, too."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
-        if isinstance(sent.request, m.Find) and not self.connected:
-            self._complain_again()
         self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
-            raise ServerTimeout(
-                f"{_named(sent.request)} waited {seconds:.3g} s for other calls to the metadata "
-                f"server at {self._path}"
-            )
+            raise ServerTimeout(self._late(sent.request, seconds, "waiting for other calls"))
         try:
             link = self._link
             if link is None:
@@ -259,9 +249,8 @@ class Channel:
                 if reads:
                     self._read_unread(link, deadline, sent)
             except TimeoutError as error:
-                late = self._lateness(sent, seconds)
+                late = self._late(sent.request, seconds, "no answer")
                 if drops:
-                    self._late = late
                     self._drop(link, late)
                 raise ServerTimeout(late) from error
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -275,11 +264,10 @@ class Channel:
         finally:
             self._lock.release()
 
-    def _lateness(self, sent: Sent[Any], seconds: float) -> str:
-        if sent.ahead:
-            seconds = time.perf_counter() - sent.ahead
-        call = _named(sent.request)
-        return f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s"
+    def _late(self, request: m.Request, seconds: float, why: str) -> str:
+        keys = getattr(request, "keys", None)
+        call = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
+        return f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s ({why})"
 
     # ---- connection
 
@@ -300,9 +288,15 @@ class Channel:
             self._killed_at = min(self._killed_at, time.monotonic()) if killed else math.inf
             return False
         self._killed_at = math.inf
-        self._keep_ledger(received)
-        self._link = link
-        self._greet(welcome)
+        try:
+            self._keep_ledger(received)
+            self._link = link
+            self._greet(welcome)
+        except Exception as error:
+            # Without its hooks this client's state is not registered: connect anew.
+            with self._lock:
+                self._drop(link, f"an error after the connection ({error!r})")
+            raise
         return True
 
     def _keep_ledger(self, fds: list[int]) -> None:
@@ -339,13 +333,9 @@ class Channel:
             log.warning("vcache: %s", line)
         restarted = self.epoch not in (0, welcome.epoch)
         self.epoch = welcome.epoch
-        late, self._late, now = self._late, "", time.monotonic()
-        _call_all(self.on_return, "after a reconnection")
+        self._unregistered = _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
-        elif late and now >= self._late_at + REPEAT_SECONDS:
-            self._late_at = now
-            log.warning("vcache: %s, and let this process connect again at once", late)
         self._complained = ""
 
     def _drop(self, link: ServerLink, reason: str) -> None:
@@ -359,31 +349,31 @@ class Channel:
             self.connections_lost += 1
             self._wake.set()
 
-    def _keep(self) -> None:
-        """The thread: heartbeats while connected, otherwise attempts with growing pauses."""
-        pause = self._config.retry_seconds
-        while not self._stop.is_set():
-            if self._link is not None:
-                pause = self._config.retry_seconds
-                self._wake.wait(self._config.heartbeat_seconds)
-                self._wake.clear()
-                if self._soon:
-                    self._soon = False
-                    self._stop.wait(SOON_SECONDS)
-                if self.connected and not self._stop.is_set():
-                    _call_all(self.on_beat, "heartbeat")
-                continue
-            if not self._late:
-                self._complain()
-            self._stop.wait(pause)
-            pause = min(2 * pause, self._config.longest_pause)
-            if self._stop.is_set():
-                return
-            if self._try_connect():
-                self._wake.set()
-            else:
-                self._late = ""
-                self._start_again()
+    def _keep(self) -> bool:
+        """A turn of the thread: a heartbeat while connected, otherwise an attempt after a pause
+        that grows. Returns whether the thread is to end."""
+        if self._link is not None:
+            self._pause = self._config.retry_seconds
+            self._wake.wait(self._config.heartbeat_seconds)
+            self._wake.clear()
+            if self._soon:
+                self._soon = False
+                self._stop.wait(SOON_SECONDS)
+            if self.connected and not self._stop.is_set():
+                again, self._unregistered = self._unregistered, []
+                self._unregistered = _call_all(again, "after a reconnection")
+                _call_all(self.on_beat, "heartbeat")
+            return self._stop.is_set()
+        self._complain()
+        self._stop.wait(self._pause)
+        self._pause = min(2 * self._pause, self._config.longest_pause)
+        if self._stop.is_set():
+            return True
+        if self._try_connect():
+            self._wake.set()
+        else:
+            self._start_again()
+        return False
 
     def _beat_soon(self) -> None:
         """Have the thread send the next heartbeat `SOON_SECONDS` from now."""
@@ -393,32 +383,25 @@ class Channel:
     def _start_again(self) -> None:
         """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
         if time.monotonic() >= max(self._killed_at + KILLED_SECONDS, self._start_after):
-            self.on_killed()
             self._killed_at = math.inf
             self._start_after = time.monotonic() + AGAIN_SECONDS
+            self.on_killed()
 
     def _complain(self) -> None:
         """Log once that the server is lost."""
         if not self._complained and not self._stop.is_set():
-            self._complained, self._complained_at = self._down, time.monotonic()
+            self._complained = self._down
             log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
 
-    def _complain_again(self) -> None:
-        """Log that the server is still lost, for a look-up without it. In any thread."""
-        now = time.monotonic()
-        if self._complained and now >= self._complained_at + REPEAT_SECONDS:
-            self._complained_at = now
-            log.warning("vcache: %s; look-ups find nothing until it is back", self._down)
 
-
-def _named(request: m.Request) -> str:
-    keys = getattr(request, "keys", None)
-    return type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
-
-
-def _call_all(hooks: list[Callable[[], None]], when: str) -> None:
+def _call_all(hooks: list[Callable[[], None]], when: str) -> list[Callable[[], None]]:
+    """Call all hooks. Returns those that raised something else than a VCacheError."""
+    raised = list(hooks)
     for hook in list(hooks):
-        try:
-            hook()
-        except Exception as error:
-            log.warning("%s: %s", when, error, exc_info=not isinstance(error, VCacheError))
+        with threads.survives(when):
+            try:
+                hook()
+            except VCacheError as error:
+                log.warning("%s: %s", when, error)
+            raised.remove(hook)
+    return raised
