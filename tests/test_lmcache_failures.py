@@ -132,13 +132,19 @@ def store_garbage(inside: Inside) -> list[Any]:
     return [inside.engine.store(kvcaches=tensors, **given, **TAGGED) for given in garbage]
 
 
-def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
+def test_no_method_raises_whatever_it_is_given_and_then_nothing_is_shared(served: Pool) -> None:
+    """What has raised inside may be in any state."""
     engine = served.engine()
+    engine.store(chunks(1))
     assert not any(engine.ask(every_method_for_garbage))
     assert not any(engine.ask(store_garbage))
-    assert served.stats().chunks == 0
+    (line,) = engine.ask("logged", "shares nothing any more")
+    assert "with a traceback" in line
+    eventually(lambda: "nothing is shared any more" in str(served.stats().reports))
     engine.store(chunks(2))
-    assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
+    assert served.stats().chunks == 1
+    assert engine.lookup(chunks(1), "r") == 0
+    assert engine.retrieve(chunks(1)) == NOTHING
     assert served.settled()
 
 

@@ -16,6 +16,7 @@ from vllm_cases import missing, needs_vllm
 from vcache_backend.integration import plugin
 from vcache_backend.integration.lmcache import patches
 from vcache_backend.integration.lmcache import scope as scopes
+from vcache_backend.integration.lmcache.boundary import LMCacheBoundary
 from vcache_backend.integration.lmcache.scope import TAG, give_scope, scope
 from vcache_backend.integration.vllm.scheduler.adapters import Adapters
 
@@ -97,5 +98,6 @@ def test_registering_never_raises(
 ) -> None:
     without = types.ModuleType("a vLLM without that class")
     monkeypatch.setitem(sys.modules, patches.CONNECTOR_MODULE, without)
+    monkeypatch.setattr(patches, "SCHEDULER", LMCacheBoundary("scheduler"))
     patches.register()
-    assert "vcache's hook could not be set; nothing will be cached" in caplog.text
+    assert "LMCache's scheduler shares nothing any more" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from lmcache.utils import CacheEngineKey
@@ -15,13 +14,11 @@ from lmcache.v1.storage_backend.abstract_backend import (
 from vcache_backend.errors import VCacheError
 
 from .. import logs
-from ..guard import answers
+from .boundary import WORKER
 from .patches import StepAside
 from .startup import begin, say_stepped_aside
 from .unused import NoAllocator
 from .worker import PoolWorker
-
-log = logging.getLogger(__name__)
 
 
 class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type: ignore[misc]
@@ -29,18 +26,18 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     see docs/lmcache.md.
 
     LMCache calls `contains` and its variants in the look-up thread, and other methods in the
-    worker's main thread. Nothing raises, and no call waits longer than the client's deadlines. The
-    backend is LMCache's allocator, which always returns None, even if the plugin must not work here
-    (see `checks`)."""
+    worker's main thread. Nothing raises (see `boundary`), and no call waits longer than the
+    client's deadlines. The backend is LMCache's allocator, which always returns None, even if the
+    plugin must not work here (see `checks`)."""
 
     is_vcache = True
 
     def __init__(self, *, config: Any, metadata: Any, **given: Any) -> None:
         super().__init__(config=config, metadata=metadata, **given)
-        logs.join_vllm()
         self.worker: PoolWorker | None = None
         """None if the plugin stepped aside, and after `close`."""
         try:
+            logs.join_vllm()
             self.worker = begin(config, metadata, self)
         except Exception as error:  # noqa: BLE001
             # LMCache would swallow the error, and go on without us but with our GPU connector.
@@ -48,15 +45,10 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             unknown = None if isinstance(error, StepAside | VCacheError) else error
             say_stepped_aside(config, metadata, reason, unknown)
 
-    @answers(set)
-    def settle(self, block_size: int) -> set[int]:
-        return self.worker.settle(block_size) if self.worker is not None else set()
-
     # ---- look-ups and reads outside of requests; those of requests go through `Verbs`
 
-    @answers(False)
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        return self.worker is not None and self.worker.contains(key)
+        return bool(self._ask("contains", key))
 
     def pin(self, key: CacheEngineKey) -> bool:
         return False
@@ -78,15 +70,13 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     # ---- the rest
 
-    @answers(False)
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Remove a chunk, even a leased one: LMCache never asks a plugin to spare some."""
-        return self.worker is not None and self.worker.remove(key)
+        return bool(self._ask("remove", key))
 
-    @answers(0)
     def clear(self) -> int:
         """Reset the namespace for all instances. Returns the number of tokens removed."""
-        return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
+        return self._ask("clear") * int(self.config.chunk_size)
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
         return self
@@ -96,17 +86,14 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     initialize_allocator = get_memory_allocator
 
-    @answers(None)
     def close(self) -> None:
         """Finish stores and leave the pool. The chunks stay in the pool."""
         worker = self.worker
         self.worker = None
         if worker is not None:
-            worker.session.close()
+            WORKER.run(worker.session.close, off=worker.session.close)
 
-    def note_failure(self, call: str, error: Exception) -> None:
-        """Count a failure, and log each cause once. Without a worker only `close` can fail."""
-        if self.worker is not None:
-            self.worker.session.miss(call, error)
-        else:
-            log.warning("%s failed: %s", call, error)
+    def _ask(self, verb: str, *given: Any) -> int:
+        """Call the worker's method; 0 after a failure, and without a worker."""
+        worker = self.worker
+        return 0 if worker is None else int(WORKER.run(worker.ask, verb, *given, nothing=0))

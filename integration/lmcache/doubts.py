@@ -11,13 +11,14 @@ LMCache."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from ..doubts import Doubts, Rows, beginning
+from .boundary import SCHEDULER
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ class Word(NamedTuple):
 
 
 class LMCacheDoubts(Doubts):
-    """Follows doubtful blocks by wrapping calls of LMCache's connector. LMCache's results and
-    exceptions pass through. While `everything` is doubtful, nothing is loaded, either."""
+    """Follows doubtful blocks by wrapping calls of LMCache's connector, through `SCHEDULER` (see
+    `boundary`). While `everything` is doubtful, nothing is loaded, either."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__()
@@ -57,11 +58,16 @@ class LMCacheDoubts(Doubts):
         self._failures, self._resets = 0, 0
         self._last = False
         """A reset was made, and no step has run since."""
-        self._build, self._update = adapter.build_connector_meta, connector.update_connector_output
-        adapter.build_connector_meta = self._build_connector_meta
-        connector.update_connector_output = self._update_connector_output
-        connector.bind_gpu_block_pool, connector.reset_cache = self._watch, self._reset_cache
-        connector.weights_change, connector.weights_are = self._weights_change, lambda name: None
+        adapter.build_connector_meta = SCHEDULER.around(
+            adapter.build_connector_meta, self._planned, self._tell, after_off=_tell_nothing
+        )
+        connector.update_connector_output = SCHEDULER.around(
+            connector.update_connector_output, self._hear, before_off=self._evict_all
+        )
+        connector.bind_gpu_block_pool = partial(SCHEDULER.run, self._watch)
+        connector.reset_cache = partial(SCHEDULER.run, self._reset_cache, nothing=False)
+        connector.weights_change = partial(SCHEDULER.run, self._weights_change)
+        connector.weights_are = lambda name: None
 
     def _weights_change(self) -> None:
         """vLLM is about to change the weights, see `versions.watch`. A reset may have come just
@@ -97,46 +103,46 @@ class LMCacheDoubts(Doubts):
     def _watch(self, pool: Any) -> None:
         from ..vllm.in_place.block_pool import KVBlocks  # numpy, which few processes need
 
-        self.watch(KVBlocks(pool))
+        self.watch(KVBlocks(pool, lambda reason, error: SCHEDULER.give_up(reason, error)))
 
-    def _update_connector_output(self, connector_output: Any) -> None:
+    def _hear(self, connector_output: Any) -> None:
         """Learn which loads have failed. Later requests do not find the loads' blocks."""
         self._results += 1
-        with self._keeping_track():
-            if invalid := connector_output.invalid_block_ids:
-                self._failures += 1
-                self.add(invalid)
-                self.spread([*filter(None, map(self._rows, self._adapter._request_trackers))])
-                assert self.pool is not None, "vLLM has not shown its block pool"
-                self.pool.evict(set(self._until))
-        self._update(connector_output)
+        if invalid := connector_output.invalid_block_ids:
+            self._failures += 1
+            self.add(invalid)
+            self.spread([*filter(None, map(self._rows, self._adapter._request_trackers))])
+            assert self.pool is not None, "vLLM has not shown its block pool"
+            self.pool.evict(set(self._until))
 
-    def _build_connector_meta(self, scheduler_output: Any) -> Any:
-        with self._keeping_track():
-            self.follow(scheduler_output, beginning(scheduler_output), self._rows)
-        meta = self._build(scheduler_output)
+    def _evict_all(self, connector_output: Any) -> None:
+        """Take all blocks out of vLLM's prefix cache after a failed load: which of them are wrong
+        is not known any more."""
+        if connector_output.invalid_block_ids and self.pool is not None:
+            self.pool.evict(self.pool.held)
+
+    def _planned(self, scheduler_output: Any) -> None:
+        """Follow the step's blocks, before LMCache plans its part."""
+        self.follow(scheduler_output, beginning(scheduler_output), self._rows)
+
+    def _tell(self, meta: Any, scheduler_output: Any) -> None:
+        """Add our message to the step's metadata."""
         self._last &= not scheduler_output.total_num_scheduled_tokens
-        with self._keeping_track():
-            if not self.everything:
-                names = self._adapter._request_trackers if self._until else ()
-                doubtful = frozenset(name for name in names if self.until(self._rows(name)))
-                counts = self._resets, self._steps, self._results
-                meta.vcache = Word(self._failures, doubtful, *counts)
+        if not self.everything:
+            names = self._adapter._request_trackers if self._until else ()
+            doubtful = frozenset(name for name in names if self.until(self._rows(name)))
+            counts = self._resets, self._steps, self._results
+            meta.vcache = Word(self._failures, doubtful, *counts)
         self._steps += 1
-        return meta
-
-    @contextmanager
-    def _keeping_track(self) -> Iterator[None]:
-        """Share nothing more if the block raises. vLLM goes on."""
-        try:
-            yield
-        except Exception:
-            self.everything = True
-            log.exception("vcache: which blocks are wrong is not known, so nothing is shared")
 
     def _rows(self, request: str) -> Rows | None:
         tracker = self._adapter._request_trackers.get(request)
         return None if tracker is None else [tracker.allocated_block_ids]
+
+
+def _tell_nothing(meta: Any, _: Any) -> None:
+    """Have the workers store nothing."""
+    meta.vcache = Word()
 
 
 class Steps:
@@ -147,6 +153,8 @@ class Steps:
         """adapter: LMCache's. closed: whether stores have ended."""
         self._adapter, self._closed = adapter, closed
         self._number, self._failures, self._results = 0, 0, 0
+        self._mute = 0
+        """How many steps came without the scheduler's word."""
         self._last_load = -inf
         self.resets = 0
         """How many resets this worker was asked for."""
@@ -160,6 +168,7 @@ class Steps:
         word = self._word
         self._failures = max(self._failures, word.failures)
         self._results = max(self._results, word.results)
+        self._mute += word.doubtful is None
         self._number += 1
 
     def doubts(self, request: str | None) -> bool:
@@ -171,6 +180,7 @@ class Steps:
         """Return a function that says whether this step's stores may be committed, see
         `PendingStore.holds`. None: they may, since no load can have failed."""
         step, word, vllm = self._number, self._word, self._adapter._vllm_config
+        mute = self._mute
         # vLLM plans `depth` steps before it has the first step's result.
         depth = getattr(
             vllm, "max_concurrent_batches", vllm.parallel_config.pipeline_parallel_size + 1
@@ -180,6 +190,8 @@ class Steps:
         until = monotonic() + MOST_SECONDS
 
         def holds() -> bool | None:
+            if self._mute != mute:
+                return False  # whether a load has failed is not known
             late = self._number > step + depth
             if late or self._results > word.number or self._failures > word.failures:
                 return self._failures == word.failures

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vcache_backend.supported import LMCACHE
 
+from .boundary import SCHEDULER, THEIRS, WORKER
 from .doubts import LMCacheDoubts, Steps
 from .scope import Scheduler
 
@@ -89,14 +90,15 @@ def our_names(config: Any) -> list[str]:
 
 def register() -> None:
     """Wrap `LMCacheConnectorV1` as soon as vLLM imports it. Idempotent, cheap, and never raises."""
-    try:
-        module = sys.modules.get(CONNECTOR_MODULE)
-        if module is not None:
-            _replace(getattr(module, CONNECTOR_CLASS), "__init__", _constructor)
-        elif not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _OnImport())
-    except Exception:  # vLLM must start
-        log.warning("vcache's hook could not be set; nothing will be cached", exc_info=True)
+    SCHEDULER.run(_register)
+
+
+def _register() -> None:
+    module = sys.modules.get(CONNECTOR_MODULE)
+    if module is not None:
+        _replace(getattr(module, CONNECTOR_CLASS), "__init__", _constructor)
+    elif not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OnImport())
 
 
 class _OnImport(MetaPathFinder):
@@ -104,6 +106,14 @@ class _OnImport(MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # None: the next finder finds it.
+        found: ModuleSpec | None = SCHEDULER.run(self._find, fullname, path, target)
+        return found
+
+    @staticmethod
+    def _find(
+        fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         if fullname != CONNECTOR_MODULE:
             return None
@@ -122,20 +132,12 @@ class _OnImport(MetaPathFinder):
 
 def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        _guarded(_supply_connector)
+        WORKER.run(_supply_connector)
         construct(self, *args, **kwargs)
-        _guarded(_patch_scheduler, self)
+        SCHEDULER.config = getattr(getattr(self, "_lmcache_engine", None), "config", None)
+        SCHEDULER.run(_patch_scheduler, self)
 
     return __init__
-
-
-def _guarded(call: Callable[..., None], *args: Any) -> None:
-    """Call `call`. On an error warn: vLLM must start."""
-    try:
-        call(*args)
-    except Exception as error:  # noqa: BLE001 - vLLM must start
-        said = "vcache's hook failed and nothing will be cached (%s: %s: %s)"
-        log.warning(said, call.__name__, type(error).__name__, error)
 
 
 def _supply_connector() -> None:
@@ -144,21 +146,17 @@ def _supply_connector() -> None:
     source: Any = importlib.import_module("lmcache.v1.gpu_connector")
     vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
 
-    def make(create: Callable[..., Any]) -> Callable[..., Any]:
-        def create_gpu_connector(
-            config: Any, metadata: Any, engine: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            if engine == vllm and source.torch_device_type == "cpu" and our_names(config):
-                from .. import amx
-                from .unused import NoGPUConnector
+    def ours(config: Any, _: Any, engine: Any, *__: Any, **___: Any) -> Any:
+        if engine != vllm or source.torch_device_type != "cpu" or not our_names(config):
+            return THEIRS
+        from .. import amx
+        from .unused import NoGPUConnector
 
-                amx.permit()
-                return NoGPUConnector()
-            return create(config, metadata, engine, *args, **kwargs)
+        amx.permit()
+        return NoGPUConnector()
 
-        return create_gpu_connector
-
-    _replace(source, "CreateGPUConnector", make)
+    # Once more after an error, since LMCache's own raises on a CPU.
+    _replace(source, "CreateGPUConnector", lambda create: WORKER.instead(create, ours, off=ours))
 
 
 # ---- the scheduler
@@ -169,10 +167,8 @@ def _patch_scheduler(connector: Any) -> None:
     if connector.role.name == "SCHEDULER" and our_names(adapter.config):
         from ..vllm.model import versions
 
-        scheduler = Scheduler(adapter, LMCacheDoubts(connector))
+        Scheduler(adapter, LMCacheDoubts(connector))
         versions.watch()
-        adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
-        adapter.request_finished = scheduler.request_finished
 
 
 # ---- a worker
@@ -183,14 +179,13 @@ def take_allocator_role() -> None:
     because a manager decides in its constructor."""
     manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
 
-    def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
-        def _get_allocator_backend(self: Any, config: Any) -> Any:
-            for backend in self.storage_backends.values():
-                if getattr(backend, "is_vcache", False):
-                    return backend
-            return theirs(self, config)
+    def ours(manager: Any, _: Any) -> Any:
+        backends = manager.storage_backends.values()
+        return next((one for one in backends if getattr(one, "is_vcache", False)), THEIRS)
 
-        return _get_allocator_backend
+    # Once more after an error: LMCache may have no other allocator.
+    def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        return WORKER.instead(theirs, ours, off=ours)
 
     _replace(manager, "_get_allocator_backend", make, "config")
 
@@ -213,21 +208,24 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     from .unused import NoGPUConnector
     from .verbs import Verbs
 
-    parts = "token_database retrieve_locations is_healthy kv_events_enabled stats_monitor"
+    parts = "token_database retrieve_locations is_healthy kv_events_enabled stats_monitor "
+    parts += "mark_init_failed"
     _must_have(engine, parts)
     for call in ("lookup", "retrieve", "store"):
         _must_have(engine.stats_monitor, f"on_{call}_request on_{call}_finished")
     steps = Steps(adapter, lambda: backend.worker is None)
     verbs = Verbs(engine, backend, steps)
 
-    def replace(name: str, verb: Callable[..., Any], wanted: str) -> None:
-        _replace(engine, name, lambda theirs: functools.partial(verb, theirs), wanted)
+    def instead(name: str, verb: Callable[..., Any], wanted: str, **off: Any) -> None:
+        _replace(engine, name, lambda theirs: WORKER.instead(theirs, verb, **off), wanted)
 
     asked = "hashes offsets lookup_id pin request_configs"
-    replace("lookup", verbs.lookup, asked)
-    replace("lookup_unpin", verbs.unpin, "lookup_id")
-    replace("retrieve", verbs.retrieve, "tokens mask kwargs")
-    replace("store", verbs.store, "tokens mask kwargs")
+    instead("lookup", verbs.lookup, asked, off=verbs.lookup_off)
+    instead("retrieve", verbs.retrieve, "tokens mask kwargs")
+    instead("store", verbs.store, "tokens mask kwargs")
+    _replace(engine, "lookup_unpin", lambda its: WORKER.around(its, verbs.unpin), "lookup_id")
+    # The engine's own methods then neither find nor store anything, in any tier.
+    WORKER.on_off.append(engine.mark_init_failed)
     engine.gpu_connector = NoGPUConnector()
     if engine.storage_manager is not None:
         for before in list(engine.storage_manager.storage_backends.values()):
@@ -250,26 +248,27 @@ def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callabl
     Under full CUDA graphs vLLM passes None. LMCache, which only checks for None, would then load
     and report nothing, and the request would be computed from stale blocks."""
 
-    def start_load_kv(forward_context: Any, **kwargs: Any) -> Any:
+    def with_metadata(forward_context: Any) -> Any:
         if forward_context.attn_metadata is None:
             requests = getattr(adapter._parent._get_connector_metadata(), "requests", ())
             specs = [request.load_spec for request in requests]
             if any(spec is not None and spec.can_load for spec in specs):
                 forward_context = copy.copy(forward_context)
                 forward_context.attn_metadata = {}
-        return theirs(forward_context, **kwargs)
+        return forward_context
 
-    return start_load_kv
+    # Also while nothing is shared: loads that LMCache plans must be reported as failed.
+    return WORKER.changing(theirs, with_metadata)
 
 
 def _report_blocks(
     adapter: Any, backend: VCacheBackend, steps: Steps, theirs: Callable[[], set[int]]
 ) -> Callable[[], set[int]]:
     """Wrap `get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the step's
-    loads, and add the blocks of failed loads."""
+    loads, and add the blocks of failed loads. Also while nothing is shared."""
 
-    def get_block_ids_with_load_errors() -> set[int]:
-        steps.over()
-        return theirs() | backend.settle(adapter._block_size)
+    def settle(blocks: set[int]) -> set[int]:
+        worker = backend.worker
+        return blocks if worker is None else blocks | worker.settle(adapter._block_size)
 
-    return get_block_ids_with_load_errors
+    return WORKER.around(theirs, lambda: steps.over(), after=settle, after_off=settle)

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from ..vllm.scheduler.adapters import Adapters
+from .boundary import SCHEDULER, THEIRS
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.keys import Tags
@@ -138,49 +139,51 @@ def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[st
 
 
 class Scheduler:
-    """Wraps the look-up of LMCache's adapter in vLLM's scheduler, to give every request a scope.
+    """Our parts of calls of LMCache's adapter in vLLM's scheduler: gives every request a scope.
     Runs in the scheduler's thread."""
 
     def __init__(self, adapter: Any, doubts: Doubts) -> None:
         self._adapter, self._doubts = adapter, doubts
-        self._look_up, self._finish = adapter.get_num_new_matched_tokens, adapter.request_finished
+        self._load_spec = importlib.import_module(type(adapter).__module__).LoadSpec
+        adapter.get_num_new_matched_tokens = SCHEDULER.instead(
+            adapter.get_num_new_matched_tokens, self.tag, off=self.miss, nothing=0
+        )
+        adapter.request_finished = SCHEDULER.around(adapter.request_finished, self.forget)
         self._adapters = Adapters()
         self._warned = False
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Tag the request, then call the adapter. 0, without a look-up, if the request must not be
-        cached or must compute every token (for prompt log probabilities)."""
+    def tag(self, request: Any, num_computed_tokens: int) -> Any:
+        """Tag the request, before the adapter looks it up. 0, without a look-up, if the request
+        must not be cached or must compute every token (for prompt log probabilities)."""
         try:
             cacheable = give_scope(request, self._adapters)
-        except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
+        except ValueError as error:
             cacheable = False
             self._refuse_to_save(request, error)
         computes = getattr(request, "skip_reading_prefix_cache", False) or self._doubts.everything
         wanted = cacheable and not computes
         if wanted or self._adapter.lookup_client is None:
-            tokens: int | None = self._look_up(request, num_computed_tokens)
-            return tokens
+            return THEIRS
+        return self.miss(request, num_computed_tokens)
+
+    def miss(self, request: Any, num_computed_tokens: int) -> int:
+        """Answer that nothing was found."""
         # The adapter needs a load spec for every scheduled request (after a preemption it
         # asserts this).
-        load_spec = importlib.import_module(type(self._adapter).__module__).LoadSpec
-        self._adapter.load_specs[request.request_id] = load_spec(
+        self._adapter.load_specs[request.request_id] = self._load_spec(
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
         )
         return 0
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+    def forget(self, request: Any, _: list[int]) -> None:
         """Forget the look-up of a request that has not run. The name may come again, if vLLM does
         not make names unique (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)."""
         if self._adapter.lookup_client is not None:
             self._adapter.lookup_client.clear_lookup_status(request.request_id)
-        return self._finish(request, block_ids)
 
-    def _refuse_to_save(self, request: Any, error: Exception) -> None:
+    def _refuse_to_save(self, request: Any, error: ValueError) -> None:
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
         name, kind = request.request_id, type(error).__name__
         log.log(level, "vcache: request %s is not cached (%s: %s)", name, kind, error)
-        try:
-            _replace(request, uncached)
-        except Exception as again:  # noqa: BLE001 - a request without tag is not saved
-            log.debug("vcache: request %s keeps its parameters (%s)", name, again)
+        _replace(request, uncached)

@@ -22,6 +22,7 @@ from ..served_at import served_at
 from ..vllm.model import spec as model_spec
 from ..vllm_memory import beside_vllm
 from . import checks, patches
+from .boundary import WORKER
 from .instance import Instance, discover, hash_probe
 from .patches import StepAside
 from .settings import read
@@ -45,6 +46,8 @@ def begin(config: Any, metadata: Any, backend: VCacheBackend) -> PoolWorker:
     # First, because LMCache needs an allocator even if the plugin steps aside: LMCache may have no
     # host tier.
     patches.take_allocator_role()
+    WORKER.config = config
+    _refuse(WORKER.off)
     _refuse(checks.version())
     settings = read(config.extra_config or {}, config.chunk_size)
     engine = patches.engine_of(metadata)
@@ -103,15 +106,21 @@ def say_stepped_aside(config: Any, metadata: Any, reason: str, error: Exception 
         engine = patches.engine_of(metadata)
         if engine is not None:
             engine.mark_init_failed(f"vcache stepped aside: {reason}")
-        try:
-            ours = read(config.extra_config or {}, config.chunk_size)
-        except ConfigError:
-            ours = load()  # at least the default socket
         who = f"LMCache's worker {metadata.worker_id} (pid {os.getpid()})"
-        with Client(ours.server.path, ours.client, reconnect=False) as client:
-            client.report("error", f"stepped aside in {who}: {reason}")
+        tell_server(config, f"stepped aside in {who}: {reason}")
     except Exception as failure:  # noqa: BLE001 the log already says why
         log.debug("the server was not told: %s", failure)
+
+
+def tell_server(config: Any, text: str) -> None:
+    """Report an error to the metadata server that LMCache's configuration names. Raises
+    VCacheError."""
+    try:
+        ours = read(config.extra_config or {}, config.chunk_size)
+    except ConfigError:
+        ours = load()  # at least the default socket
+    with Client(ours.server.path, ours.client, reconnect=False) as client:
+        client.report("error", text)
 
 
 def _refuse(reason: str | None) -> None:

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from lmcache.utils import CacheStoreEvent
 
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import as_slots
 from vcache_backend.transfer.lease_client import Lease
 
+from .boundary import THEIRS, WORKER
 from .doubts import NOT_RESET, RESET, WAS_RESET, Steps
 from .scope import tags_of
 from .worker import Hit, PoolWorker
@@ -67,8 +69,9 @@ class Hits:
 
 
 class Verbs:
-    """Our methods of an engine. No method raises: a failure is a miss. `lookup` runs in any thread,
-    `retrieve` and `store` in the worker's main thread. `theirs`: the engine's own method."""
+    """Our parts of an engine's methods, called through `WORKER` (see `boundary`). A VCacheError is
+    a miss. `lookup` runs in any thread, `retrieve` and `store` in the worker's main thread.
+    `THEIRS`: the engine's own method is to answer."""
 
     def __init__(self, engine: Any, backend: VCacheBackend, steps: Steps) -> None:
         self._engine, self._backend, self._steps = engine, backend, steps
@@ -78,7 +81,7 @@ class Verbs:
 
     # ---- look-ups
 
-    def lookup(self, theirs: Callable[..., int], *args: Any, **asked: Any) -> int:
+    def lookup(self, *_: Any, **asked: Any) -> Any:
         """Return how many leading tokens can be loaded, and keep the hit for the request, if
         LMCache's look-up server asks: with hashes, pinned, and with an id. LMCache's own method
         answers other look-ups."""
@@ -87,7 +90,7 @@ class Verbs:
         request: Any = asked.get("lookup_id")
         from_server = asked.get("pin") and hashes is not None and request is not None
         if not from_server or worker is None or not engine.is_healthy():
-            return theirs(*args, **asked)
+            return THEIRS
         if RESET in (asked.get("request_configs") or {}):
             return self._reset(worker)
         stats = engine.stats_monitor.on_lookup_request(sum(asked.get("offsets") or ()))
@@ -96,11 +99,17 @@ class Verbs:
             hit = worker.promise(self._names(worker, hashes, asked.get("request_configs")))
             self._hits.keep(request, hit)
             hit_tokens = len(hit.names) * self._size
-        except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
-            self._backend.note_failure("lookup", error)
+        except VCacheError as error:
+            worker.session.miss("lookup", error)
         finally:
             engine.stats_monitor.on_lookup_finished(stats, hit_tokens)
         return hit_tokens
+
+    @staticmethod
+    def lookup_off(*_: Any, **asked: Any) -> Any:
+        """Deny a reset, instead of `lookup`. LMCache's method finds nothing in an engine that
+        failed."""
+        return NOT_RESET if RESET in (asked.get("request_configs") or {}) else THEIRS
 
     def _reset(self, worker: PoolWorker) -> int:
         """Reset the namespace, and store nothing more of earlier planned steps."""
@@ -109,14 +118,13 @@ class Verbs:
                 self._steps.resets += 1
                 worker.clear()
             return WAS_RESET
-        except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
-            self._backend.note_failure("reset", error)
+        except VCacheError as error:
+            worker.session.miss("reset", error)
             return NOT_RESET
 
-    def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
+    def unpin(self, lookup_id: str) -> None:
         """End a look-up and release its chunks, retrieved or not."""
         self._hits.end(self._hits.take(lookup_id))
-        theirs(lookup_id)
 
     def _release(self, lease: Lease) -> None:
         worker = self._backend.worker
@@ -143,9 +151,7 @@ class Verbs:
 
     # ---- loads
 
-    def retrieve(
-        self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any
-    ) -> Any:
+    def retrieve(self, tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
         """Load a request's tokens. Returns a bool tensor: True for tokens that are or will be in
         the KV cache (see `PoolWorker.load`).
 
@@ -154,13 +160,13 @@ class Verbs:
         worker = self._backend.worker
         self._steps.loads()
         if worker is None or first % size or not engine.is_healthy():
-            return theirs(tokens, mask, **kwargs)
+            return THEIRS
         started = engine.stats_monitor.on_retrieve_request(len(tokens) - first)
         loaded, request = 0, kwargs.get("req_id")
         try:
             loaded = self._load(worker, tokens, first // size, request, kwargs) * size
-        except Exception as error:  # noqa: BLE001 LMCache would die of it
-            self._backend.note_failure("load", error)
+        except VCacheError as error:
+            worker.session.miss("load", error)
         retrieved = np.zeros(len(tokens), dtype=np.bool_)
         retrieved[first : first + loaded] = True
         # LMCache's own retrievals leave inference-mode tensors in the counters.
@@ -194,14 +200,12 @@ class Verbs:
 
     # ---- stores
 
-    def store(
-        self, theirs: Callable[..., None], tokens: Any = None, *, mask: Any = None, **kwargs: Any
-    ) -> None:
+    def store(self, tokens: Any = None, *, mask: Any = None, **kwargs: Any) -> Any:
         """Store a request's whole chunks, see `PoolWorker.store`. mask: as in `retrieve`."""
         engine, size, first = self._engine, self._size, _left_out(mask)
         worker = self._backend.worker
         if worker is None or tokens is None or first % size or not engine.is_healthy():
-            return theirs(tokens, mask=mask, **kwargs)
+            return THEIRS
         started = engine.stats_monitor.on_store_request(len(tokens) - first)
         stored = 0
         try:
@@ -212,16 +216,17 @@ class Verbs:
             with self._storing:
                 if first // size < len(names) and not self._steps.doubts(kwargs.get("req_id")):
                     slots, holds = as_slots(mapping, len(mapping), 0), self._steps.confirms()
-                    worker.store(names, first // size, slots, holds)
+                    worker.store(names, first // size, slots, _unless_off(holds))
                     stored = count * size - first
             if stored:
                 self._announce(tokens, hashes, first // size)
-        except Exception as error:  # noqa: BLE001 LMCache would die of it
-            self._backend.note_failure("store", error)
+        except VCacheError as error:
+            worker.session.miss("store", error)
         engine.stats_monitor.on_store_finished(started, stored)
         log.info(
             "[req_id=%s] stored %d of %d tokens", kwargs.get("req_id"), stored, len(tokens) - first
         )
+        return None
 
     def _announce(self, tokens: Any, hashes: Sequence[int], first: int) -> None:
         """Add LMCache's KV events of stored chunks, if LMCache publishes events."""
@@ -240,6 +245,12 @@ class Verbs:
                     lora_name=None,
                 )
             )
+
+
+def _unless_off(holds: Callable[[], bool | None] | None) -> Callable[[], bool | None]:
+    """Make `PendingStore.holds`: a store under way is not committed once this half shares
+    nothing."""
+    return lambda: False if WORKER.off else (True if holds is None else holds())
 
 
 def _left_out(mask: Any) -> int:

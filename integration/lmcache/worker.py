@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from lmcache.utils import CacheEngineKey
 
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.lease_client import Lease
@@ -21,6 +22,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.paged import PagedKV
 
+from .boundary import WORKER
 from .scope import scoped
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,13 @@ class PoolWorker:
         self._ranks = ranks
         self._unscoped = False
         self._launched: list[_Launched] = []
+
+    def ask(self, verb: str, *given: Any) -> int:
+        """Call `verb`; a VCacheError is a miss, which is counted and logged once: 0."""
+        try:
+            return int(getattr(self, verb)(*given))
+        except VCacheError as error:
+            return self.session.miss(verb, error)
 
     # ---- look-ups
 
@@ -119,14 +128,20 @@ class PoolWorker:
         return msgspec.structs.replace(lease, locations=lease.locations[first:count])
 
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the launched loads. Returns the unfilled KV blocks, of `block_size` tokens."""
-        loads = self._launched
-        self._launched = []
+        """Wait for the launched loads. Returns the unfilled KV blocks, of `block_size` tokens. Each
+        load is judged by its own lease, also after an error elsewhere; may be repeated."""
         bad: set[int] = set()
-        for load, slots, starts, skip in loads:
-            for start in starts[load.finish(COPY_SECONDS) :]:
-                tokens = slots[max(start, skip) : max(start + self.session.chunk_size, skip)]
+        for load, slots, starts, skip in self._launched:
+            try:
+                loaded = load.finish(COPY_SECONDS)
+            except Exception as error:  # noqa: BLE001 - it counts as not loaded
+                WORKER.give_up(load.finish, error)
+                loaded = 0
+            # Chunks follow each other.
+            for start in starts[loaded : loaded + 1]:
+                tokens = slots[max(start, skip) : max(starts[-1] + self.session.chunk_size, skip)]
                 bad |= set((tokens // block_size).tolist())
+        self._launched = []
         return bad
 
     # ---- stores and removals
