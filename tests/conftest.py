@@ -170,6 +170,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
             terminalreporter.line(f"  {name}")
     yield
     reports = terminalreporter.getreports
+    for report in [*reports("passed"), *reports("failed")]:
+        for name, line in getattr(report, "user_properties", ()):
+            if name == "summary":
+                terminalreporter.line(line)
     failed = [*reports("error"), *reports("failed")]
     if failed:
         terminalreporter.section(f"why {len(failed)} failed, the first last")

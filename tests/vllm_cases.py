@@ -307,7 +307,7 @@ NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.metadata_server.client:Client"
 LEASE = f"{_CLIENT}.acquire"
-COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._lateness"
+COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._late"
 SESSION = "vcache_backend.transfer.session:Session"
 RELEASE = "vcache_backend.transfer.lease_client:LeaseClient.verdict"
 COPIER = "vcache_backend.vram_pool.copies.copier:HostCopier"
@@ -597,11 +597,6 @@ class Router:
                 tokens[block] = there[block] = tokens[parent] + own
                 parent = block
         return found
-
-    def predicts(self, medium: str, prompt: list[int]) -> int:
-        """How many of the prompt's tokens a router expects a hit on, by what it indexes."""
-        found = self.finds()[medium].values()
-        return max((len(own) for own in found if prompt[: len(own)] == own), default=0)
 
 
 @contextmanager
