@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from vllm_inside import Serving
 import vcache_backend
 from vcache_backend.integration.vllm.connector import VCacheConnector
 from vcache_backend.integration.vllm.worker import side
-from vcache_backend.resident import neighbours
+from vcache_backend.resident import neighbours, tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
@@ -66,7 +67,9 @@ OUTERMOST = (
     "ResidentPool._reset_prefix_cache",
     "_harmless.",
 )
-CLOSE_SECONDS = 0.2
+CLOSE_SECONDS, RETRY_SECONDS = 0.2, 0.02
+TRIES = 10
+"""How often a last request may find nothing, while a neighbour is tried again."""
 MOST_STEPS = 400
 """A request that has not ended by then hangs."""
 
@@ -76,7 +79,8 @@ class Injecting(Serving):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         # A part that has raised may never end: nobody waits long for it.
-        neighbours.CLOSE_SECONDS = side.CLOSE_SECONDS = CLOSE_SECONDS
+        neighbours.CLOSE_SECONDS = side.CLOSE_SECONDS = neighbours.MAP_SECONDS = CLOSE_SECONDS
+        tables.RETRY_SECONDS = neighbours.RETRY_SECONDS = RETRY_SECONDS
         for close in (Outbox.close, Publisher.close, Session.flush):
             close.__defaults__ = CLOSE_SECONDS, *(close.__defaults__ or ())[1:]
         self._caches: dict[str, Any] = {}
@@ -127,8 +131,12 @@ class Injecting(Serving):
         connector = self._core.scheduler.connector
         if wrong:
             return Outcome(state["raised"], wrong, connector.off, 0)
-        assert self._core.scheduler.reset_prefix_cache()
-        hit = self._run([load[0]], 1)[0].cached
+        hit = 0
+        for turn in range(TRIES if not connector.off else 0):
+            assert self._core.scheduler.reset_prefix_cache()
+            if hit := self._run([load[0]], turn)[0].cached:
+                break
+            time.sleep(RETRY_SECONDS)
         return Outcome(state["raised"], "", connector.off, hit)
 
     def _watched(

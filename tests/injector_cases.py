@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections import Counter
 from typing import NamedTuple
 
 
@@ -29,19 +26,10 @@ class Outcome(NamedTuple):
     off: str
     hit: int
 
-    def __str__(self) -> str:
+    @property
+    def kind(self) -> str:
         if not self.reached:
             return "not reached"
-        return self.wrong or (f"off: {self.off}" if self.off else f"shares, {self.hit} tokens hit")
-
-
-counts = Counter[tuple[str, str]]()
-"""For the summary: by mode and outcome, the cases of this process."""
-
-
-def note(mode: str, case: Case, outcome: Outcome) -> None:
-    """Count a case, and add it to the table in the file `VCACHE_INJECT_TABLE`, if one is named."""
-    counts[mode, str(outcome).partition(":")[0].partition(",")[0]] += 1
-    if file := os.environ.get("VCACHE_INJECT_TABLE"):
-        with open(file, "a", encoding="utf-8") as table:
-            table.write(json.dumps([mode, *case, str(outcome)]) + "\n")
+        if self.wrong or not (self.off or self.hit):
+            return "wrong"
+        return "off, and said" if self.off else "shares again"

@@ -2,16 +2,18 @@
 once, in real vLLM on the CPU. Every answer is right, every request ends, the engine lives, and the
 instance still shares or says that it does not.
 
-A run without an exception lists the functions and how often each is called; see `injector.py`. By
-default each function raises before its work at its first call and after its work at its third or
-last one; with `VCACHE_INJECT=all` in the environment also the other way round."""
+A run without an exception lists the functions and how often each is called; see `injector.py`. In
+each mode a function raises in one of four ways: before or after its work, at its first or its third
+call. With `VCACHE_INJECT=all` it raises in all four, and the file `VCACHE_INJECT_TABLE` gets a
+table."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import injector_cases
 import pytest
 import vllm_cases
 from injector_cases import Case, Outcome
@@ -49,27 +51,38 @@ class Mode:
 
     def cases(self) -> Iterator[Case]:
         calls = self.reader.ask("functions", self.load)
-        for name, count in sorted(calls.items()):
-            third = min(3, count)
-            every = [Case(name, False, 1), Case(name, True, third)]
-            if ALL:
-                every += [Case(name, False, third), Case(name, True, 1)]
-            yield from dict.fromkeys(every)
-
-    def outcome(self, case: Case) -> Outcome:
-        outcome: Outcome = self.reader.ask("inject", case, self.load, self.answers)
-        return outcome
+        for number, (name, count) in enumerate(sorted(calls.items())):
+            ways = [
+                Case(name, after, call) for call in (1, min(3, count)) for after in (False, True)
+            ]
+            # Functions of both modes raise in two ways.
+            turn = number + 2 * (self.share == "pool")
+            yield from dict.fromkeys(ways if ALL else [ways[turn % len(ways)]])
 
 
-@pytest.mark.timeout(1800 if ALL else 300)
+@pytest.mark.timeout(3600 if ALL else 300)
 @pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_one_exception_of_ours_ends_nothing(here: Node, share: str) -> None:
-    mode, wrong = Mode(here, share), list[str]()
-    for case in mode.cases():
-        outcome = mode.outcome(case)
-        injector_cases.note(share, case, outcome)
-        if outcome.wrong:
-            wrong.append(f"{case}: {outcome.wrong}")
-        elif outcome.reached and outcome.hit != 2 * CHUNK and not outcome.off:
-            wrong.append(f"{case}: shares nothing, and does not say so")
+def test_one_exception_of_ours_ends_nothing(
+    here: Node, share: str, record_property: Callable[[str, object], None]
+) -> None:
+    mode, outcomes = Mode(here, share), dict[Case, Outcome]()
+    try:
+        for case in mode.cases():
+            outcomes[case] = mode.reader.ask("inject", case, mode.load, mode.answers)
+    finally:
+        kinds = Counter(outcome.kind for outcome in outcomes.values())
+        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        functions = len({case.function for case in outcomes})
+        line = f"injector, {share}: {len(outcomes)} cases of {functions} functions: {said}"
+        record_property("summary", line)
+        if file := os.environ.get("VCACHE_INJECT_TABLE"):
+            rows = [f"| {case} | {outcome.kind} |" for case, outcome in outcomes.items()]
+            Path(f"{file}.{share}").write_text("\n".join([line, "", *rows, ""]))
+    wrong = [
+        f"{case}: {outcome.wrong or 'shares nothing, and does not say so'}"
+        for case, outcome in outcomes.items()
+        if outcome.kind == "wrong"
+    ]
     assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong[:20]])
+    # A few depend on the order of threads.
+    assert kinds["not reached"] <= len(outcomes) // 20

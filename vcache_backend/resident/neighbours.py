@@ -25,13 +25,15 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import CacheShape
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.own_cache import check_shape
-from vcache_backend.resident.tables import Refusals, open_instance
+from vcache_backend.resident.tables import RETRY_SECONDS, Refusals, open_instance
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 log = logging.getLogger(__name__)
 
+MAP_SECONDS = 10.0
+"""How long a load waits for a mapping, which takes a few seconds at most."""
 CLOSE_SECONDS = 5.0
 """How long `Neighbours.close` waits for running copies."""
 LOOK_SECONDS = 0.1
@@ -104,7 +106,8 @@ class Neighbours:
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
         self._here: dict[bytes, Neighbour] = {}
-        self._coming: set[bytes] = set()
+        self._coming: dict[bytes, float] = {}
+        """Instances that are being mapped, and until when loads wait for each."""
         self._refused = Refusals()
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -115,17 +118,17 @@ class Neighbours:
 
         Mapping takes a few seconds at most."""
         if instance in self._coming:
-            return True
+            return time.monotonic() < self._coming[instance]
         if instance in self._here or instance in self._refused or self._closed:
             return False
-        self._coming.add(instance)
+        self._coming[instance] = time.monotonic() + MAP_SECONDS
         name = "vcache-neighbours"
         thread = threading.Thread(target=self._run, args=(instance,), name=name, daemon=True)
         with suppress(RuntimeError):  # there are too many threads
             thread.start()
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
             return True
-        self._coming.discard(instance)
+        self._coming.pop(instance, None)
         return False
 
     def get(self, instance: bytes) -> Neighbour | None:
@@ -150,15 +153,18 @@ class Neighbours:
         when the owner has ended, or at `close`.
 
         After a failure `expects` tries again later; never if the KV cache has another layout."""
-        what = "mapping another instance's KV cache, which is not read in place"
-        with threads.survives(what, lambda _: self._refused.add(instance)):
+        what = "mapping another instance's KV cache, which is tried again later"
+        with threads.survives(what):
             try:
                 with ExitStack() as undo:
                     self._serve(instance, undo)
             except (VCacheError, OSError) as error:
                 self._refused.failed(instance, error)
+            except BaseException:
+                self._refused.add(instance, RETRY_SECONDS)
+                raise
         # A load waits while the instance is in `_coming`.
-        self._coming.discard(instance)
+        self._coming.pop(instance, None)
 
     def _serve(self, instance: bytes, undo: ExitStack) -> None:
         started = time.perf_counter()
@@ -175,7 +181,7 @@ class Neighbours:
             wire.close_fds(fds)
         undo.callback(self._forget, instance)
         self._here[instance] = neighbour
-        self._coming.discard(instance)
+        self._coming.pop(instance, None)
         ms, where = (time.perf_counter() - started) * 1e3, f"{instance.hex()} on {shape.device}"
         log.info("mapped the KV cache of instance %s, in %.1f ms", where, ms)
         ends = select.poll()
