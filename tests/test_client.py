@@ -5,6 +5,7 @@ a real socket.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import threading
@@ -24,6 +25,7 @@ from vcache_backend import errors
 from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.calls import channel
 from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
 
@@ -188,6 +190,54 @@ def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scr
         return 0
 
     assert eventually(count) == 2
+
+
+def test_a_late_answer_is_logged_as_one_and_rarely(
+    stage_: Stage, scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is there: it lets the client connect again, and nothing is said of its absence."""
+    scripted(lambda request: None)
+    hasty = msgspec.structs.replace(QUICK, request_seconds=0.05, heartbeat_seconds=30)
+    client = stage_.client(hasty)
+    for _ in range(3):
+        with pytest.raises(ServerTimeout):
+            client.touch([A])
+        eventually(lambda: client.connected)
+    # Asked ahead, and given up by a call that waits no longer.
+    sent = client.send_find(m.Find([A]), SECONDS)
+    assert sent is not None
+    assert not sent.arrives(0.05)
+    with pytest.raises(ServerTimeout) as raised:
+        sent.answer(0.0)
+    assert " in 0 s" not in str(raised.value)
+    eventually(lambda: client.connected)
+    (line,) = warnings(caplog)
+    assert "did not answer Touch(1 keys) in 0.05" in line
+    assert client.connections_lost == 4
+
+
+def test_an_absent_server_is_logged_again_for_look_ups_without_it(
+    stage_: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for nothing else: a process that looks nothing up lacks nothing."""
+    client = stage_.client(QUICK)
+    eventually(lambda: warnings(caplog))
+
+    def fails(call: Callable[[list[m.ChunkKey]], Any], times: int = 3) -> int:
+        for _ in range(times):
+            with pytest.raises(ServerUnavailable):
+                call([A])
+        return len(warnings(caplog))
+
+    assert fails(client.lookup) == 1
+    monkeypatch.setattr(channel, "REPEAT_SECONDS", 0.0)
+    assert fails(client.touch) == 1
+    assert fails(client.lookup) == 4
+    assert all(f"no metadata server at {stage_.path}" in line for line in warnings(caplog))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: Scripted) -> None:

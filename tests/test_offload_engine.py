@@ -45,7 +45,7 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
 
     monkeypatch.setattr(made._session.client, "present", late)
     assert get(made, cache, prompt(LENGTH)) == 2 * CHUNK
-    assert made.get_stats()["failures"] == {"fetch: ServerTimeout": 1, "server": 1}
+    assert made.get_stats()["failures"] == {"fetch: ServerTimeout": 1, "late": 1}
     client = nodes[0].client()
     eventually(lambda: client.stats().leases == 0)
 

@@ -142,7 +142,7 @@ class Pooled:
             lease = session.leases.acquire([context.keys[number] for number in wanted])
         except VCacheError as error:
             session.miss("lease", error)
-            self.cause = "server"
+            self.cause = error.cause
             return None
         finally:
             context.stats.metadata_seconds += perf_counter() - started

@@ -202,7 +202,7 @@ class OffloadSource:
         except VCacheError as error:
             self._context.session.miss("fetch", error)
             fetch = None
-            self.cause = "server"
+            self.cause = error.cause
         if fetch is None:
             self.may_have = False
             return False

@@ -34,6 +34,9 @@ KILLED_SECONDS = 3.0
 """How long a killed server must stay away before this client starts another."""
 AGAIN_SECONDS = 60.0
 """The shortest time between two such starts, in case the servers do not last."""
+REPEAT_SECONDS = 60.0
+"""The shortest time between two log lines about late answers, and between two about an absent
+server."""
 
 SOON_SECONDS = 0.05
 """How long an early heartbeat waits, so that it delays no request under way."""
@@ -53,6 +56,8 @@ class Sent(Generic[R]):
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
         self.reply: m.Reply | None = None
         self.lost = ""
+        self.ahead = 0.0
+        """When it was sent, by `time.perf_counter`, if the answer is read by a later call; or 0."""
 
     @property
     def over(self) -> bool:
@@ -91,7 +96,10 @@ class Channel:
         self._unread: deque[Sent[Any]] = deque()
         self._ledger: int | None = None
         self._down = f"never connected to {path}"
+        self._late = ""
+        """The late call that ended the last connection, until the next attempt to connect."""
         self._complained = ""
+        self._complained_at = self._late_at = -math.inf
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
         away. A server that was stopped removed its socket, and is not replaced."""
@@ -196,6 +204,7 @@ class Channel:
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. The answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
+        sent.ahead = time.perf_counter()
         self._exchange(sent, seconds, drops=False, data=data, reads=False)
         return sent
 
@@ -235,9 +244,14 @@ class Channel:
         lateness does, too."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
+        if isinstance(sent.request, m.Find) and not self.connected:
+            self._complain_again()
         self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
-            raise ServerTimeout(self._late(sent.request, seconds, "waiting for other calls"))
+            raise ServerTimeout(
+                f"{_named(sent.request)} waited {seconds:.3g} s for other calls to the metadata "
+                f"server at {self._path}"
+            )
         try:
             link = self._link
             if link is None:
@@ -249,8 +263,9 @@ class Channel:
                 if reads:
                     self._read_unread(link, deadline, sent)
             except TimeoutError as error:
-                late = self._late(sent.request, seconds, "no answer")
+                late = self._lateness(sent, seconds)
                 if drops:
+                    self._late = late
                     self._drop(link, late)
                 raise ServerTimeout(late) from error
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -264,10 +279,11 @@ class Channel:
         finally:
             self._lock.release()
 
-    def _late(self, request: m.Request, seconds: float, why: str) -> str:
-        keys = getattr(request, "keys", None)
-        call = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
-        return f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s ({why})"
+    def _lateness(self, sent: Sent[Any], seconds: float) -> str:
+        if sent.ahead:
+            seconds = time.perf_counter() - sent.ahead
+        call = _named(sent.request)
+        return f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s"
 
     # ---- connection
 
@@ -333,9 +349,13 @@ class Channel:
             log.warning("vcache: %s", line)
         restarted = self.epoch not in (0, welcome.epoch)
         self.epoch = welcome.epoch
+        late, self._late, now = self._late, "", time.monotonic()
         self._unregistered = _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
+        elif late and now >= self._late_at + REPEAT_SECONDS:
+            self._late_at = now
+            log.warning("vcache: %s, and let this process connect again at once", late)
         self._complained = ""
 
     def _drop(self, link: ServerLink, reason: str) -> None:
@@ -364,7 +384,8 @@ class Channel:
                 self._unregistered = _call_all(again, "after a reconnection")
                 _call_all(self.on_beat, "heartbeat")
             return self._stop.is_set()
-        self._complain()
+        if not self._late:
+            self._complain()
         self._stop.wait(self._pause)
         self._pause = min(2 * self._pause, self._config.longest_pause)
         if self._stop.is_set():
@@ -372,6 +393,7 @@ class Channel:
         if self._try_connect():
             self._wake.set()
         else:
+            self._late = ""
             self._start_again()
         return False
 
@@ -390,8 +412,20 @@ class Channel:
     def _complain(self) -> None:
         """Log once that the server is lost."""
         if not self._complained and not self._stop.is_set():
-            self._complained = self._down
+            self._complained, self._complained_at = self._down, time.monotonic()
             log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
+
+    def _complain_again(self) -> None:
+        """Log that the server is still lost, for a look-up without it. In any thread."""
+        now = time.monotonic()
+        if self._complained and now >= self._complained_at + REPEAT_SECONDS:
+            self._complained_at = now
+            log.warning("vcache: %s; look-ups find nothing until it is back", self._down)
+
+
+def _named(request: m.Request) -> str:
+    keys = getattr(request, "keys", None)
+    return type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
 
 
 def _call_all(hooks: list[Callable[[], None]], when: str) -> list[Callable[[], None]]:
