@@ -16,8 +16,9 @@ import pytest
 from test_doctor import config, only
 from vllm_cases import beside_vllm, doctor_report, needs_vllm
 
-from vcache_backend.config import Config
+from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import Finding, diagnose
+from vcache_backend.doctor import model as doctor_model
 
 __all__ = ["config"]
 
@@ -66,6 +67,30 @@ def test_layers_with_windows_use_a_pool_and_a_chunk_has_what_a_hit_can_need(tmp_
     # Of the full layer's 256 tokens all, of a window's the last block of 128, in each of five
     # tables.
     assert (model.in_place, model.chunk_bytes) == (False, (256 + 5 * 128) * TOKEN // 4)
+
+
+@needs_vllm
+def test_a_pool_that_does_not_fit_beside_vllms_defaults_is_a_warning_with_the_flag_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPUs here, or on one that is named."""
+    report = doctor_report(written(tmp_path, GEMMA), Config())
+    monkeypatch.setattr(doctor_model, "ask", lambda name, config: report)
+    monkeypatch.setattr(doctor_model.devices, "gpus", list)
+
+    def room(config: Config) -> Finding:
+        found = doctor_model.check_model("gemma", config)
+        return only(each for each in found if each.check == "room")
+
+    beside = f"gpu_memory_utilization {report.utilization:g} (vLLM's default)"
+    flag, found = "set --gpu-memory-utilization 0.85 for all 8 GiB", room(Config())
+    assert (report.utilization, found.status, found.advice) == (0.92, "warn", flag)
+    assert f"one of 80 GiB, {beside}: 2.399 GiB of 8 GiB fit, which hold " in found.detail
+    found = room(from_dict({"pool": {"segment_bytes": "8 GiB"}}))
+    assert (found.status, found.advice[: len(flag)]) == ("warn", flag)
+    assert ", or pool.segment_bytes: " in found.advice
+    assert found.detail.endswith("8 GiB do not fit: nothing is lent, so nothing is shared")
+    assert room(from_dict({"pool": {"segment_bytes": "2 GiB"}})).status == "ok"
 
 
 @needs_vllm

@@ -21,10 +21,12 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.devices import Device, resolve
+from vcache_backend.vram_pool.memory_budget import Shortfall, shortfall
 from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment
 
 __all__ = ["here", "served"]
+MIB = 1 << 20
 
 
 class NoCopier(HostCopier):
@@ -297,7 +299,8 @@ def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(served: 
 
 def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_still_map(served: Node) -> None:
     client = served.undo.enter_context(Client(served.path, QUICK, "host:a"))
-    refusals = [None, "it is mapped elsewhere", "it is mapped elsewhere", None]
+    elsewhere = Shortfall("it is mapped elsewhere", 0)
+    refusals = [None, elsewhere, elsewhere, None]
     pool = Pool(client, Device("host:a", "host"), ROOMY, lambda whole, new: refusals.pop(0))
     served.undo.callback(pool.close)
     (first,) = client.list_segments()
@@ -307,6 +310,28 @@ def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_still_map(se
     eventually(lambda: not refusals)
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
+
+
+def test_a_pool_of_the_default_size_takes_what_fits_and_one_of_a_set_size_all_or_nothing(
+    served: Node,
+) -> None:
+    """On a GPU of 100 MiB beside vLLM's default utilisation, where 8 MiB are too much."""
+    lent = dict[str, int]()
+    for name, least in (("default", MIB), ("small", 4 * MIB), ("set", None)):
+        client = served.undo.enter_context(Client(served.path, QUICK, f"host:{name}"))
+
+        def over_budget(whole: int, new: int) -> Shortfall | None:
+            return shortfall(100 * MIB, 8 * MIB, whole, new, 0.92)
+
+        device = Device(f"host:{name}", "host")
+        for _ in range(2):  # and a second worker of the device adds nothing
+            pool = Pool(client, device, 8 * MIB, over_budget, least)
+            served.undo.callback(pool.close)
+        mine = [each.nbytes for each in client.list_segments() if each.device == device.name]
+        lent[name] = sum(mine)
+        said = [each.text for each in client.stats().reports if device.name in each.text]
+        assert any("gpu_memory_utilization to 0.87 or less" in line for line in said) == (not mine)
+    assert lent == {"default": 2 * MIB, "small": 0, "set": 0}
 
 
 @pytest.mark.gpu

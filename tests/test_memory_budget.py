@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vllm_objects import vllm_config
 
 from integration.vllm_memory import beside_vllm
-from vcache_backend.config import ByteSize
-from vcache_backend.vram_pool.memory_budget import MAX_SHARE, shortfall
+from vcache_backend.config import ByteSize, PoolConfig
+from vcache_backend.vram_pool.memory_budget import LEAST, MAX_SHARE, shortfall
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -41,7 +41,9 @@ def test_pool_and_utilization_share_95_percent(
 def test_a_segment_without_room_says_how_much_there_is() -> None:
     said = "4 GiB of pool.segment_bytes are more than the 3 GiB that are free: "
     said += "set pool.segment_bytes to 3 GiB or less, or gpu_memory_utilization lower"
-    assert shortfall(TOTAL, 3 * GIB + 1, 4 * GIB, 4 * GIB, 0.9) == said
+    found = shortfall(TOTAL, 3 * GIB + 1, 4 * GIB, 4 * GIB, 0.9)
+    assert found is not None
+    assert found.said == said
 
 
 def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> None:
@@ -52,10 +54,13 @@ def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> No
 @given(st.integers(GIB, 300 * GIB), st.floats(0.01, 1.0, exclude_max=True), st.floats(0.01, 1.0))
 def test_doing_what_a_message_says_helps(total: int, share: float, utilization: float) -> None:
     segment = int(total * share)
-    said = shortfall(total, total, segment, segment, utilization)
-    if said is None:
+    over = shortfall(total, total, segment, segment, utilization)
+    if over is None:
         assert segment / total + utilization <= MAX_SHARE + 1e-6
         return
+    said = over.said
+    assert over.fits < segment
+    assert shortfall(total, total, over.fits, over.fits, utilization) is None
     lower = re.search(r"gpu_memory_utilization to ([\d.]+) or", said)
     if lower:
         assert shortfall(total, total, segment, segment, float(lower[1])) is None
@@ -64,6 +69,19 @@ def test_doing_what_a_message_says_helps(total: int, share: float, utilization: 
         fitting = ByteSize.parse(smaller[1])
         assert shortfall(total, total, fitting, fitting, utilization) is None
     assert lower or smaller or "leaves nothing" in said
+
+
+@pytest.mark.parametrize("gib", [39.4, 79.1, 139.8, 178.4], ids="{} GiB".format)
+def test_a_pool_of_the_default_size_fits_in_part_beside_vllms_default(gib: float) -> None:
+    """An A100, H100, H200 and B200: what is left is the pool's, up to 95 % of the GPU."""
+    total, lent = int(gib * GIB), PoolConfig().lent
+    found = shortfall(total, int(total * 0.08), lent, lent, 0.92)
+    assert found is not None
+    assert LEAST <= found.fits <= 0.03 * total
+    # The segment of a worker before it counts, and is all there is room for.
+    new = shortfall(total, int(total * 0.08) - found.fits, lent, lent - found.fits, 0.92)
+    assert new is not None
+    assert new.fits == 0
 
 
 def test_the_workers_gpu_is_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

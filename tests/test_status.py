@@ -90,6 +90,9 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     bare = msgspec.structs.replace(STATS, instances=[pooled, OTHER], segments=[])
     said = "the instance of pid 4194303 shares through the pool, to which nobody lends memory"
     assert status.verdict(bare) == (False, said)
+    why = "GPU-3c1f lends nothing to the pool: set gpu_memory_utilization to 0.84 or less"
+    told = msgspec.structs.replace(bare, reports=[m.Reported(0.0, "error", 7, "GPU-3c1f", why)])
+    assert status.verdict(told) == (False, f"{said}: {why}")
 
 
 def test_there_is_no_hit_rate_before_the_first_hit() -> None:

@@ -102,6 +102,22 @@ def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
     assert here.b.again(tokens, params={"another": 1}).agrees(computed)
 
 
+# ---- routers
+
+
+def test_a_router_predicts_from_events_what_the_pool_serves(here: Node, router: Router) -> None:
+    """A prompt that leaves a stored one within a chunk does not get that chunk: a chunk is
+    found as a whole or not at all (vLLM #57159).
+    """
+    stored = new_tokens(6 * CHUNK + 1)
+    here.keep(here.a, stored)
+    eventually(lambda: here.a.one(new_tokens(5)) and router.predicts("CPU", stored) == 6 * CHUNK)
+    for shared in (3 * CHUNK - 1, 2 * CHUNK + BLOCK, CHUNK - BLOCK):
+        prompt = stored[:shared] + new_tokens(4 * CHUNK)
+        served = here.b.again(prompt, params=vcache(store=False)).cached
+        assert (router.predicts("CPU", prompt), served) == (shared // CHUNK * CHUNK,) * 2
+
+
 # ---- resets
 
 
@@ -127,8 +143,7 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, router: Router) ->
     eventually(lambda: not router.finds()["GPU"])
     again = here.keep(here.a, new_tokens(3 * CHUNK))
     assert again.cached == 0
-    blocks = 3 * CHUNK // BLOCK
-    eventually(lambda: here.a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == blocks)
+    eventually(lambda: here.a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3)
 
 
 # ---- tenants

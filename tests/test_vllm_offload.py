@@ -135,12 +135,11 @@ def test_a_router_knows_from_events_what_the_pool_has(two: Two) -> None:
     def agrees(*chunks: int) -> bool:
         """Whether the events tell of as many chunks as this, and of those that are there."""
         two.b.one(short, max_tokens=1)
-        blocks = two.router.finds()["CPU"]
-        ends = {block[:HASH_BYTES] for block, tokens in blocks.items() if len(tokens) % CHUNK == 0}
+        found = two.router.finds()["CPU"]
         there = {key[NAMESPACE_BYTES:-RANK_BYTES] for key in two.second.chunk_keys()}
-        right = all(any(block == one[: len(block)] for one in prompts) for block in blocks.values())
-        whole = len(there) in chunks and len(blocks) == len(there) * CHUNK // BLOCK
-        return right and ends == there and whole
+        right = all(any(chunk == one[: len(chunk)] for one in prompts) for chunk in found.values())
+        told = {last[:HASH_BYTES] for last in found}
+        return right and told == there and len(there) in chunks
 
     eventually(lambda: agrees(0))
     two.keep(prompts[0])
@@ -182,9 +181,9 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(t
     assert hit.said == own.said
     c.one(new_tokens(3), max_tokens=1)
     saved = eventually(
-        lambda: len(blocks := list(router.finds()["CPU"].values())) == HITS // BLOCK and blocks
+        lambda: len(chunks := list(router.finds()["CPU"].values())) == HITS // CHUNK and chunks
     )
-    assert saved == [tokens[: end + BLOCK] for end in range(0, HITS, BLOCK)]
+    assert saved == [tokens[: end + CHUNK] for end in range(0, HITS, CHUNK)]
     tokens, own = two.kept()
     hit = c.one(tokens)
     assert (hit.cached, own.cached, loaded(c, "store")) == (HITS, HITS, HITS)

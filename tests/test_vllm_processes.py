@@ -302,10 +302,22 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+SETTING = "kv_connector_extra_config: Object contains unknown field `segment_bites` - at `$.pool`; "
+SETTING += "did you mean `segment_bytes`?"
+KEY = "kv_transfer_config has an unknown key `kv_rule`; did you mean `kv_role`?"
+
+
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> None:
+@pytest.mark.parametrize(
+    ("settings", "keys", "said"),
+    [({"pool": {"segment_bites": "1 GiB"}}, {}, SETTING), ({}, {"kv_rule": "kv_both"}, KEY)],
+    ids=["a setting", "vLLM's own key"],
+)
+def test_a_mistake_in_the_switch_is_the_last_line_of_vllms_log(
+    here: Node, settings: dict[str, Any], keys: dict[str, str], said: str
+) -> None:
     """Nothing of vLLM has started by then: there is nobody else who would go on, or say more."""
-    wrong = here.transfer({"pool": {"segment_bites": "1 GiB"}})
+    wrong = here.transfer(settings) | keys
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(here.model), "--skip-tokenizer-init"]
     command += ["--kv-transfer-config", json.dumps(wrong)]
@@ -313,9 +325,7 @@ def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> 
     given |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with vllm_cases.beside_vllm() as worker:
         status, log = worker.ask(_ended, command, given, here.folder / "mistake.log")
-    said = "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
-    said += "at `$.pool`; did you mean `segment_bytes`?"
-    assert log.endswith(f"{said}\n"), log
+    assert log.endswith(f"vcache: {said}\n"), log
     assert (status, "Traceback" in log, "EngineCore" in log) == (1, False, False), log
 
 

@@ -5,13 +5,15 @@ what is refused. No vLLM is needed.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_cases import needs_vllm
 
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
@@ -102,6 +104,74 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
         for found in (plugin.mistake(told), plugin.mistake(SimpleNamespace(**told))):
             assert (found.startswith(said), bool(found)) == (True, bool(said)), told
     assert plugin.mistake(None) == ""
+
+
+SWITCH = OURS | {"kv_role": "kv_both"}
+NAMES = f"set it to `{plugin.CONNECTOR}`, and kv_connector to `VCacheConnector`"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"kv_conector": "VCacheConnector"},
+            "unknown key `kv_conector`; did you mean `kv_connector`?",
+        ),
+        ({"kv_connector_modul_path": 1}, "did you mean `kv_connector_module_path`?"),
+        (
+            {"kv_connector": "VCachConnector"},
+            "kv_connector is `VCachConnector`: set it to `VCacheConnector`",
+        ),
+        ({"kv_connector": None}, "kv_connector is not set: set it to `VCacheConnector`"),
+        ({"kv_connector_module_path": "vcache.integration.vllm_connector"}, NAMES),
+        ({"kv_connector_module_path": "vcache_backend.integration"}, NAMES),
+        (
+            {"kv_connector_module_path": None},
+            f"is not set, where vLLM finds no `VCacheConnector`: {NAMES}",
+        ),
+        ({"kv_connector_module_path": "nowhere"}, NAMES),
+    ],
+    ids=str,
+)
+@needs_vllm
+def test_a_switch_that_is_misspelt_is_one_line_that_names_the_right_value(
+    wrong: dict[str, Any], said: str
+) -> None:
+    line = plugin.mistake(SWITCH | wrong)
+    assert said in line
+    assert "\n" not in line
+    assert plugin.mistake(SWITCH) == ""
+
+
+@needs_vllm
+def test_the_connector_of_others_is_theirs_whatever_they_call_their_engines() -> None:
+    """Also one that is derived from ours."""
+    for name, path in (("ExampleConnector", None), ("Derived", "json"), ("Path", "pathlib")):
+        theirs = SWITCH | {"kv_connector": name, "kv_connector_module_path": path}
+        assert plugin.mistake(theirs | {"engine_id": "vcache-1"}) == ""
+    assert (
+        plugin.mistake(
+            SWITCH | {"kv_connector_module_path": plugin.__name__, "kv_connector": "CLASS"}
+        )
+        == ""
+    )
+
+
+@needs_vllm
+@pytest.mark.parametrize(("registered", "lines"), [(False, 1), (True, 0)])
+def test_a_plugin_that_vllm_was_told_not_to_load_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    registered: bool,
+    lines: int,
+) -> None:
+    """Where vLLM loads our connector, in the front end."""
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    monkeypatch.setitem(sys.modules, plugin.ARGUMENTS, ModuleType("the front end's"))
+    monkeypatch.setattr(plugin, "_registered", registered)
+    plugin.left_out()
+    said = "set VLLM_PLUGINS=lora_filesystem_resolver,vcache, or unset it"
+    assert caplog.text.count(said) == len(caplog.records) == lines
 
 
 # ---- wishes

@@ -136,14 +136,13 @@ def make_request(tokens: int, **arguments: Any) -> Request:
     return Request("r", prompt, params, None, block_hasher=hasher, **arguments)
 
 
-def vllms_own_event(request: Request, first: int, last: int) -> Any:
-    """What vLLM's prefix cache publishes for blocks `first` to `last` of the request."""
+def vllms_own_event(request: Request, start: int, end: int) -> Any:
+    """What vLLM's prefix cache publishes for the tokens, if they are one block of its table."""
     tells = {"enable_caching": True, "enable_kv_cache_events": True}
-    pool = BlockPool(num_gpu_blocks=64, hash_block_size=BLOCK, **tells)
-    blocks = pool.get_new_blocks(last)
-    for start, end in ((0, first), (first, last)):
-        if end > start:
-            pool.cache_full_blocks(request, blocks, start, end, BLOCK, 0)
+    pool, size = BlockPool(num_gpu_blocks=64, hash_block_size=BLOCK, **tells), end - start
+    blocks = pool.get_new_blocks(end // size)
+    for block in range(end // size):
+        pool.cache_full_blocks(request, blocks, block, block + 1, size, 0)
     return pool.take_events()[-1]
 
 
@@ -160,10 +159,13 @@ _SEEN = [
     ids=["plain", "salt", "lora", "images"],
 )
 @pytest.mark.parametrize("first", [0, 4])
-def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], first: int) -> None:
+def test_a_chunks_event_is_vllms_own_for_one_block_of_its_size_but_for_the_medium(
+    arguments: dict[str, Any], first: int
+) -> None:
     request = make_request(8 * BLOCK + 5, **arguments)
-    ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK)
-    theirs = vllms_own_event(request, first, first + 4)
+    tokens = first * BLOCK, (first + 4) * BLOCK
+    ours = events.block_stored(request, *tokens, BLOCK)
+    theirs = vllms_own_event(request, *tokens)
     assert (ours.medium, ours.locality) == ("CPU", "LOCAL")
     names = {*theirs.__struct_fields__} - {"medium", "locality"}
     same = {name: getattr(theirs, name) for name in names}

@@ -598,6 +598,11 @@ class Router:
                 parent = block
         return found
 
+    def predicts(self, medium: str, prompt: list[int]) -> int:
+        """How many of the prompt's tokens a router expects a hit on, by what it indexes."""
+        found = self.finds()[medium].values()
+        return max((len(own) for own in found if prompt[: len(own)] == own), default=0)
+
 
 @contextmanager
 def node(folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False) -> Iterator[Node]:

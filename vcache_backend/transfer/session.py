@@ -22,6 +22,7 @@ from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.transfer.store import Committer
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
+from vcache_backend.vram_pool.memory_budget import LEAST, Shortfall
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.slots import SlotView
@@ -48,13 +49,13 @@ class Session:
         *,
         rank: int = 0,
         copier: Copier | None = None,
-        over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
+        over_budget: Callable[[int, int], Shortfall | None] = lambda whole, new: None,
         anonymous: bool = False,
         kv_device: str = "",
         name: str = "",
     ) -> None:
-        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) returns a
-        reason.
+        """Connect, and lend this worker's segment. Of the default size only what fits is lent: see
+        `over_budget` in `Pool`.
 
         Raises ConfigError, and ValueError if `layout` has another chunk size. An absent server is
         no error: until it answers, everything is a miss.
@@ -79,7 +80,8 @@ class Session:
         lends = self.client, self.device, config.pool.lent
         # Host memory beside a GPU takes nothing of the GPU's budget.
         pinned = self.device.medium == "host" and self.device.ordinal is not None
-        self.pool = PinnedPool(*lends) if pinned else pool.Pool(*lends, over_budget)
+        least = LEAST if config.pool.segment_bytes is None else None
+        self.pool = PinnedPool(*lends) if pinned else pool.Pool(*lends, over_budget, least)
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
         """The offload tier, or None. `bind` sets None if memory for the tier is lacking; the pool

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from vcache_backend.config import ByteSize
 
 MAX_SHARE = 0.95
 """The part of a GPU that the pool and vLLM's gpu_memory_utilization may take together. Contexts,
 graphs and workspaces need the rest."""
+LEAST = ByteSize(1 << 30)
+"""The least that a pool of the default size may have if the whole does not fit."""
 _ROUNDING = 1e-9
+
+
+class Shortfall(NamedTuple):
+    """said: why a pool does not fit, and what to set. fits: the bytes that may be allocated now
+    instead of all."""
+
+    said: str
+    fits: int
 
 
 def most_utilization(total: int, segment: int) -> float:
@@ -26,16 +37,24 @@ def most_segment(total: int, utilization: float) -> ByteSize:
 
 def shortfall(
     total: int, free: int, segment: int, new: int, utilization: float | None
-) -> str | None:
-    """Says what is wrong and what to set; None if a pool of `segment` bytes fits on a GPU of
-    `total` bytes, of which `free` are free now.
+) -> Shortfall | None:
+    """None if a pool of `segment` bytes fits on a GPU of `total` bytes, of which `free` are free
+    now. A smaller pool leaves free what contexts, graphs and workspaces need.
 
     new: bytes of the segment that are not allocated yet. A segment that outlived its worker is
     allocated already, but counts in the budget, too. utilization: vLLM's gpu_memory_utilization;
     None if it is unknown or does not apply (kv_cache_memory_bytes)."""
-    size = ByteSize(segment)
-    if not segment:
+    said = _trouble(total, free, segment, new, utilization) if segment else ""
+    if not said:
         return None
+    room = free - total + most_segment(total, 0.0)
+    if utilization is not None:
+        room = min(room, most_segment(total, utilization) - (segment - new))
+    return Shortfall(said, int(_whole_mib(max(0, min(room, new)))))
+
+
+def _trouble(total: int, free: int, segment: int, new: int, utilization: float | None) -> str:
+    size = ByteSize(segment)
     if most_utilization(total, segment) <= 0:
         most = most_segment(total, MAX_SHARE / 2).about
         leaves = f"pool.segment_bytes {size} leaves nothing of {ByteSize(total).about} for vLLM"
@@ -51,7 +70,7 @@ def shortfall(
         lacks = f"{ByteSize(new)} of pool.segment_bytes are more than the {ByteSize(free).about}"
         less = f"set pool.segment_bytes to {_whole_mib(free)} or less"
         return f"{lacks} that are free: {less}, or gpu_memory_utilization lower"
-    return None
+    return ""
 
 
 def _whole_mib(nbytes: int) -> ByteSize:

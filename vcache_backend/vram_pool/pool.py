@@ -10,11 +10,13 @@ from contextlib import suppress
 
 import torch
 
+from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Location, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.memory_budget import Shortfall
 from vcache_backend.vram_pool.segment import MappedSegment
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -39,16 +41,19 @@ class Pool:
         client: Client,
         device: Device,
         segment_bytes: int,
-        over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
+        over_budget: Callable[[int, int], Shortfall | None] = lambda whole, new: None,
+        least: int | None = None,
     ) -> None:
         """segment_bytes: the size that the pool should have on this device; 0 lends nothing. An
         absent server is no error.
 
         over_budget: called before memory is lent, with `segment_bytes` and the bytes to allocate
-        now. If the call returns a reason, nothing is lent."""
+        now. If they do not fit, the pool gets what fits, unless that is less than `least`; None:
+        all or nothing."""
         self.device = device
         self._client = client
         self._segment_bytes, self._over_budget = int(segment_bytes), over_budget
+        self._least = self._segment_bytes if least is None else least
         self._mapped: dict[SegmentId, MappedSegment] = {}
         self._unreadable = client.unmappable
         self._contributed = 0
@@ -171,9 +176,15 @@ class Pool:
     def _lend(self, nbytes: int) -> bool:
         """Make a segment, and hand it to the server. False if the worker should try again."""
         try:
-            reason = self._over_budget(self._segment_bytes, nbytes)
-            if reason is not None:
-                raise SegmentError(reason)
+            over = self._over_budget(self._segment_bytes, nbytes)
+            if over is not None:
+                held, nbytes = self._segment_bytes - nbytes, over.fits
+                if held + nbytes < self._least or self._waits > 0:
+                    raise SegmentError(over.said)
+                if not nbytes:
+                    return True
+                size = ByteSize(held + nbytes).about
+                log.info("the pool on %s gets %s, which fits: %s", self.device, size, over.said)
             with segments.create(self.device, nbytes) as owned:
                 mapped = segments.map_segment(owned.info, owned.fd, self.device)
         except SegmentError as error:
