@@ -50,7 +50,7 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "integration_failures monitor offload_process vllm_processes integrations documents "
+    "integration_failures monitor injector_lmcache offload_process vllm_processes integrations documents "
     "disaggregated_prefill kernels examples offload_engine vllm_sharing vllm_groups "
     "vllm_waits vllm_weights vllm_offload vllm_benchmarks server_socket directory_stateful "
     "bounds inplace_campaign vllm_modes deploy resident_loads start_server demo "
