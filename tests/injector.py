@@ -45,6 +45,8 @@ OUTERMOST = (
     "VCacheConnector.bind_connector_metadata",
     "VCacheConnector.get_block_ids_with_load_errors",
     "VCacheConnector.get_handshake_metadata",
+    "VCacheConnector.build_connector_meta",
+    "VCacheConnector.get_transfer_results",
     "VCacheConnector.has_connector_metadata",
     "VCacheConnector.requires_kv_delivery",
     "VCacheConnector.start_load_kv",

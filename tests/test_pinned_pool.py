@@ -229,7 +229,8 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     pieces.most_registered = 2 * PIECE
     mine = Cache(FLASH, SIZES)
     made = engine(served, "host:a", 8 * PIECE, mine)
-    eventually(lambda: any("host:a" in one.text for one in served.client().stats().reports))
+    client = served.client()
+    eventually(lambda: any("host:a" in one.text for one in client.stats().reports))
     (line,) = said(caplog, "lends 2 MiB of 8 MiB")
     cause = "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
     assert f"the driver cannot lock 1,048,576 B of host memory: {cause}" in line

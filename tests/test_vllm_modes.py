@@ -237,7 +237,8 @@ def failing(arguments: dict[str, Any]) -> Any:
 
     half = {"scheduler": SchedulerSide, "worker": WorkerSide}[arguments.pop("half")]
     half.__init__ = fail  # type: ignore[method-assign]
-    introduction.INTRODUCTION_SECONDS = 0.5
+    # The scheduler is told at vLLM's start: no request waits for the worker's shard.
+    introduction.INTRODUCTION_SECONDS = vllm_cases.FOREVER
     return Serving(arguments)
 
 

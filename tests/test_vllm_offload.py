@@ -272,13 +272,9 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two) -> None:
     assert (answer.cached, answer.said) == (HITS, own.said)
 
 
-PLACES = [FETCH, PROMOTE]
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(":")[2])
-def test_an_exception_of_ours_is_a_miss(two: Two, place: str) -> None:
+def test_an_exception_while_chunks_are_fetched_is_a_miss(two: Two) -> None:
     (tokens, computed), (beside, undisturbed) = two.kept(), alone(two)
-    with meddled(two.b, place, "raise", times=1):
+    with meddled(two.b, FETCH, "raise", times=1):
         answers = two.b.run(Prompt(tokens), Prompt(beside, max_tokens=8), together=True)
         assert answers[0].agrees(computed)
         assert answers[1].agrees(undisturbed)

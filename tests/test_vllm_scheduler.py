@@ -599,6 +599,7 @@ def test_a_wait_ends_though_nobody_answers(engine: Engine, monkeypatch: pytest.M
 def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) -> None:
     """Steps that were planned between the two may still store what is of weights before the later
     one. Workers are asked until they have answered."""
+    engine.step()
     first, second = reset(engine, over=False), reset(engine, over=False)
     flushed(engine, first)
     tokens = pooled(engine)

@@ -118,6 +118,12 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) 
         eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", here.b.log))
 
 
+def test_the_server_knows_an_instance_before_its_first_request(here: Node) -> None:
+    known = {one.id for one in here.stats().instances}
+    here.connect("early", IN_PLACE).ask("connected")
+    assert len({one.id for one in here.stats().instances} - known) == 1
+
+
 def saved(owner: vllm_cases.Instance, tokens: list[int]) -> vllm_cases.Answer:
     """Have `owner` compute a prompt and save all of it; what vLLM's own cache gives."""
     keep(owner, tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,7 @@ from .model.decision import decide
 from .model.spec import ShardSpec
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
+from .worker.loads import Ends
 from .worker.side import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
@@ -196,17 +197,21 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, external)
 
-    @guarded(lambda self, output: self._awaited.stop())
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        meta = self._describe(scheduler_output)
+        if self.off or meta is None:
+            return self._awaited.stop()
+        self._awaited.sent(meta.loads)
+        return meta
+
+    @guarded(answer(None))
+    def _describe(self, scheduler_output: Any) -> StepMetadata | None:
         side = self._scheduler
         assert side is not None
         meta = side.describe(scheduler_output)
         self._check_refusal(side)
-        if self.off:
-            return self._awaited.stop()
         if meta.loads:
             meta.ends = self._ends.address
-            self._awaited.sent(meta.loads)
         return meta
 
     @guarded(lambda self, output: self._awaited.settle(output))
@@ -272,9 +277,13 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if self._worker is None:
             return
         self._look_outside()
+        self._try(self._worker.register, kv_caches)
+
+    def _try(self, begin: Callable[..., None], *given: Any) -> None:
+        """Call `begin`. A VCacheError is no mistake of ours: it names what to change."""
         try:
-            self._worker.register(kv_caches)
-        except VCacheError as error:  # not a mistake of ours: it names what to change
+            begin(*given)
+        except VCacheError as error:
             self.fail(str(error))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -300,7 +309,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         """Use the KV cache again, whose empty memory is back at the same addresses. vLLM 0.33 and
         later call it."""
         if self._worker is not None:
-            self._worker.wake()
+            self._try(self._worker.wake)
 
     @guarded(answer(None))
     def _look_outside(self) -> None:
@@ -355,14 +364,20 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if self._worker is not None:
             self._worker.loads.advance()
 
-    @guarded(lambda self, _: compat.transfer_results(failed=self._running.fail()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        assert self._worker is not None
-        over, failed, invalid = self._worker.ends()
-        results = compat.transfer_results(over, failed)
-        self._running.over(over)
-        self._invalid = invalid
+        advanced = self._advance()
+        if advanced is None:
+            return compat.transfer_results(failed=self._running.fail())
+        ends, results = advanced
+        self._running.over(ends.over)
+        self._invalid = ends.invalid
         return results
+
+    @guarded(answer(None))
+    def _advance(self) -> tuple[Ends, Any] | None:
+        assert self._worker is not None
+        ends = self._worker.ends()
+        return ends, compat.transfer_results(ends.over, ends.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks (vLLM's numbers) that the loads reported with this step have failed to

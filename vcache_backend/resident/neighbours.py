@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,6 +99,13 @@ class Neighbour:
         return idle
 
 
+class _Coming(NamedTuple):
+    """An instance that is being mapped. until: loads do not wait longer for it."""
+
+    thread: threading.Thread
+    until: float
+
+
 class Neighbours:
     """The KV caches that a worker on `device` can copy into `kv`. Any thread; nothing raises.
 
@@ -106,8 +114,7 @@ class Neighbours:
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
         self._here: dict[bytes, Neighbour] = {}
-        self._coming: dict[bytes, float] = {}
-        """Instances that are being mapped, and until when loads wait for each."""
+        self._coming: dict[bytes, _Coming] = {}
         self._refused = Refusals()
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -117,13 +124,19 @@ class Neighbours:
         an instance starts the mapping.
 
         Mapping takes a few seconds at most."""
-        if instance in self._coming:
-            return time.monotonic() < self._coming[instance]
-        if instance in self._here or instance in self._refused or self._closed:
+        if instance in self._here:
             return False
-        self._coming[instance] = time.monotonic() + MAP_SECONDS
+        if (coming := self._coming.get(instance)) is not None:
+            if coming.thread.ident is None or coming.thread.is_alive():
+                return time.monotonic() < coming.until
+            # Its thread has ended without a word.
+            self._refused.add(instance, RETRY_SECONDS)
+            self._coming.pop(instance, None)
+        if instance in self._refused or self._closed:
+            return False
         name = "vcache-neighbours"
         thread = threading.Thread(target=self._run, args=(instance,), name=name, daemon=True)
+        self._coming[instance] = _Coming(thread, time.monotonic() + MAP_SECONDS)
         with suppress(RuntimeError):  # there are too many threads
             thread.start()
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
