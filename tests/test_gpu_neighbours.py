@@ -5,7 +5,7 @@ owner dies.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ def reader(stage: Stage) -> Iterator[Reader]:
 @pytest.mark.gpu
 def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Reader) -> None:
     """The owner dies while the copy waits in its stream; then the memory goes."""
-    with owner(stage, device="cuda:0", sizes=SIZES) as there, closing(CudaCopier(0)) as copier:
+    with owner(stage, device="cuda:0", sizes=SIZES) as there, ExitStack() as undo:
+        copier = CudaCopier(0)
+        undo.callback(copier.drain)
         generations = there.ask("write", [9], 90)
         neighbour = reader.there(instance(1))
         read(neighbour, reader.cache, 9, copier=copier)
