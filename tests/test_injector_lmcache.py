@@ -24,6 +24,9 @@ pytestmark = pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.mi
 ALL = os.environ.get("VCACHE_INJECT") == "all"
 WAYS = list(product((1, 3), (False, True)))
 """The number of the call, and whether it raises behind its work."""
+FILES = {"integration/lmcache/worker.py", "integration/lmcache/patches.py"}
+FILES |= {"vcache_backend/transfer/load.py", "vcache_backend/metadata_server/client.py"}
+"""Some of whose functions raise."""
 SAID = "shares nothing any more", "stepped aside"
 Case = tuple[str, int, bool]
 
@@ -83,5 +86,6 @@ def test_an_exception_of_ours_behind_lmcache_is_no_wrong_answer_and_no_end(
             Path(table).write_text("\n".join([line, "", *head, *rows, ""]))
     faults = {case: outcome for case, outcome in outcomes.items() if "FAULT" in outcome}
     assert not faults
+    assert {name.partition(":")[0] for name, _, _ in outcomes} >= FILES
     # A few depend on the order of threads.
     assert counted["not reached"] <= len(outcomes) // 20

@@ -13,12 +13,15 @@ import pytest
 from mooncake_cases import needs_mooncake, own_depot
 from mooncake_store import Depot
 from processes import ROOT, eventually
+from vllm_models import CONNECTOR
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -122,6 +125,23 @@ def test_what_a_newer_worker_sends_is_passed_over() -> None:
     assert registry.get_sample_value("vllm:vcache_load_seconds_count", {"engine": "1"}) == 1
     reduced = stats.build_stats(newer).aggregate(known).reduce()
     assert (reduced["Stored MB"], reduced["Loads"]) == (4.0, 1)
+
+
+def test_metrics_that_cannot_be_made_end_no_front_end_under_multi_connector() -> None:
+    """It asserts that each connector with statistics has made metrics."""
+    registry = CollectorRegistry()
+    Counter("vllm:vcache_stored_bytes", "somebody's", registry=registry)
+    kinds = Counter, Gauge, Histogram
+    types = {kind: functools.partial(kind, registry=registry) for kind in kinds}
+    inside = {"connectors": [CONNECTOR | {"kv_role": "kv_both"}]}
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=inside
+    )
+    config = SimpleNamespace(kv_transfer_config=transfer)
+    metrics = MultiConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    counted = VCacheStats()
+    counted.count("stored_bytes", 1)
+    metrics.observe({"VCacheConnector": counted.data})
 
 
 @pytest.fixture(autouse=True)

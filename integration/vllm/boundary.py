@@ -27,6 +27,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 CLOSE_SECONDS = 10.0
 """How long vLLM's shutdown waits for a half that is being closed in the background."""
+AGAIN_SECONDS = 5.0
+"""How often a half out of use tries to tell the server why, until a server has heard it."""
 
 
 def guarded(otherwise: Callable[..., Any]) -> Callable[[Method], Method]:
@@ -68,6 +70,8 @@ class Boundary:
         self.config: Config | None = None
         self._close: list[Callable[[], object]] = []
         self._closing: threading.Thread | None = None
+        self._shutting = threading.Event()
+        """vLLM shuts down."""
 
     def stop(self) -> None:
         """Called once when the half goes out of use. Afterwards other processes read nothing that
@@ -89,31 +93,39 @@ class Boundary:
             log.error("vcache failed in %s", self._name, exc_info=error)
         if self._says:
             log.error("vcache caches nothing: %s. vLLM serves without it", reason)
-        with suppress(Exception):  # no thread can be had
-            self._closing = threading.Thread(target=self._leave, name="vcache-leave", daemon=True)
-            self._closing.start()
+        leaving = threading.Thread(target=self._leave, name="vcache-leave", daemon=True)
+        with suppress(Exception):  # no thread can be had: `close` releases everything
+            leaving.start()
+            self._closing = leaving
 
     def close(self) -> None:
         """Release everything, in vLLM's shutdown. Idempotent."""
+        self._shutting.set()
         if self._closing is not None:
             self._closing.join(CLOSE_SECONDS)
             return
         self._close_all()
 
     def _leave(self) -> None:
-        """Tell the server, and release everything. In a thread, since both may wait."""
+        """Tell the server, now or once there is one, and release everything. In a thread, since
+        both may wait."""
+        told = self._tell()
+        self._close_all()
+        while not told and not self._shutting.wait(AGAIN_SECONDS):
+            told = self._tell()
+
+    def _tell(self) -> bool:
+        """Whether there is nobody to tell any more."""
         try:
-            self._tell()
+            if self.config is not None:
+                with Client(self.config.server.path, self.config.client, reconnect=False) as server:
+                    server.report("error", f"{self._name} caches nothing: {self.off}")
         except VCacheError as error:
             log.debug("the server was not told: %s", error)
+            return False
         except Exception:
             log.exception("vcache: the server was not told")
-        self._close_all()
-
-    def _tell(self) -> None:
-        if self.config is not None:
-            with Client(self.config.server.path, self.config.client, reconnect=False) as server:
-                server.report("error", f"{self._name} caches nothing: {self.off}")
+        return True
 
     def _close_all(self) -> None:
         while self._close:

@@ -421,11 +421,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @classmethod
     def build_prom_metrics(cls, *given: Any, **more: Any) -> Any:
-        try:
-            return stats.VCachePromMetrics(*given, **more)
-        except Exception:
-            log.exception("vcache shows no metrics")
-            return None
+        # Never None: under MultiConnector vLLM would end at the first statistics.
+        return stats.VCachePromMetrics(*given, **more)
 
     @guarded(answer(()))
     def take_events(self) -> Iterable[Any]:

@@ -237,8 +237,9 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The metrics `vllm:vcache_*`, one set of series for each engine. Runs in the front end's
     process.
 
-    All series exist from the start, at 0. vLLM passes the constructor's arguments: `metric_types`
-    maps prometheus_client's classes to replacements (Ray has its own)."""
+    All series exist from the start, at 0; if one cannot be made, it and all later ones are missing.
+    vLLM passes the constructor's arguments: `metric_types` maps prometheus_client's classes to
+    replacements (Ray has its own)."""
 
     def __init__(
         self,
@@ -250,6 +251,15 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[tuple[int, str, str], Any] = {}
         self._histograms: dict[tuple[int, str], Any] = {}
+        self._make(metric_types, labelnames, per_engine_labelvalues)
+
+    @_harmless(lambda self: None)
+    def _make(
+        self,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
         for name, (documentation, label, values) in COUNTERS.items():
             labels = [*labelnames, *([label] if label else [])]
             said: dict[str, Any] = {"documentation": documentation, "labelnames": labels}
