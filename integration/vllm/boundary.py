@@ -177,11 +177,11 @@ class AwaitedLoads:
         """Take loads of which vLLM has heard out of `output.finished_recving`: the loads that all
         workers report with a step, also another connector's. Later calls with the same output do
         nothing."""
-        if output is self._settled:
+        if output is self._settled or not output.finished_recving:
             return
         self._settled = output
         kept = set[str]()
-        for request_id in output.finished_recving or ():
+        for request_id in output.finished_recving:
             if self._told[request_id] > 0:
                 self._told[request_id] -= 1
             else:
