@@ -50,3 +50,10 @@ def test_a_server_that_comes_later_hears_why_an_instance_caches_nothing(
     operator = here.client()
     eventually(lambda: [each.text for each in operator.stats().reports] == [said])
     half.close()
+
+
+def test_a_half_is_out_of_use_also_if_the_error_says_nothing() -> None:
+    half = Boundary("a half", says=True)
+    half.fail("")
+    half.close()
+    assert half.off

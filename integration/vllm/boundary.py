@@ -87,12 +87,12 @@ class Boundary:
         exception that nothing of ours expected; None: there is nothing to repair here."""
         if self.off:
             return
-        self.off = reason
+        self.off = reason or "an error without a message"
         self.stop()
         if error is not None:
             log.error("vcache failed in %s", self._name, exc_info=error)
         if self._says:
-            log.error("vcache caches nothing: %s. vLLM serves without it", reason)
+            log.error("vcache caches nothing: %s. vLLM serves without it", self.off)
         leaving = threading.Thread(target=self._leave, name="vcache-leave", daemon=True)
         with suppress(Exception):  # no thread can be had: `close` releases everything
             leaving.start()
