@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..processes import die_with_parent, stopped
+from benchmarks.processes import die_with_parent, stopped
 
 S = TypeVar("S")
 SECONDS = 60.0
@@ -91,15 +91,14 @@ def hear(processes: Sequence[Forked[Any]], silence: float = SECONDS) -> Iterator
 
 
 class Waker:
-    """Sends SIGCONT to processes some time after they were stopped, by whatever cause. One thread.
-    stops: how many it has seen.
+    """Sends SIGCONT to processes some time after they were stopped, by whatever cause. One
+    thread.
     """
 
     def __init__(self, seed: str, longest: float) -> None:
         """longest: seconds that a process stays stopped, at most."""
         self._dice, self._longest = random.Random(f"wake {seed}"), longest
         self._wakes: dict[int, float] = {}
-        self.stops = 0
 
     def look(self, pids: list[int]) -> None:
         """Look for stopped processes, and wake those that are due. Call it often."""
@@ -107,7 +106,6 @@ class Waker:
         for pid in pids:
             if pid not in self._wakes and stopped(pid):
                 self._wakes[pid] = now + self._dice.uniform(0, self._longest)
-                self.stops += 1
         for pid in [pid for pid, at in self._wakes.items() if at < now]:
             del self._wakes[pid]
             with suppress(ProcessLookupError):

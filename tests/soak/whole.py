@@ -1,4 +1,4 @@
-"""An instance of a campaign that is a whole vLLM, whose answers are compared with those of a vLLM
+"""An instance of a soak that is a whole vLLM, whose answers are compared with those of a vLLM
 that shares nothing.
 
 It has a tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly used
@@ -25,14 +25,13 @@ import vllm
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
+from benchmarks.processes import die_with_parent
+from benchmarks.vllm.scale import TINY, Scale
+from benchmarks.vllm.settings import llm, our_connector
+from benchmarks.vllm.weights import write_model
 from integration import amx
-from vcache_backend.integration.vllm.scheduler.pace import Pace
 
-from ..processes import die_with_parent
-from ..vllm.answers import RANKED, Answer
-from ..vllm.scale import TINY, Scale
-from ..vllm.settings import llm, our_connector
-from ..vllm.weights import write_model
+from .answers import RANKED, Answer
 from .forked import Forked
 from .living import Living, Settings, Slowly, live_as
 
@@ -80,8 +79,6 @@ class Whole(Living):
         answers = Path(settings.shared, "answers.json").read_bytes()
         self._right = msgspec.json.decode(answers, type=dict[str, Answer])
         self._loaded: dict[str, int] = defaultdict(int)
-        # Every hit is loaded, also a short one beside running requests.
-        setattr(Pace, "computes", lambda *_: False)  # noqa: B010
         self.engine = make(settings.shared, _transfer(settings, self.size), self.size).llm_engine
         asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
         # vLLM never schedules so on CPUs.

@@ -1,8 +1,8 @@
-"""One instance of the campaign in place: a KV cache that others read, and whose blocks are
+"""An instance that shares in place, without vLLM: a KV cache that others read, and whose blocks are
 constantly handed out and rewritten.
 
-An owner computes chunks. A reader (`reader`) loads them out of others' KV caches, compares
-each byte, and publishes its copies. Both stop themselves at any step of the protocol."""
+An owner computes chunks. A reader loads them out of others' KV caches, compares each byte, and
+publishes its copies. Both stop themselves at any step of the protocol."""
 
 from __future__ import annotations
 
@@ -13,27 +13,48 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import numpy as np
 
 from integration.vllm.in_place.block_pool import KVBlocks, ResidentPool
+from integration.vllm.in_place.replicas import choose
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId, Publish
+from vcache_backend.metadata_server.messages import (
+    INSTANCE_BYTES,
+    ChunkKey,
+    Find,
+    Found,
+    InstanceId,
+    Publish,
+    ResidentRun,
+)
 from vcache_backend.resident.generations import Generations, UInt64s
+from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.exports.host_memory import HostExportable
 
-from .living import Living, Settings
+from .living import Living, Settings, Slowly, live_as
 from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
 
 BLOCKS = 8 * MOST_CHUNKS * EACH
 OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
+SLOW, SLOW_SECONDS = 0.1, 0.01
+"""Share of the copies that go block by block, and the most seconds that one pauses in all."""
+REMEMBERED = 0.05
+"""Share of the look-ups that use an earlier answer; while there is no server, all do."""
+OFFLINE_SECONDS = 0.02
+"""How long an instance leaves the core to whoever starts the server again."""
+PATIENCE_SECONDS = 60.0
 
 
 class Block(NamedTuple):
@@ -200,3 +221,69 @@ class Owner(Instance):
             self.step("writing")
             if self.dice.random() < 0.3:
                 time.sleep(0.0003)
+
+
+class Reader(Instance):
+    """Loads chunks, compares them, and publishes its copies for others."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        super().__init__(settings, dice)
+        self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
+        self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
+        self.tables = Tables(self.client)
+        self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
+
+    def round(self) -> None:
+        self.learn()
+        keys, outcomes = self.some_prompt(), self.told.outcomes
+        found = self._look_up(keys)
+        self.step("looked up")
+        count, runs = choose(found, self.tables, EACH, 0)
+        if not count:
+            return
+        keys = keys[:count]
+        blocks, generations = self.allocate(count)
+        # A byte that a copy does not write is noticed.
+        self.words[:, blocks] = POISON
+        self.step("before launch")
+        stats = self.session.stats
+        before = stats.counted("chunks_").get("refused", 0)
+        load = self._load(keys, blocks, runs)
+        loaded = load.run(PATIENCE_SECONDS)
+        self.step("behind the verdict")
+        outcomes.loads += bool(loaded)
+        outcomes.causes[load.cause] += 1
+        outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
+        if wrong := self.memory.wrong(blocks, keys[:loaded], found.epoch):
+            self.loaded_wrong(f"{wrong:,} bytes of {loaded} chunks from {runs}")
+        elif loaded and found.epoch == self.epoch:
+            mine = slice(loaded * EACH)
+            self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
+        self.pool.free_blocks(blocks)
+
+    def _load(self, keys: list[ChunkKey], blocks: list[int], runs: Sequence[ResidentRun]) -> Load:
+        return Load(
+            self.session,
+            BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
+            keys,
+            mark=self.session.copier.mark(),
+            residents=runs,
+            neighbours=self.neighbours,
+        )
+
+    def _look_up(self, keys: list[ChunkKey]) -> Found:
+        asked = keys[0], keys[-1]
+        old = self._found.get(asked)
+        if old is not None and self.dice.random() < REMEMBERED:
+            return old
+        try:
+            found = self._found[asked] = self.client.find(Find(keys, 1, self.instance))
+        except VCacheError:
+            time.sleep(OFFLINE_SECONDS)
+            return old or Found(b"")
+        return found
+
+
+def live(settings: Settings, pipe: Connection) -> None:
+    """The main function of an instance's process."""
+    live_as(Owner if settings.role == "owner" else Reader, settings, pipe)

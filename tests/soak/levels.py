@@ -1,4 +1,4 @@
-"""The levels of the campaign: which processes there are, what happens to them, and how much must be
+"""The levels of the soak: which processes there are, what happens to them, and how much must be
 seen.
 """
 
@@ -11,24 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import reader, worker
+from . import inplace, pooled
 from .forked import SECONDS
 from .living import Control, Role, Settings
 from .memory import CHUNK_BYTES
 
-DIED = 64
-
 
 class Level(NamedTuple):
-    """A campaign. counts: processes by role. mishaps: each one's weight. stops, pauses: see
-    `Settings`. loads: how many must bring something, and what share of them verdicts must refuse.
-    controls: each with its least number of loads, and its most seconds. seconds: the longest that
-    the campaign itself takes. silence: seconds after which a silent process counts as ended.
-    prepare: fills the shared folder. longest_stop: seconds that a process stays stopped, at most.
-    lends: bytes that an instance lends to a pool, through which it shares; 0: it shares in place.
-    pause: seconds between two mishaps, on average. states: in which an instance stops itself, and
-    dies with the exit status `DIED`, `DIED` + 1 and so on. least_pauses: how often readers must
-    have stopped between a load's launch and its verdict."""
+    """counts: processes by role. mishaps: each one's weight. stops, pauses: see `Settings`. loads:
+    how many must bring something, and what share of them verdicts must refuse. controls: each takes
+    at most so many seconds. seconds: the longest that the level itself takes. silence: seconds
+    after which a silent process counts as ended. prepare: fills the shared folder. longest_stop:
+    seconds that a process stays stopped, at most. lends: bytes that an instance lends to a pool,
+    through which it shares; 0: it shares in place. pause: seconds between two mishaps, on average.
+    states: in which an instance stops itself, and dies with the exit status `DIED`, `DIED` + 1 and
+    so on; such a level takes all of its time."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -37,26 +34,19 @@ class Level(NamedTuple):
     controls: Sequence[Control]
     stops: float = 0.0
     reuse_hits: float = 0.0
-    control_loads: int = 1
     control_seconds: float = 120.0
     seconds: float = float("inf")
     silence: float = SECONDS
     prepare: Callable[[Path], None] = lambda folder: None
     longest_stop: float = 0.6
     pauses: float = 0.0
-    least_pauses: int = 0
     lends: int = 0
     pause: float = 0.5
     states: tuple[str, ...] = ()
 
-    @property
-    def answers(self) -> bool:
-        """Whether answers of whole vLLMs are compared, not bytes."""
-        return "vllm" in self.counts
 
-
-CPU = Level(
-    life=reader.live,
+INPLACE = Level(
+    life=inplace.live,
     counts={"owner": 4, "reader": 6},
     mishaps={
         "owner killed": 4,
@@ -71,10 +61,9 @@ CPU = Level(
     loads=100_000,
     reuse_hits=0.01,
     controls=("no verdict", "counted late", "published early"),
-    control_loads=5000,
 )
 SOAK = Level(
-    life=worker.live,
+    life=pooled.live,
     counts={"worker": 10},
     mishaps={
         "worker killed": 4,
@@ -82,10 +71,6 @@ SOAK = Level(
         "server killed": 2,
         "server terminated": 1,
         "server stopped": 2,
-        "clock set back": 1,
-        "old ledger shown": 4,
-        "ledger not writable": 2,
-        "descriptors exhausted": 2,
     },
     stops=0.004,
     loads=100_000,
@@ -100,7 +85,7 @@ SOAK = Level(
 
 def _vllms(on_cpu: int, **given: Any) -> Level:
     """A level of real vLLMs: four on GPUs, else so many on the CPU."""
-    from ..vllm.environment import prepare_host
+    from benchmarks.vllm.environment import prepare_host
 
     on_gpus = torch.cuda.is_available()
     prepare_host(cpu=not on_gpus)
@@ -111,9 +96,7 @@ def _vllms(on_cpu: int, **given: Any) -> Level:
 
 
 def death(lends: int = 0) -> Level:
-    """Real vLLMs that are paused, stopped, starved and killed around their loads, as is the server.
-    lends: see `Level`.
-    """
+    """Whole vLLMs around their loads. lends: see `Level`."""
     from . import whole
 
     return _vllms(
@@ -132,17 +115,13 @@ def death(lends: int = 0) -> Level:
         loads=500,
         reuse_hits=0.02,
         controls=("no verdict",),
-        control_loads=200,
         pauses=0.7,
-        least_pauses=500,
         lends=lends,
     )
 
 
 def promised() -> Level:
-    """Real vLLMs in place that ask for the same prompts at the same time. In every state of a
-    promise they are stopped, and die; they abort requests and reset the namespace.
-    """
+    """Whole vLLMs in place that ask for the same prompts at the same time."""
     from . import promises
 
     return _vllms(
@@ -164,8 +143,8 @@ def promised() -> Level:
 
 
 LEVELS: dict[str, Callable[[], Level]] = {
-    "cpu": lambda: CPU,
     "soak": lambda: SOAK,
+    "inplace": lambda: INPLACE,
     "death": death,
     "death_pool": lambda: death(lends=1 << 20),
     "promises": promised,

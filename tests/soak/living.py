@@ -1,4 +1,4 @@
-"""What the instances of all campaigns have in common: their settings, their reports, how they stop
+"""What the instances of all levels have in common: their settings, their reports, how they stop
 themselves, and the copies that they slow down."""
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from .forked import begin
 Role = Literal["owner", "reader", "worker", "vllm"]
 Control = Literal["", "no verdict", "counted late", "published early", "no bound"]
 REPORT_SECONDS = 0.2
+DIED = 64
+"""The first of the exit statuses of instances that end in a state on purpose."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -52,29 +54,24 @@ class Outcomes(msgspec.Struct):
 
     loads: loads that brought something, all of it compared; with whole vLLMs, requests for which
     something was loaded. reuse_hits: loads whose verdict refused some chunks, since a block changed
-    or a lease ended between launch and verdict. causes: why loads brought less. by_step: how often
-    a process stopped itself, by the step of the protocol. answers: vLLM's, to whole requests.
-    waits: of requests for what others computed, by their end. overdue: requests that waited longer
-    than their bound."""
+    or a lease ended between launch and verdict. raised: calls. wrong: loads, or answers. answers:
+    vLLM's, to whole requests. waits: requests that waited for what others computed. overdue: those
+    that waited too long. steps: how often a process stopped itself, by the step of the protocol.
+    causes: why loads brought less."""
 
     loads: int = 0
     reuse_hits: int = 0
     raised: int = 0
     wrong: int = 0
     answers: int = 0
+    waits: int = 0
     overdue: int = 0
-    waits: Counter[str] = msgspec.field(default_factory=Counter)
-    by_step: Counter[str] = msgspec.field(default_factory=Counter)
+    steps: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
 
     def add(self, more: Self) -> None:
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(more, name))
-
-    @property
-    def pauses(self) -> int:
-        """How often a process stopped itself between a load's launch and its verdict."""
-        return self.by_step["copying"] + self.by_step["copied"]
 
 
 class Told(NamedTuple):
@@ -85,7 +82,7 @@ class Told(NamedTuple):
 
 
 class Living:
-    """An instance of a campaign, in its own process. One thread.
+    """An instance of a soak, in its own process. One thread.
 
     over: the instance must no longer be believed; another one takes its place in this process."""
 
@@ -106,7 +103,7 @@ class Living:
         pauses = self.settings.pauses if name == "copied" else 0.0
         if self.dice.random() < (pauses or often * self.settings.stops):
             stop_self()
-            self.told.outcomes.by_step[name] += 1
+            self.told.outcomes.steps[name] += 1
 
     def loaded_wrong(self, what: str) -> None:
         """A load brought wrong bytes."""

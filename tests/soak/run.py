@@ -1,4 +1,4 @@
-"""Runs a campaign: starts its processes and the mishaps, and collects what the processes report."""
+"""Runs a level: starts its processes and the mishaps, and collects what the processes report."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import Self
 
 import msgspec
 
+from benchmarks.processes import ChildFailed
 from vcache_backend import config
 
-from ..processes import ChildFailed
 from .forked import Forked, Waker, hear
-from .levels import CPU, DIED, Level
-from .living import Control, Outcomes, Role, Settings
+from .levels import INPLACE, Level
+from .living import DIED, Control, Outcomes, Role, Settings
 from .memory import CHUNK_TOKENS
-from .mishaps import Mishaps
-from .node import Node
+from .mishaps import Mishaps, server
 
 QUICK = config.ClientConfig(
     connect_seconds=0.5,
@@ -35,8 +34,8 @@ SEGMENTS = 3
 """Devices that lend to the pool; further instances share one with an earlier one."""
 PROGRESS_SECONDS = 15.0
 MOST_ENDED, MOST_AT_FIRST = 20, 3
-"""How many processes may end by themselves before a campaign is given up: in all, and before
-anything was loaded or answered.
+"""How many processes may end by themselves before a level is given up: in all, and before anything
+was loaded or answered.
 """
 NOWHERE = Path()
 
@@ -49,27 +48,29 @@ class Result(msgspec.Struct):
     mishaps: Counter[str]
     wrong: list[str] = []
     seconds: float = 0.0
-    stops: int = 0
     ended: int = 0
 
+    def caught(self, control: Control) -> int:
+        """How often what this control breaks was seen."""
+        return self.outcomes.overdue if control == "no bound" else self.outcomes.wrong
 
-class Campaign:
+
+class Soak:
     """All processes of one run; the context manager ends them. One thread, and one for mishaps."""
 
     def __init__(self, level: Level, seed: int, shared: Path, control: Control = "") -> None:
         self._level, self._shared, self._seed, self._control = level, str(shared), seed, control
         self._starts, self._waker = 0, Waker(str(seed), level.longest_stop)
         with ExitStack() as undo:
-            folder = tempfile.TemporaryDirectory(prefix="vcache-campaign-")
-            self._folder = Path(undo.enter_context(folder))
-            self._node = Node(self._folder / "node", self._folder / "server.log")
-            undo.callback(self._node.kill)
-            self._node.restart()
+            self._folder = Path(
+                undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-soak-"))
+            )
+            self._server = undo.enter_context(server(self._folder))
             self._here: list[Forked[Settings]] = []
             undo.callback(self._kill_all)
             for role in [role for role, count in level.counts.items() for _ in range(count)]:
                 self._here.append(self._start(role, len(self._here)))
-            self._mishaps = Mishaps(self._node, self._pids, seed, level.mishaps)
+            self._mishaps = Mishaps(self._server, self._pids, seed, level.mishaps)
             undo.callback(self._mishaps.end)
             self.result = Result(seed, Outcomes(), self._mishaps.counts)
             self._undo = undo.pop_all()
@@ -80,26 +81,23 @@ class Campaign:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def run(self, over: Callable[[Outcomes, float], bool]) -> Result:
-        """Run until `over(counts, seconds)` is true. Mishaps begin with the first answer, where
+    def run(self, over: Callable[[Result, float], bool]) -> Result:
+        """Run until `over(result, seconds)` is true. Mishaps begin with the first answer, where
         answers are compared."""
         shown = started = time.monotonic()
-        while not over(self.result.outcomes, (now := time.monotonic()) - started):
+        while not over(self.result, (now := time.monotonic()) - started):
             self._hear()
             self._waker.look(self._pids())
-            if self.result.outcomes.answers or not self._level.answers:
+            if self.result.outcomes.answers or "vllm" not in self._level.counts:
                 self._mishaps.start(self._level.pause)
-            if self._mishaps.error is not None:
-                raise self._mishaps.error
+            self._mishaps.look()
             if now - shown > PROGRESS_SECONDS:
                 shown = now
-                self._show(now - started)
+                print(f"{now - started:5.0f} s: {self.result.outcomes}", file=sys.stderr)
         self._mishaps.end()
-        result = self.result
-        result.seconds = round(time.monotonic() - started, 1)
-        result.stops = self._waker.stops
-        result.ended += self._node.ended
-        return result
+        self.result.seconds = round(time.monotonic() - started, 1)
+        self.result.ended += self._mishaps.ended
+        return self.result
 
     def _hear(self) -> None:
         """Collect the reports that have come, and replace the processes that have ended. A process
@@ -130,25 +128,13 @@ class Campaign:
         if result.ended > most:
             raise ChildFailed(f"{result.ended} processes ended by themselves")
 
-    def _show(self, seconds: float) -> None:
-        seen = self.result.outcomes
-        asked = f"{seen.answers:,} answers, " if seen.answers else ""
-        said = (
-            f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, "
-            f"{seen.waits.total():,} waits, {seen.overdue} overdue, {seen.wrong} wrong, "
-            f"{self._mishaps.counts.total()} mishaps"
-        )
-        print(f"{seconds:5.0f} s: {said}", file=sys.stderr, flush=True)
-
-    # ---- processes
-
     def _start(self, role: Role, number: int) -> Forked[Settings]:
         """Start an instance with a new name."""
         self._starts += 1
         level = self._level
         pool = {"device": f"host:{number % SEGMENTS}", "segment_bytes": f"{level.lends} B"}
         sections = {"pool": pool, "engine": {"chunk_size": CHUNK_TOKENS}}
-        given = config.from_dict(sections | {"server": {"socket": str(self._node.path)}})
+        given = config.from_dict(sections | {"server": {"socket": str(self._server.path)}})
         settings = Settings(
             msgspec.structs.replace(given, client=QUICK),
             role,
@@ -172,36 +158,49 @@ class Campaign:
             instance.kill()
 
 
-def campaign(loads: int, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
-    """Run a campaign until so many loads have brought something, and verdicts have refused as many
-    as the level asks for. A level with states takes all of its time.
+def run(seed: int, level: Level = INPLACE, shared: Path = NOWHERE) -> Result:
+    """Run a level until so many loads have brought something, and verdicts have refused as many as
+    it asks for. A level with states takes all of its time.
     """
 
-    def over(seen: Outcomes, passed: float) -> bool:
-        enough = (
-            seen.loads >= loads
-            and seen.reuse_hits >= level.reuse_hits * loads
-            and seen.pauses >= level.least_pauses
+    def over(result: Result, passed: float) -> bool:
+        enough = not level.states and not _too_few(result, level)
+        return passed > level.seconds or enough
+
+    with Soak(level, seed, shared) as made:
+        return made.run(over)
+
+
+def run_control(
+    control: Control, seed: int, level: Level = INPLACE, shared: Path = NOWHERE
+) -> Result:
+    """Run a control until what it breaks was seen; at most for the level's time."""
+    with Soak(level, seed, shared, control) as made:
+        return made.run(
+            lambda seen, for_: bool(seen.caught(control)) or for_ > level.control_seconds
         )
-        return passed > level.seconds or (enough and not level.states)
-
-    with Campaign(level, seed, shared) as made:
-        return made.run(over)
 
 
-def caught(control: Control, seen: Outcomes) -> int:
-    """How often the campaign saw what this control breaks."""
-    return seen.overdue if control == "no bound" else seen.wrong
+def faults(result: Result, level: Level) -> list[str]:
+    """What was wrong, and what happened too seldom to prove anything; empty: neither."""
+    seen = result.outcomes
+    bad = {
+        "loads or answers were wrong": seen.wrong,
+        "processes ended by themselves": result.ended,
+        "calls raised": seen.raised,
+        "requests were overdue": seen.overdue,
+    }
+    found = [f"{count} {what}" for what, count in bad.items() if count] + _too_few(result, level)
+    for state in level.states:
+        stopped, died = seen.steps[state], result.mishaps[f"died: {state}"]
+        if not (stopped and died):
+            found.append(f"{state!r}: {stopped} stops and {died} ends in this state")
+    if level.states and not seen.waits:
+        found.append("no request waited")
+    return found + [f"not once {what}" for what in level.mishaps if not result.mishaps[what]]
 
 
-def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
-    """Run a control until it has gone wrong, and has the level's number of loads; at most for the
-    level's time.
-    """
-
-    def over(seen: Outcomes, passed: float) -> bool:
-        enough = caught(control, seen) > 0 and seen.loads >= level.control_loads
-        return enough or passed > level.control_seconds
-
-    with Campaign(level, seed, shared, control) as made:
-        return made.run(over)
+def _too_few(result: Result, level: Level) -> list[str]:
+    seen, refused = result.outcomes, level.reuse_hits * level.loads
+    few = [f"{seen.loads} loads of {level.loads}"] if seen.loads < level.loads else []
+    return few + [f"{seen.reuse_hits} refused of {refused:g}"] * (seen.reuse_hits < refused)

@@ -18,9 +18,9 @@ from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.vram_pool.copies.copier import HostCopier
 
 from . import memory
+from .inplace import OFFLINE_SECONDS, SLOW, SLOW_SECONDS
 from .living import Living, Settings, Slowly, live_as
 from .memory import BLOCK_SIZE, CHUNK_TOKENS, EACH, MOST_CHUNKS, POISON, Memory
-from .reader import OFFLINE_SECONDS, SLOW, SLOW_SECONDS
 
 BLOCKS = 2 * MOST_CHUNKS * EACH
 FAMILIES = 16

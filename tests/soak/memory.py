@@ -45,7 +45,7 @@ class Memory:
         )
         shape = (LAYERS, 2, blocks, BLOCK_SIZE, HEADS, DIM)
         self.tensors = list(memory.view(torch.bfloat16).view(shape))
-        self.layout = Layout.of(self.tensors, BLOCK_SIZE, model="campaign", chunk_size=CHUNK_TOKENS)
+        self.layout = Layout.of(self.tensors, BLOCK_SIZE, model="soak", chunk_size=CHUNK_TOKENS)
 
     def wrong(self, blocks: Sequence[int], keys: Sequence[ChunkKey], epoch: int) -> int:
         """How many bytes of these chunks, which lie in the first of these blocks, are wrong."""
