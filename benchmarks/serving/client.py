@@ -20,7 +20,7 @@ TOKENS = b'"choices":[{'
 
 class Answer(msgspec.Struct, kw_only=True):
     """One answer. Times are in seconds on this process's clock; 0: that point was not reached.
-    times: when tokens came. error: why the answer is incomplete.
+    error: why the answer is incomplete.
     """
 
     sent: float = 0.0
@@ -29,7 +29,6 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt: int = 0
     cached: int = 0
     tokens: int = 0
-    times: list[float] = []
     error: str = ""
 
 
@@ -110,8 +109,8 @@ async def send(
     return answers
 
 
-async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:
-    """Send one request and note its times. rank: the data parallel rank that is to answer.
+async def complete(port: int, body: bytes, answer: Answer) -> None:
+    """Send one request and note its times.
 
     Raises OSError, ValueError or EOFError if the answer is not a completion's stream.
     """
@@ -122,7 +121,6 @@ async def complete(port: int, body: bytes, answer: Answer, rank: int | None = No
             f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: "
             "application/json\r\nConnection: close\r\n"
         )
-        head += f"X-data-parallel-rank: {rank}\r\n" if rank is not None else ""
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = await reader.readline()
         headers = b""
@@ -152,7 +150,6 @@ async def _stream(reader: asyncio.StreamReader, answer: Answer) -> None:
                 # An event of tokens is not parsed, which would make this process late.
                 answer.first = answer.first or now
                 answer.last = now
-                answer.times.append(now)
             elif event.startswith(b"data: {"):
                 _note(json.loads(event[6:]), answer)
             elif event == b"data: [DONE]":

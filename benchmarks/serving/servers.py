@@ -4,7 +4,6 @@ end with it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -32,24 +31,14 @@ from ..processes import (
     until,
 )
 from ..vllm.environment import ENVIRONMENT, environment
-from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
 RESET_SECONDS = 10.0
-CALL_SECONDS = 60.0
-COUNTERS = {
-    "queries": r"vllm:prefix_cache_queries_total",
-    "own": r"vllm:prefix_cache_hits_total",
-    "external": r"vllm:external_prefix_cache_hits_total",
-    "resident": r'vllm:vcache_loaded_tokens_total\{[^}]*tier="resident"[^}]*\}',
-    "waited": r"vllm:vcache_awaited_tokens_total",
-    "preemptions": r"vllm:num_preemptions_total",
-}
-"""Of vLLM's Prometheus endpoint, in tokens but for the last: patterns, of which all series are
-added up. Where there is none, it is 0.
-"""
+CALL_SECONDS = 10.0
+EXTERNAL = r"vllm:external_prefix_cache_hits_total"
+"""Of vLLM's Prometheus endpoint: tokens that connectors had."""
 
 
 class Servers:
@@ -74,9 +63,7 @@ class Servers:
         self._undo = ExitStack()
         self._beside: list[Program] = []
         self._servers: list[Program] = []
-        count = 1 if SYSTEMS[name].ranks or SYSTEMS[name].single else len(gpus)
-        self.ports = free_ports(count)
-        self.events = free_ports(count)
+        self.ports = free_ports(1 if SYSTEMS[name].ranks else len(gpus))
         self._started = time.monotonic()
         with ExitStack() as undo:
             # Not among the logs, which may be another run's too.
@@ -85,7 +72,7 @@ class Servers:
             undo.callback(self._end)
             side = self._start_beside() | {"more": more}
             for index, port in enumerate(self.ports):
-                given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
+                given = {**side, "index": index}
                 arguments = serve_arguments(name, sizes, model, port, given)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
                 called = f"{name}_{index}"
@@ -113,71 +100,30 @@ class Servers:
         every = [*self._servers, *self._beside]
         if ended := [program for program in every if not program.alive]:
             raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
-        self._wait_for_memory(seconds - (time.monotonic() - self._started))
         return time.monotonic() - self._started
-
-    def restart(self, seconds: float = START_SECONDS) -> None:
-        """End the last server and start it again. Returns once it is healthy."""
-        _finish(self._servers[-1:])
-        self._servers[-1].start()
-        self._servers[-1].until(partial(healthy, self.ports[-1]), seconds)
 
     def reset(self) -> None:
         """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
         # Without a connector vLLM has none to reset, and would say that it failed.
         system = SYSTEMS[self.name]
-        external = str(system.ours or system.host).lower()
+        external = str(bool(system.share) or self.name == "mp").lower()
         path = f"/reset_prefix_cache?reset_external={external}"
         for port in self.ports:
             if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
-        if system.ours:
-            with self._client() as client:
+        if system.share:
+            with Client(self._own / "vcache.sock", PATIENT, reconnect=False) as client:
                 client.clear()
 
-    def _wait_for_memory(self, seconds: float) -> None:
-        """Of the host, which our pool takes in the background: until it is all there, as a peer's
-        is at its start.
-        """
-        system = SYSTEMS[self.name]
-        if not (system.ours and system.host):
-            return
-        wanted = int(self._sizes.host_gib * GIB) // len(self.ports) * len(self.ports)
-        with self._client() as client:
-
-            def lent() -> int:
-                return sum(info.nbytes for info in client.list_segments())
-
-            if not until(lambda: lent() >= wanted, seconds, 0.2):
-                raise ChildFailed(f"{lent():,} of {wanted:,} B of host memory; {self.said()}")
-
-    def counters(self) -> dict[str, float]:
-        """`COUNTERS`, of all servers together."""
+    def external(self) -> float:
+        """Tokens that connectors have had so far, of all servers."""
         text = "\n".join(_get(port, "/metrics").decode() for port in self.ports)
-        return {key: counter(text, name) for key, name in COUNTERS.items()}
-
-    def shared(self) -> int:
-        """Chunks that others can read: in the pool, and in instances' KV caches."""
-        with self._client() as client:
-            stats = client.stats()
-            return int(stats.chunks + sum(each.resident for each in stats.instances))
-
-    def call(self, method: str) -> None:
-        """Have each worker of each rank run this method of its `--worker-extension-cls`."""
-        for port in self.ports:
-            _get(port, "/collective_rpc", json.dumps({"method": method}).encode(), CALL_SECONDS)
-
-    def causes(self) -> str:
-        """The first errors in the servers' logs, which say why one has ended."""
-        pattern = r"ERROR .*\b\w+(?:Error|Exception)\b"
-        return " | ".join([line for each in self._servers for line in each.said(pattern)][:3])
+        pattern = rf"^{EXTERNAL}(?:\{{[^}}]*\}})? (\S+)$"
+        return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
         return " | ".join([line for each in self._servers for line in each.said()][-3:])
-
-    def _client(self) -> Client:
-        return Client(self._own / "vcache.sock", PATIENT, reconnect=False)
 
     def _start_beside(self) -> dict[str, Any]:
         """Start what the system needs beside its servers. It is up long before they ask."""
@@ -189,7 +135,7 @@ class Servers:
             log = self._folder / "mp_server.log"
             self._beside.append(Program("mp_server", command, log, environment))
             return {"port": port}
-        if SYSTEMS[self.name].ours:
+        if SYSTEMS[self.name].share:
             path = self._own / "vcache.sock"
             log = self._folder / "vcache_server.log"
             self._beside.append(MetadataServer(path, log, environment))
@@ -197,7 +143,7 @@ class Servers:
         return {}
 
     def _environment(self, index: int) -> dict[str, str]:
-        own = {"VLLM_SERVER_DEV_MODE": "1", **self._sizes.kind.environment}  # for `reset`
+        own = {"VLLM_SERVER_DEV_MODE": "1"}  # for `reset`
         if not (cpu := self._sizes.scale.cpu):
             # Of those that this process sees: another run may have the others of the host.
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
@@ -220,12 +166,6 @@ def _finish(programs: Sequence[Program]) -> None:
         program.kill()
 
 
-def counter(text: str, name: str) -> float:
-    """A counter in Prometheus's text form, over all its labels. name: a pattern."""
-    pattern = rf"^{name}(?:\{{[^}}]*\}})? (\S+)$"
-    return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
-
-
 def healthy(port: int) -> bool:
     try:
         _get(port, "/health")
@@ -239,8 +179,8 @@ def _reset(port: int, path: str) -> bool:
     return bool(msgspec.json.decode(_get(port, path, b""))["success"])
 
 
-def _get(port: int, path: str, data: bytes | None = None, seconds: float = 10.0) -> bytes:
+def _get(port: int, path: str, data: bytes | None = None) -> bytes:
     """data: POST it."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=seconds) as reply:
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=CALL_SECONDS) as reply:
         body: bytes = reply.read()
     return body

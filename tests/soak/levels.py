@@ -4,12 +4,15 @@ seen.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from benchmarks.vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
 
 from . import inplace, pooled
 from .forked import SECONDS
@@ -85,10 +88,11 @@ SOAK = Level(
 
 def _vllms(on_cpu: int, **given: Any) -> Level:
     """A level of real vLLMs: four on GPUs, else so many on the CPU."""
-    from benchmarks.vllm.environment import prepare_host
-
     on_gpus = torch.cuda.is_available()
-    prepare_host(cpu=not on_gpus)
+    # What the processes inherit.
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    on_cpus = CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"}
+    os.environ.update(ENVIRONMENT | own | ({} if on_gpus else on_cpus))
     counts: dict[Role, int] = {"vllm": 4 if on_gpus else on_cpu}
     seconds = 360.0 if on_gpus else 1200.0
     # A stop may be longer than a lease.
