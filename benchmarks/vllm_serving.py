@@ -7,8 +7,8 @@ Real OpenAI servers, one a GPU, of a model with the shape of Llama-3.1-8B and du
 are token ids, answers have a fixed length. Every system has the same VRAM for KV: what vcache lends
 to the pool its vLLM does without; in place it is all vLLM's.
 
-An arm is a system and the policy that distributes its requests: `turn`, `least` (to the server with
-the fewest in flight), or the real `vllm-router` with `cache_aware`, with its threshold behind it.
+An arm is a system and the policy that distributes its requests: `turn`, or the real `vllm-router`
+with `cache_aware`, with its threshold behind it.
 The systems with `_dp` are one server with data parallel ranks; `mp` has LMCache's server.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
@@ -36,7 +36,7 @@ from .options import Measurement, names_of, parser
 from .processes import ChildFailed
 from .results import Clock
 from .serving import workloads
-from .serving.client import LATE, Balancer, Job, send
+from .serving.client import LATE, Job, send
 from .serving.router import POLICIES, Arm, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, compared, rows_of, tables
@@ -48,7 +48,6 @@ from .vllm.weights import write_model
 WORKLOADS = {
     "prefix": workloads.prefix_repetition,
     "trace": conversations,
-    "hot": workloads.hot,
     "fork": workloads.fork,
     "chat": workloads.chat,
 }
@@ -152,10 +151,10 @@ def _measure(
         servers.reset()
         # Each server takes some steps: through a pool a reset is over after the next one.
         job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
-        asyncio.run(send([job] * 2 * len(servers.ports), Balancer(servers.ports), 1, WARM_SECONDS))
+        asyncio.run(send([job] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
         time.sleep(SETTLES)
-        with way(arm, servers, made.folder) as to:
-            found.append(_answered(to, load, made.clock))
+        with way(arm, servers, made.folder) as ports:
+            found.append(_answered(ports, load, made.clock))
         print(
             f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
             f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
@@ -167,12 +166,12 @@ def _measure(
     made.report.add(rows_of(arm.name, name, found, label, memory(arm.system, sizes), what))
 
 
-def _answered(to: Balancer, load: Load, clock: Clock) -> Figures:
+def _answered(ports: Sequence[int], load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
     figures = Figures(load.ceiling)
     for phase, jobs in zip(load.phases, load.jobs, strict=True):
         seconds = min(LOAD_SECONDS, clock.left)
-        answers = asyncio.run(send(jobs, to, phase.concurrency, seconds))
+        answers = asyncio.run(send(jobs, ports, phase.concurrency, seconds))
         if seconds < LOAD_SECONDS and any(answer.error == LATE for answer in answers):
             # The run's own end cut it: without its last answers a phase looks faster than it was.
             clock.check(seconds)
@@ -192,7 +191,7 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
         half = prompts[turn // 2 :: 2]
         shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]
         jobs = [Job(_body(request)) for request in half]
-        answers = asyncio.run(send(jobs, Balancer(shifted), len(half), WARM_SECONDS / 4))
+        answers = asyncio.run(send(jobs, shifted, len(half), WARM_SECONDS / 4))
         errors += [answer.error for answer in answers if answer.error]
         time.sleep(SETTLES)
     return errors

@@ -1,4 +1,4 @@
-"""How requests come to the servers: in turn, to the least busy one, or through vLLM's router."""
+"""How requests come to the servers: in turn, or through vLLM's router."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..processes import HOST, Program, free_ports, module
-from .client import Balancer
 from .servers import Servers, healthy
 from .systems import SYSTEMS
 
-DIRECT = {"turn": "requests in turn", "least": "the server with fewest requests"}
-"""Policies without a router, in words."""
-POLICIES = (*DIRECT, "cache_aware")
+POLICIES = "turn", "cache_aware"
 THRESHOLD = 64
 """Of `cache_aware` by default: it sends a request to the server with its prefix, unless that has so
 many requests more than the other one.
@@ -48,24 +45,25 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         """As rows have it."""
-        return f"{self.system}_{self.policy}{'' if self.policy in DIRECT else self.threshold}"
+        return f"{self.system}_{self.policy}{'' if self.policy == 'turn' else self.threshold}"
 
     @property
     def said(self) -> str:
         """The policy in words."""
         if SYSTEMS[self.system].ranks:
             return "vLLM's own balancer"
-        if self.policy in DIRECT:
-            return DIRECT[self.policy]
+        if self.policy == "turn":
+            return "requests in turn"
         version = importlib.metadata.version("vllm-router")
         return f"vllm-router {version} {self.policy}, threshold {self.threshold}"
 
 
 @contextmanager
-def way(arm: Arm, servers: Servers, folder: Path) -> Iterator[Balancer]:
-    """Start what distributes an arm's requests; a router knows nothing yet. Raises ChildFailed."""
-    if arm.policy in DIRECT:
-        yield Balancer(servers.ports, arm.policy == "least")
+def way(arm: Arm, servers: Servers, folder: Path) -> Iterator[list[int]]:
+    """The ports that get an arm's requests in turn: the servers', or that of a router, which knows
+    nothing yet. Raises ChildFailed."""
+    if arm.policy == "turn":
+        yield servers.ports
         return
     port, metrics = free_ports(2)
     urls = [f"http://{HOST}:{each}" for each in servers.ports]
@@ -77,4 +75,4 @@ def way(arm: Arm, servers: Servers, folder: Path) -> Iterator[Balancer]:
     command = module("vllm_router.launch_router", *arguments)
     with Program(f"router {arm.name}", command, log) as router:
         router.until(partial(healthy, port), START_SECONDS)
-        yield Balancer([port])
+        yield [port]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from ..results import Row, none, percentile, row
 from .client import Answer
 
 MS = 1e3
-PLAIN, OURS = "alone", "inplace"
-"""The systems that `routed_*` rows compare."""
 RATIOS = {"throughput": "requests_per_second", "ttft_p50": "ttft_p50", "ttft_p99": "ttft_p99"}
 """The figures that are compared, by the name that rows of comparisons give them."""
 RANKS = {"throughput": (1.3, 1.5), "ttft_p50": (2.0, 2.0)}
@@ -95,76 +92,82 @@ def case(arm: str, workload: str, figure: str) -> str:
     return f"vllm_serving_{arm}_{workload}_{figure}"
 
 
-class Arms:
-    """The arms that have rows of a workload. rows: all, of any workload."""
-
-    def __init__(self, rows: Mapping[str, Row], workload: str) -> None:
-        self._rows, self._workload = rows, workload
-        pattern = re.compile(case(r"(\w+)", workload, "requests_per_second"))
-        self.names = [match[1] for name in rows if (match := pattern.fullmatch(name))]
-
-    def row(self, arm: str, figure: str) -> Row:
-        return self._rows[case(arm, self._workload, figure)]
-
-    def what(self, arm: str) -> str:
-        """The workload in words."""
-        return self.row(arm, "requests_per_second").what.partition("; ")[2]
-
-    def of(self, system: str, what: str) -> list[str]:
-        """The arms of a system whose workload is the same."""
-        pattern = rf"{system}_(turn|least|cache_aware\d+)"
-        return [a for a in self.names if re.fullmatch(pattern, a) and self.what(a) == what]
-
-    def ratio(self, name: str, figure: str, mine: str, plain: list[str], least: float) -> Row:
-        """Our arm against the best of the plain ones in one figure of RATIOS; above 1: ours is
-        ahead."""
-        rate = figure == "throughput"
-        rows = {arm: self.row(arm, RATIOS[figure]) for arm in (mine, *plain)}
-        best = sorted(plain, key=lambda arm: rows[arm].value, reverse=rate)[0]
-        value, reference = (rows[mine], rows[best]) if rate else (rows[best], rows[mine])
-        unit = "requests a second" if rate else "ms of theirs; reference: ours"
-        what = f"{self.what(mine)}; {mine} against {best}, the best of {', '.join(plain)}; {unit}"
-        case_ = f"{name}_{figure}"
-        made = row(case_, value.unit, value.value, reference.value, what=what, at_least=least)
-        return msgspec.structs.replace(made, spread=value.spread, runs=value.runs)
-
-
 def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
     """In place with requests in turn, and behind each router, against the best plain vLLM of any
-    policy, figure by figure; and data parallel ranks with and without vcache.
+    policy, figure by figure; and data parallel ranks with and without vcache. Above 1: vcache is
+    ahead.
 
     rows: of arms; those of another workload than ours are left out. four: of four GPUs, whose rows
     begin with x4_."""
-    made, arms, begin = list[Row](), Arms(rows, workload), "x4_" if four else ""
-    for mine in [arm for arm in arms.names if arm.startswith(f"{OURS}_") and "_dp_" not in arm]:
-        if plain := arms.of(PLAIN, arms.what(mine)):
-            name = f"{begin}{workload}_{mine.removeprefix(f'{OURS}_')}"
-            made += [arms.ratio(name, figure, mine, plain, 1.0) for figure in RATIOS]
-    ranks = f"{OURS}_dp_turn", f"{PLAIN}_dp_turn"
-    if set(ranks) <= set(arms.names):
-        for figure, least in RANKS.items():
-            name = f"{begin}dp_{workload}"
-            made.append(arms.ratio(name, figure, ranks[0], [ranks[1]], least[four]))
+    made, begin = list[Row](), "x4_" if four else ""
+    for ours in _arms(rows, workload, "inplace"):
+        if plain := _arms(rows, workload, "alone", _said(rows, workload, ours)):
+            name = f"{begin}{workload}_{ours.removeprefix('inplace_')}"
+            made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
+    for ours in _arms(rows, workload, "inplace_dp"):
+        if plain := _arms(rows, workload, "alone_dp", _said(rows, workload, ours)):
+            for each, least in RANKS.items():
+                name = f"{begin}dp_{workload}"
+                made.append(_ratio(rows, workload, name, each, ours, plain, least[four]))
     return made
 
 
+def _ratio(
+    rows: Mapping[str, Row],
+    workload: str,
+    name: str,
+    figure: str,
+    ours: str,
+    plain: list[str],
+    least: float,
+) -> Row:
+    """Our arm against the best of the plain ones in one figure of RATIOS."""
+    rate = figure == "throughput"
+    found = {arm: rows[case(arm, workload, RATIOS[figure])] for arm in (ours, *plain)}
+    best = sorted(plain, key=lambda arm: found[arm].value, reverse=rate)[0]
+    value, reference = (found[ours], found[best]) if rate else (found[best], found[ours])
+    unit = "requests a second" if rate else "ms of theirs; reference: ours"
+    what = f"{_said(rows, workload, ours)}; {ours} against {best} of {', '.join(plain)}; {unit}"
+    figures = value.unit, value.value, reference.value
+    made = row(f"{name}_{figure}", *figures, what=what, at_least=least, runs=value.runs)
+    return msgspec.structs.replace(made, spread=value.spread)
+
+
+def _arms(
+    rows: Mapping[str, Row], workload: str, system: str = r"\w+", what: str = ""
+) -> list[str]:
+    """The arms of a system that have rows of a workload. what: only those with the same one."""
+    pattern = re.compile(
+        case(rf"({system}_(turn|cache_aware\d+))", workload, "requests_per_second")
+    )
+    arms = [match[1] for name in rows if (match := pattern.fullmatch(name))]
+    return [arm for arm in arms if what in ("", _said(rows, workload, arm))]
+
+
+def _said(rows: Mapping[str, Row], workload: str, arm: str) -> str:
+    """The workload in words."""
+    return rows[case(arm, workload, "requests_per_second")].what.partition("; ")[2]
+
+
+COLUMNS = {
+    "requests_per_second": (".2f", "req/s"),
+    "ttft_p50": (".0f", "TTFT p50"),
+    "ttft_p99": (".0f", "p99"),
+    "tpot_p50": (".1f", "TPOT p50"),
+    "hit_rate": (".3f", "hit"),
+    "errors": (".0f", "errors"),
+}
+
+
 def tables(rows: Mapping[str, Row], workload: str) -> str:
-    """The figures of all arms under a workload, in 80 columns."""
-    arms = Arms(rows, workload)
-    if not arms.names:
+    """The figures of all arms under a workload."""
+    arms = _arms(rows, workload)
+    if not arms:
         return ""
-    first, wide = arms.names[0], max(25, *map(len, arms.names))
-    ceiling = arms.row(first, "hit_rate").reference
-    lines = textwrap.wrap(f"{arms.what(first)}. Ceiling of the hit rate {ceiling:.3f}.", 80)
-    lines += [f"{'':{wide}}  req/s TTFT p50      p99 TPOT p50    hit errors"]
-    for arm in arms.names:
-
-        def value(figure: str, arm: str = arm) -> float:
-            return arms.row(arm, figure).value
-
-        lines.append(
-            f"{arm:{wide}}{value('requests_per_second'):7.2f} {value('ttft_p50'):8.0f} "
-            f"{value('ttft_p99'):8.0f} {value('tpot_p50'):8.1f} {value('hit_rate'):6.3f} "
-            f"{value('errors'):6.0f}"
-        )
-    return "\n".join(["", *lines])
+    ceiling = rows[case(arms[0], workload, "hit_rate")].reference
+    lines = ["", f"{_said(rows, workload, arms[0])}. Ceiling of the hit rate {ceiling:.3f}."]
+    lines += [f"{'':25}" + "".join(f"{name:>9}" for _, name in COLUMNS.values())]
+    for arm in arms:
+        values = {each: rows[case(arm, workload, each)].value for each in COLUMNS}
+        lines.append(f"{arm:25}" + "".join(f"{v:9{COLUMNS[n][0]}}" for n, v in values.items()))
+    return "\n".join(lines)

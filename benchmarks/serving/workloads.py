@@ -21,10 +21,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     longest: longer prompts are cut. output: tokens of every answer. concurrency: requests in
     flight, over all servers. warm: prompts of the warm-up. prefixes, prefix, suffix, repeats: as in
     `vllm bench serve --dataset-name prefix_repetition`; repeats: prompts for each prefix. suffix:
-    also what every prompt of hot and fork has of its own.
+    also what every prompt of fork has of its own.
 
-    hot_*: how many documents, of what length, how many requests for them, and the exponent of
-    their popularity. fork_*: contexts, their length, and the requests that begin with one of them
+    fork_*: contexts, their length, and the requests that begin with one of them
     at the same instant. chat_*: conversations, their turns, tokens that all begin with, tokens of
     the first and of later messages, tokens of an answer, the mean thinking time, and the seconds
     within which all conversations begin.
@@ -44,10 +43,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int = 8192
     suffix: int = 256
     repeats: int = 6
-    hot_documents: int = 48
-    hot_tokens: int = 8192
-    hot_requests: int = 320
-    hot_zipf: float = 1.1
     fork_contexts: int = 6
     fork_tokens: int = 32000
     fork_requests: int = 48
@@ -110,20 +105,6 @@ def prefix_repetition(plan: Plan) -> Workload:
     what = (
         f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} "
         f"suffixes of {plan.suffix}, {usual(plan)}"
-    )
-    return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
-
-
-def hot(plan: Plan) -> Workload:
-    """Documents of which few are asked for often."""
-    dice = np.random.default_rng([plan.seed, 4])
-    documents = [random_tokens(dice, plan.hot_tokens, plan) for _ in range(plan.hot_documents)]
-    weights = 1 / np.arange(1, plan.hot_documents + 1) ** plan.hot_zipf
-    chosen = dice.choice(plan.hot_documents, plan.hot_requests, p=weights / weights.sum())
-    requests = [_asking(dice, documents[number], plan) for number in chosen]
-    what = (
-        f"hot: {plan.hot_requests} requests for {plan.hot_documents} documents of "
-        f"{plan.hot_tokens} tokens, Zipf {plan.hot_zipf:g}, {usual(plan)}"
     )
     return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
 
