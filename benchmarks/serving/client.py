@@ -44,7 +44,8 @@ async def send(
     jobs: Sequence[Job], ports: Sequence[int], concurrency: int, seconds: float
 ) -> list[Answer]:
     """Send conversations and jobs with times at their times, the others `concurrency` at once, to
-    the ports in turn. The answers in the jobs' order; those that are late after `seconds` have an error.
+    the ports in turn. The answers in the jobs' order; those that are late after `seconds` have an
+    error.
     """
     answers, started = [Answer(error=LATE) for _ in jobs], time.perf_counter()
     chains: dict[int, list[int]] = {}

@@ -130,8 +130,7 @@ class Fleet:
             return {}
         if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
-        more = self.more
-        return our_connector(self._socket, scale.pool_bytes, scale.chunk, more)
+        return our_connector(self._socket, scale.pool_bytes, scale.chunk, self.more)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -234,12 +233,12 @@ class Fleet:
 
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
-        if not until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
-            if self.in_place and not self.chunks(writer):
-                said = " | ".join(self.instance(writer).said()[-5:])
-                raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
-            return False
-        return True
+        if until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
+            return True
+        if self.in_place and not self.chunks(writer):
+            said = " | ".join(self.instance(writer).said()[-5:])
+            raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
+        return False
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the

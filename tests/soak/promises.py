@@ -28,13 +28,13 @@ PROMISED = Size(TINY, families=6, chunks=12, at_once=4, tokens=72 * TINY.block, 
 preempted."""
 STEP_SECONDS = 0.02
 """How much longer each step takes."""
-BOUND_SECONDS = 20.0
+BOUND_SECONDS = 10.0
 """No request is held back for longer, however often the processes are stopped meanwhile."""
 TOGETHER, WAVE_SECONDS = 0.8, 2.0
 """The share of the prompts that all instances ask for at the same time, and how long they do so."""
 STATE_SECONDS, STOPS = 2.0, 10
 """How long it runs between two such stops, on average, and at which of them it dies."""
-ABORTS, RESETS = 0.03, 0.001
+ABORTS, RESETS = 0.003, 0.001
 """The share of the steps behind which it does so."""
 
 
