@@ -9,7 +9,7 @@ to the pool its vLLM does without; in place it is all vLLM's.
 
 An arm is a system and the policy that distributes its requests: `turn`, or the real `vllm-router`
 with `cache_aware`, with its threshold behind it.
-The systems with `_dp` are one server with data parallel ranks; `mp` has LMCache's server.
+The systems with `_dp` are one server with data parallel ranks.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
 empty caches and a new router. The servers of a system are warmed up with prompts nobody asks again,
@@ -206,7 +206,6 @@ def _sizes(options: argparse.Namespace) -> Sizes:
         plan=msgspec.structs.replace(sizes.plan, **given),
         kv_bytes=int(sizes.kv_bytes * options.memory),
         pool_bytes=int(sizes.pool_bytes * options.memory),
-        host_gib=sizes.host_gib * options.memory,
         instances=len(options.gpus),
     )
 
@@ -224,7 +223,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
     option("--gpus", type=_numbers, default="0,1", help="one for each server")
-    option("--memory", type=float, default=1.0, help="of the scale's KV caches and host memory")
+    option("--memory", type=float, default=1.0, help="of the scale's KV caches")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -31,7 +30,7 @@ from ..processes import (
     until,
 )
 from ..vllm.environment import ENVIRONMENT, environment
-from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
+from .systems import SYSTEMS, Sizes, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
@@ -45,8 +44,8 @@ class Servers:
     """Starts at once; `wait` until they answer.
 
     gpus: one for each server, or for each rank of the only one, by ordinal; a server sees all of
-    them, its own first. folder: for logs. cache: for
-    vLLM's compiled code. more: settings of vcache."""
+    them, its own first. folder: for logs. cache: for vLLM's compiled code. more: settings of
+    vcache."""
 
     def __init__(
         self,
@@ -58,36 +57,31 @@ class Servers:
         cache: Path,
         more: Mapping[str, str],
     ) -> None:
-        self.name = name
-        self._sizes, self._gpus, self._folder, self._cache = sizes, gpus, folder, cache
-        self._undo = ExitStack()
-        self._beside: list[Program] = []
+        self.name, self._sizes, self._gpus, self._cache = name, sizes, gpus, cache
+        self._share = SYSTEMS[name].share
         self._servers: list[Program] = []
         self.ports = free_ports(1 if SYSTEMS[name].ranks else len(gpus))
         self._started = time.monotonic()
         with ExitStack() as undo:
             # Not among the logs, which may be another run's too.
             own = tempfile.TemporaryDirectory(prefix="vcache-serving-", ignore_cleanup_errors=True)
-            self._own = Path(undo.enter_context(own))
+            self._socket = Path(undo.enter_context(own), "vcache.sock")
+            if self._share:
+                log, given = folder / "vcache_server.log", {**os.environ, **ENVIRONMENT}
+                undo.enter_context(MetadataServer(self._socket, log, given))
             undo.callback(self._end)
-            side = self._start_beside() | {"more": more}
             for index, port in enumerate(self.ports):
-                given = {**side, "index": index}
-                arguments = serve_arguments(name, sizes, model, port, given)
+                side = {"socket": self._socket, "more": more, "index": index}
+                arguments = serve_arguments(name, sizes, model, port, side)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
-                called = f"{name}_{index}"
-                log, given = folder / f"{called}.log", self._environment(index)
-                self._servers.append(Program(called, command, log, given))
+                log, given = folder / f"{name}_{index}.log", self._environment(index)
+                self._servers.append(Program(f"{name}_{index}", command, log, given))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all. Idempotent; from any thread."""
         self._undo.close()
 
     def wait(self, seconds: float = START_SECONDS) -> float:
@@ -97,22 +91,17 @@ class Servers:
         for program, port in zip(self._servers, self.ports, strict=True):
             left = seconds - (time.monotonic() - self._started)
             program.until(partial(healthy, port), left)
-        every = [*self._servers, *self._beside]
-        if ended := [program for program in every if not program.alive]:
-            raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
         return time.monotonic() - self._started
 
     def reset(self) -> None:
         """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
         # Without a connector vLLM has none to reset, and would say that it failed.
-        system = SYSTEMS[self.name]
-        external = str(bool(system.share) or self.name == "mp").lower()
-        path = f"/reset_prefix_cache?reset_external={external}"
+        path = f"/reset_prefix_cache?reset_external={str(bool(self._share)).lower()}"
         for port in self.ports:
             if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
-        if system.share:
-            with Client(self._own / "vcache.sock", PATIENT, reconnect=False) as client:
+        if self._share:
+            with Client(self._socket, PATIENT, reconnect=False) as client:
                 client.clear()
 
     def external(self) -> float:
@@ -125,23 +114,6 @@ class Servers:
         """What vcache has last said in the servers' logs."""
         return " | ".join([line for each in self._servers for line in each.said()][-3:])
 
-    def _start_beside(self) -> dict[str, Any]:
-        """Start what the system needs beside its servers. It is up long before they ask."""
-        environment = {**os.environ, **ENVIRONMENT}
-        if self.name == "mp":
-            (port,) = free_ports(1)
-            arguments = mp_arguments(self._sizes.scale, self._sizes.host_gib, port)
-            command = module("lmcache.v1.multiprocess.server", *arguments)
-            log = self._folder / "mp_server.log"
-            self._beside.append(Program("mp_server", command, log, environment))
-            return {"port": port}
-        if SYSTEMS[self.name].share:
-            path = self._own / "vcache.sock"
-            log = self._folder / "vcache_server.log"
-            self._beside.append(MetadataServer(path, log, environment))
-            return {"socket": path}
-        return {}
-
     def _environment(self, index: int) -> dict[str, str]:
         own = {"VLLM_SERVER_DEV_MODE": "1"}  # for `reset`
         if not (cpu := self._sizes.scale.cpu):
@@ -152,18 +124,12 @@ class Servers:
         return environment(cpu, self._cache, **own)
 
     def _end(self) -> None:
-        """The end of the servers, then of what they may still tell of it."""
-        for programs in (self._servers, self._beside):
-            _finish(programs)
-
-
-def _finish(programs: Sequence[Program]) -> None:
-    """SIGTERM first: a server then gives back what it has in `/dev/shm` and on the GPU."""
-    for program in programs:
-        program.signal(signal.SIGTERM)
-    until(lambda: not any(program.alive for program in programs), END_SECONDS, 0.1)
-    for program in programs:
-        program.kill()
+        """SIGTERM first: a server then gives back what it has in `/dev/shm` and on the GPU."""
+        for server in self._servers:
+            server.signal(signal.SIGTERM)
+        until(lambda: not any(server.alive for server in self._servers), END_SECONDS, 0.1)
+        for server in self._servers:
+            server.kill()
 
 
 def healthy(port: int) -> bool:

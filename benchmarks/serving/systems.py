@@ -14,7 +14,7 @@ import msgspec
 from ..processes import HOST
 from ..vllm import scale as scales
 from ..vllm.scale import GIB, MIB, Scale
-from ..vllm.settings import BOTH, llm, our_connector
+from ..vllm.settings import llm, our_connector
 from .workloads import Plan
 
 MODEL = "model"
@@ -23,13 +23,12 @@ MODEL = "model"
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
     beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
-    both. host_gib: host memory of LMCache's server. seqs: requests that an instance runs at a time.
-    instances: servers, or data parallel ranks of one."""
+    both. seqs: requests that an instance runs at a time. instances: servers, or data parallel ranks
+    of one."""
 
     scale: Scale
     kv_bytes: int
     pool_bytes: int
-    host_gib: float
     seqs: int
     plan: Plan
     instances: int = 2
@@ -44,7 +43,6 @@ FULL = Sizes(
     scale=scales.FULL,
     kv_bytes=12 * GIB,
     pool_bytes=48 * GIB,
-    host_gib=96,
     seqs=64,
     plan=Plan(vocabulary=scales.FULL.vocabulary, block=scales.FULL.block),
 )
@@ -52,7 +50,6 @@ TINY = Sizes(
     scale=scales.TINY,
     kv_bytes=2 * MIB,
     pool_bytes=6 * MIB,
-    host_gib=0.25,
     seqs=8,
     plan=Plan(
         vocabulary=scales.TINY.vocabulary,
@@ -96,7 +93,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
 SYSTEMS = {
     "alone": System(label="vLLM alone"),
-    "mp": System(label="LMCache MP server, host memory"),
     "pool": System(label="vcache, a pool", share="pool"),
     "inplace": System(label="vcache in place", share="in_place"),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
@@ -110,7 +106,7 @@ def memory(name: str, sizes: Sizes) -> str:
     said = f"{(sizes.kv_bytes if lends else sizes.all_kv_bytes) / GIB:.3g} GiB of KV cache a GPU"
     if lends:
         said += f" and {sizes.pool_bytes / GIB:.3g} GiB of it in the pool"
-    return said + (f", {sizes.host_gib:g} GiB of host memory" if name == "mp" else "")
+    return said
 
 
 def serve_arguments(
@@ -139,19 +135,8 @@ def serve_arguments(
 
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The connector. side: where the process beside the servers is (`port` of LMCache's, `socket`
-    of ours), `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
-    if name == "mp":
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": f"tcp://{HOST}",
-                "lmcache.mp.port": side["port"],
-                "lmcache.mp.mq_timeout": 60,
-            },
-            **BOTH,
-        }
+    """The connector, if it has one. side: `socket` of the metadata server, `index` of the server,
+    and `more`, settings of vcache by `SECTION.KEY`."""
     if not (share := SYSTEMS[name].share):
         return None
     more = {"connector.share": share}
@@ -161,12 +146,3 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     return our_connector(
         side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {}))
     )
-
-
-def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
-    """Of LMCache's server."""
-    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU"]
-    given += ["--chunk-size", str(scale.chunk)]
-    if scale.cpu:
-        given += ["--supported-transfer-mode", "auto", "--disable-observability"]
-    return given
