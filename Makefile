@@ -4,7 +4,7 @@
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
-CODE := vcache_backend benchmarks
+CODE := vcache_backend benchmarks tests/soak
 ARGS ?=
 # Three files of tests at a time, long ones first: many wait for other processes. BESIDE= runs one after the other.
 BESIDE ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -43,8 +43,8 @@ format: setup  ## put the code in its one format, repair what lint can repair
 bench: setup  ## measure this machine; ARGS are those of `python -m benchmarks`
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-soak: setup  ## a quarter of an hour of kills, stops and exhausted descriptors; every byte is checked; ARGS="--seed 1"
-	@$(BIN)/python -m benchmarks.campaign --level soak $(ARGS)
+soak: setup  ## a quarter of an hour of kills and stops; every byte is checked; ARGS="--level death" (others: ARGS=--help)
+	@PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)
 
 clean:  ## remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,39 +9,27 @@
 #
 #   tests    pytest -m gpu                                                                          3 minutes
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
-#   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
+#   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
-#   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
-#   modes    in place: fp8, MLA, n-gram drafts                                                      3 minutes
-#   sparse   pages of several sizes, in place and through a pool, with controls: an EAGLE head with other KV heads (*_equal_head), and a
-#            DeepSeek V3.2 shape (*_equal_sparse*; unpack gemm.tar.xz last; needs nvcc)             6 minutes
+#   models   through a pool: Gemma 3, gpt-oss; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
-#   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
-#   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
-#   weights  weights that change, with and without a version, in place and through a pool          5 minutes
-#   copies   copies, engine, metadata server, turns                                                 2 minutes
-#   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
-#   decode   running requests beside loads, in place                                                4 minutes
-#   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
-#   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
-#   workers  instances of two workers, tensor and pipeline parallel, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3; nothing beside it   9 minutes;
-#            PARTS=pp2,pp2_ttft WAYS=in_place: these alone
-#   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   6 minutes
-#   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
-#   ep       two expert and data parallel ranks of one server: hits of the other rank equal to the own ones, and their TTFT, of a
-#            DeepSeek V3 shape in place and of gpt-oss-20b's through a pool (needs moe.tar.xz); SHAPES=v3 or oss20b: one of them   7 minutes; nothing beside it
-#   ep_chat  the same ranks of the DeepSeek V3 shape, alone and in place, on chat                   6 minutes; nothing beside it
-#   states   hit rate of chat of Granite 4, LFM 2 and Qwen3-Next, two servers and a pool against one vLLM with all requests   7 minutes
+#   copies   copies, engine, metadata server                                                        2 minutes
+#   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
+#   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
+#   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
+#   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool promises"   7 minutes
 #
-# `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
-# then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
+# `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
+# (ARMS=alone:turn,alone:cache_aware16, then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is
+# unpacked like the other parts.
 #
-# A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s after 65 to 95 s. Then `routed` on four GPUs
-# takes 35 s for three runs of prefix and hot, and 55 s for three of the trace, each arm; `ranks` on four 175 s with prefix and hot; `three` in
-# place 130 s, through a pool 110 s. A machine starts, with what is unpacked, in 50 s; a failed start costs 180 s.
+# A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s after 65 to 95 s. A machine starts, with what
+# is unpacked, in 50 s; a failed start costs 180 s.
 #
-# Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
-# SECONDS_IN_ALL (560): when everything must be over. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
+# Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short models`.
+# SECONDS_IN_ALL (560): when everything must be over. GPUS=0,1,2,3: `serving`, `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES
+# must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs
+# the script on the CPU, to check it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stay=${STAY:-/tmp/vcache-stay} site=${SITE:-/tmp/site}
@@ -101,9 +89,7 @@ if calls not in ("tests", "copies"):
     names += ["vllm", "vllm.v1.engine.core", "vcache_backend.integration.vllm_connector"]
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
-names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
-names += ["vllm.third_party.deep_gemm"] if "sparse" in calls and not tiny else []
-names += ["vllm._moe_C_stable_libtorch", "vllm._flashmla_C"] if "ep" in calls and not tiny else []
+names += ["lmcache"] if "equal" in calls else []
 names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
@@ -142,88 +128,46 @@ tests() {
 equal() {
   local parts=agreeing,sensitive,equal ways=${WAYS:-in_place pool lmcache}
   [[ $ways != *in_place* ]] || ttft equal_in_place 500 agreeing,sensitive,flipped,equal "${in_place[@]}" --scale beside &
-  [[ $ways != *pool* ]] || ttft equal_pool 500 $parts,restart --integration vllm --scale beside &
-  [[ $ways != *lmcache* ]] || ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
+  [[ $ways != *pool* ]] || ttft equal_pool 500 $parts --integration vllm --scale beside &
+  [[ $ways != *lmcache* ]] || ttft equal_lmcache 500 $parts --integration lmcache --scale beside &
   wait
 }
 speed() {
   ttft speed_in_place 270 ttft,scheduler,miss "${in_place[@]}" --kv-gib 6 --rounds 7
-  ttft speed_pool 250 ttft,scheduler "${pool[@]}" --kv-gib 6 --rounds 7
+  ttft speed_pool 250 ttft,scheduler,miss "${pool[@]}" --kv-gib 6 --rounds 7
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --pool-gib 4 --rounds 3 &
-  ttft modes 550 fp8,mla,ngram,tp2,tp2_ttft --integration vllm --scale beside --rounds 3 &
-  wait
-}
-modes() { ttft modes_in_place 300 fp8,mla,ngram "${in_place[@]}" --scale beside --rounds 3; }
-workers() {
-  local parts=${PARTS:-tp2,tp2_ttft,pp2,pp2_ttft} ways=${WAYS:-in_place pool}
-  [[ $ways != *in_place* ]] || ttft workers_in_place 280 "$parts" "${in_place[@]}" --scale beside --rounds 3
-  [[ $ways != *pool* ]] || ttft workers_pool 280 "$parts" --integration vllm --scale beside --rounds 3
-}
-three() {
-  ttft three_in_place 200 three "${in_place[@]}" --kv-gib 6
-  ttft three_pool 150 three "${pool[@]}" --kv-gib 6
-}
-sparse() {
-  # DeepGEMM compiles its kernels when they are first used.
-  local nvcc; nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null)
-  export CUDA_HOME=${CUDA_HOME:-${nvcc%/bin/nvcc}}
-  ttft sparse_in_place 400 head,sparse,sparse_fp8 "${in_place[@]}" --scale beside &
-  ttft sparse_pool 400 head,sparse,sparse_fp8 --integration vllm --scale beside &
+  ttft models 550 gemma3,gpt_oss --integration vllm --pool-gib 4 --rounds 3 &
+  ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
+  ttft modes_in_place 550 fp8,mla,ngram "${in_place[@]}" --scale beside --rounds 3 &
   wait
 }
 which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
-death() {
-  bench death 180 campaign --level death &
-  bench death_pool 180 campaign --level death_pool &
-  wait
-}
-promises() { bench promises "${PROMISES_SECONDS:-280}" campaign --level promises; }
-weights() {
-  ttft weights_in_place 300 weights "${in_place[@]}" --scale beside &
-  ttft weights_pool 300 weights --integration vllm --scale beside &
-  wait
-}
-copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
-lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
-decode() { ttft decode 500 tpot "${in_place[@]}" --kv-gib 6; }
-serving() {
-  bench serving 500 vllm_serving --arms alone:turn,inplace:turn --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
+copies() { "$python" -m benchmarks --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
+soak() {
+  local levels=${LEVELS:-death death_pool promises} level
+  for level in $levels; do
+    PYTHONPATH=tests:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level "$level" --seconds "${SOAK_SECONDS:-180}" > "$out/soak-$level.txt" 2>&1 &
+  done
+  wait; for level in $levels; do tail -n 1 "$out/soak-$level.txt"; done
 }
 # served NAME ARMS WORKLOADS [OPTION...]: rows of earlier calls on this machine are continued. Sizes are for 80 GiB a GPU and a short time.
 served() {
   local name=$1 arms=$2 workloads=$3; shift 3
   mkdir -p "$stay"; [ ! -f "$stay/$name.json" ] || cp "$stay/$name.json" "$out/"
-  [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --contention-concurrency 24 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
+  [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
   bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${GPUS:+--gpus "$GPUS"} ${TINY:+--scale tiny} "$@" ${MORE:-}
   [ ! -f "$out/$name.json" ] || cp "$out/$name.json" "$stay/"
-  sed -n '/^    *req\/s/,$p' "$logs/$name.txt"
+  sed -n '/^ *req\/s/,$p' "$logs/$name.txt"
 }
-routed() {
-  served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,hot,contention,chat}"
-}
-ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix,hot}"; }
-ep() { bench ep 400 vllm_ranks --logs "$logs/ep" ${SHAPES:+--shapes "$SHAPES"} ${TINY:+--scale tiny --rounds 2}; }
-# chats NAME SECONDS SHAPE ARMS [OPTION...]: the workload chat, small, of another model than Llama.
-chats() {
-  local name=$1 seconds=$2 shape=$3 arms=$4; shift 4
-  [ -n "${TINY:-}" ] || set -- --chat-conversations 48 --chat-turns 6 --chat-arrivals 6 --chat-thinking 2 "$@"
-  bench "$name" "$seconds" vllm_serving --shape "$shape" --arms "$arms" --workloads chat --logs "$logs/$name" ${TINY:+--scale tiny} "$@"
-  sed -n '/^    *req\/s/,$p' "$logs/$name.txt"
-}
-ep_chat() { chats ep_chat 340 v3 "${ARMS:-alone_dp:turn,inplace_dp:turn}"; }
-states() {
-  # Four times the KV cache that holds as many tokens of full attention: states lie beside them.
-  local kinds="mamba2 conv gdn"; [ -z "${TINY:-}" ] || kinds=conv  # vLLM has no kernels of the others for CPUs
-  for kind in $kinds; do chats "states_$kind" 390 "state_$kind" single:turn,vcache:turn --memory 4 & done
-  wait
-}
+serving() { served serving "${ARMS:-alone:turn,inplace:turn,pool:turn}" "${WORKLOADS:-prefix}"; }
+routed() { served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,prefix,chat}"; }
+ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix}"; }
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models modes workers three sparse which death promises weights copies lmcache decode serving routed ranks ep ep_chat states " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models which copies serving routed ranks soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

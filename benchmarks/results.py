@@ -177,11 +177,6 @@ def line(row: Row) -> str:
     return f"{row.case:36} {figures} {judged}"
 
 
-def load() -> str:
-    """How busy this machine is, as text."""
-    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-
-
 class OutOfTime(RuntimeError):
     """The run's deadline has come."""
 

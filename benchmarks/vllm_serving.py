@@ -1,26 +1,22 @@
 """vLLM servers under load: what does sharing their KV bring, and what a router before them?
 
     python3 -m benchmarks.vllm_serving --out FILE --arms alone:turn,alone:cache_aware16,inplace:turn
-                                       --workloads fork,hot [--trace mooncake-conversation.jsonl]
+                                       --workloads fork,prefix [--trace mooncake-conversation.jsonl]
 
 Real OpenAI servers, one a GPU, of a model with the shape of Llama-3.1-8B and dummy weights; prompts
 are token ids, answers have a fixed length. Every system has the same VRAM for KV: what vcache lends
 to the pool its vLLM does without; in place it is all vLLM's.
 
-An arm is a system and the policy that distributes its requests: `turn`, `least` (to the server with
-the fewest in flight), or the real `vllm-router` with `cache_aware`, with its threshold behind it,
-or `kv_aware`. The systems with `_dp` are one server with data parallel ranks.
+An arm is a system and the policy that distributes its requests: `turn`, or the real `vllm-router`
+with `cache_aware`, with its threshold behind it.
+The systems with `_dp` are one server with data parallel ranks.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
 empty caches and a new router. The servers of a system are warmed up with prompts nobody asks again,
 and end after the last workload. Each of `--runs` has other prompts; rows are their medians.
 
-`--shape` names another kind of model (`vllm.instances`), which rows name behind their workload. The
-system `single` is one server that gets all requests: what `states_*` rows compare the pool with.
-
-Rows are written after every workload of every arm. `routed_*` and `dp_*` rows compare; they need
-both arms in the file. `--scale tiny` runs the same on the CPU, for
-the sake of the script."""
+Rows are written after every workload of every arm. Rows that compare need both arms in the file.
+`--scale tiny` runs the same on the CPU, for the sake of the script."""
 
 from __future__ import annotations
 
@@ -38,26 +34,21 @@ import numpy as np
 
 from .options import Measurement, names_of, parser
 from .processes import ChildFailed
-from .results import Clock, none
+from .results import Clock
 from .serving import workloads
-from .serving.client import LATE, Balancer, Job, send
-from .serving.router import POLICIES, Arm, undecoded, way
+from .serving.client import LATE, Job, send
+from .serving.router import POLICIES, Arm, way
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import Figures, case, compared, rows_of, tables
+from .serving.summary import Figures, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Phase, Plan, Request
-from .vllm.instances import KINDS, joined
 from .vllm.weights import write_model
 
 WORKLOADS = {
     "prefix": workloads.prefix_repetition,
     "trace": conversations,
-    "hot": workloads.hot,
     "fork": workloads.fork,
-    "contention": workloads.contention,
-    "cold": workloads.cold,
-    "warm": workloads.warm,
     "chat": workloads.chat,
 }
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
@@ -85,27 +76,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
     sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
-    named = joined("model", options.shape, sizes.scale.name)
-    model = write_model(options.cache / named, sizes.scale)
+    model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
     four = len(options.gpus) == 4
     place = options.gpus, model, made.folder, options.cache, dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
-        own = msgspec.structs.replace(sizes, kv_events=any(a.policy == "kv_aware" for a in arms))
         with made.part(system):
             made.clock.check(LEAST_SECONDS)
-            with Servers(system, own, *place) as servers:
+            with Servers(system, sizes, *place) as servers:
                 # While the servers start.
                 loads = loads or _loads(options, sizes)
-                _start(servers, own, made.clock)
-                for name, runs in loads.items():
+                _start(servers, sizes, made.clock)
+                for runs in loads.values():
                     for arm in arms:
                         made.clock.check(LEAST_SECONDS)
-                        _measure(arm, servers, own, runs, made)
-                    made.report.add(compared(made.report.rows, name, four))
-    for name in (joined(name, options.shape) for name in options.workloads):
-        if not options.arms:
-            made.report.add(compared(made.report.rows, name, four))
+                        _measure(arm, servers, sizes, runs, made)
+    for name in options.workloads:
+        made.report.add(compared(made.report.rows, name, four))
         print(tables(made.report.rows, name))
     return made.end()
 
@@ -120,9 +107,8 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
             [Job(_body(each), each.at, each.conversation) for each in phase.requests]
             for phase in phases
         ]
-        name = joined(workload, options.shape)
         ceiling = workloads.ceiling(phases, plan.block)
-        loads.setdefault(name, []).append(Load(name, phases, jobs, what, ceiling))
+        loads.setdefault(workload, []).append(Load(workload, phases, jobs, what, ceiling))
     gc.collect()
     gc.freeze()
     return loads
@@ -149,7 +135,7 @@ def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
     for error in _warm(servers.ports, sizes.plan)[:3]:
         print(f"{servers.name}: warm-up: {error}", flush=True)
     system = SYSTEMS[servers.name]
-    if system.ours and not system.ranks and not servers.counters()["external"]:
+    if system.share and not system.ranks and not servers.external():
         raise ChildFailed(
             f"{servers.name} shares nothing: in the warm-up no server hit what another one has; "
             f"{servers.said()}"
@@ -160,51 +146,39 @@ def _measure(
     arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Load], made: Measurement
 ) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
-    name, found, strange = runs[0].name, list[Figures](), 0
+    name, found = runs[0].name, list[Figures]()
     for load in runs:
         servers.reset()
         # Each server takes some steps: through a pool a reset is over after the next one.
         job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
-        asyncio.run(send([job] * 2 * len(servers.ports), Balancer(servers.ports), 1, WARM_SECONDS))
+        asyncio.run(send([job] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
         time.sleep(SETTLES)
-        with way(arm, servers, sizes.scale.block, made.folder) as to:
-            before = servers.counters()["preemptions"]
-            found.append(_answered(to, servers, load, made.clock))
-            preempted = servers.counters()["preemptions"] - before
-        strange += undecoded(arm, made.folder) if arm.policy == "kv_aware" else 0
+        with way(arm, servers, made.folder) as ports:
+            found.append(_answered(ports, load, made.clock))
         print(
             f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
             f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
-            f"{found[-1].hit_rate:.3f} of {load.ceiling:.3f}, {preempted:.0f} preemptions",
+            f"{found[-1].hit_rate:.3f} of {load.ceiling:.3f}",
             flush=True,
         )
     label = f"{SYSTEMS[arm.system].label}, {arm.said}"
-    label += ", KV events published" if sizes.kv_events else ""
     what = runs[0].what + "".join(f" and {load.what.rpartition(' ')[2]}" for load in runs[1:])
-    rows = rows_of(arm.name, name, found, label, memory(arm.system, sizes), what)
-    if arm.policy == "kv_aware":
-        text = f"{label}: KV events that the router did not understand"
-        rows.append(none(case(arm.name, name, "undecoded_events"), "events", strange, text))
-    made.report.add(rows)
+    made.report.add(rows_of(arm.name, name, found, label, memory(arm.system, sizes), what))
 
 
-def _answered(to: Balancer, servers: Servers, load: Load, clock: Clock) -> Figures:
+def _answered(ports: Sequence[int], load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
     figures = Figures(load.ceiling)
     for phase, jobs in zip(load.phases, load.jobs, strict=True):
-        if phase.restart:
-            servers.restart(min(START_SECONDS, clock.left))
-        before = servers.counters()
-        whole = phase.seconds or LOAD_SECONDS
-        seconds = min(whole, clock.left)
-        answers = asyncio.run(send(jobs, to, phase.concurrency, seconds))
-        if seconds < whole and any(answer.error == LATE for answer in answers):
+        seconds = min(LOAD_SECONDS, clock.left)
+        answers = asyncio.run(send(jobs, ports, phase.concurrency, seconds))
+        if seconds < LOAD_SECONDS and any(answer.error == LATE for answer in answers):
             # The run's own end cut it: without its last answers a phase looks faster than it was.
             clock.check(seconds)
         for error in sorted({answer.error for answer in answers if answer.error})[:3]:
             print(f"  {load.name}: {error}", flush=True)
         if phase.counted:
-            figures.add(answers, bool(phase.seconds), before, servers.counters())
+            figures.add(answers)
     return figures
 
 
@@ -217,7 +191,7 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
         half = prompts[turn // 2 :: 2]
         shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]
         jobs = [Job(_body(request)) for request in half]
-        answers = asyncio.run(send(jobs, Balancer(shifted), len(half), WARM_SECONDS / 4))
+        answers = asyncio.run(send(jobs, shifted, len(half), WARM_SECONDS / 4))
         errors += [answer.error for answer in answers if answer.error]
         time.sleep(SETTLES)
     return errors
@@ -226,21 +200,14 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
 def _sizes(options: argparse.Namespace) -> Sizes:
     """The scale's, with what was asked for otherwise."""
     sizes = SIZES[options.scale]
-    sizes = sizes.of(KINDS[options.shape]) if options.shape else sizes
     given = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
-    plan = msgspec.structs.replace(sizes.plan, **given)
-    sizes = msgspec.structs.replace(
+    return msgspec.structs.replace(
         sizes,
+        plan=msgspec.structs.replace(sizes.plan, **given),
         kv_bytes=int(sizes.kv_bytes * options.memory),
         pool_bytes=int(sizes.pool_bytes * options.memory),
-        host_gib=sizes.host_gib * options.memory,
         instances=len(options.gpus),
     )
-    if not plan.contention_documents:
-        document = (plan.contention_tokens + plan.suffix) * sizes.scale.token_bytes
-        many = max(2, sizes.all_kv_bytes * 3 // 2 // document)
-        plan = msgspec.structs.replace(plan, contention_documents=many)
-    return msgspec.structs.replace(sizes, plan=plan)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -251,13 +218,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"{', '.join(POLICIES)}; '': only compare and print (default: %(default)s)"
     )
     option("--arms", type=_arms, default="alone:turn,inplace:turn", help=arms)
-    usual = "prefix,hot,fork,contention,chat"
+    usual = "prefix,fork,chat"
     names = names_of(WORKLOADS)
     option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
-    option("--shape", choices=KINDS, default="", help="the model, if not Llama's")
     option("--gpus", type=_numbers, default="0,1", help="one for each server")
-    option("--memory", type=float, default=1.0, help="of the scale's KV caches and host memory")
+    option("--memory", type=float, default=1.0, help="of the scale's KV caches")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:

@@ -1,7 +1,7 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
     python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace]
-                                    [--only PART,...] [--scale full|tiny]
+                                    [--only PART,...] [--scale full|beside|tiny]
 
 `--integration`: through LMCache and the plugin, through our own connector and a pool, or in place:
 with the same, out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache`.
@@ -23,11 +23,11 @@ from .options import Measurement, names_of, parser
 from .results import Row
 from .vllm.fleet import Fleet, Run
 from .vllm.instances import KINDS, joined
-from .vllm.parts import equality, groups, latency, scheduling, versions
+from .vllm.parts import equality, latency, scheduling
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 
-OURS, POOL = ("vllm", "inplace"), ("lmcache", "vllm")
+OURS = ("vllm", "inplace")
 ALL = ("lmcache", *OURS)
 
 
@@ -35,12 +35,14 @@ class Part(NamedTuple):
     """Something to measure, and the instances it needs.
 
     ways: those of sharing that it is for, by what their rows begin with. cpu: whether it also runs
-    on the CPU, where vLLM's MLA has no prefix cache."""
+    on the CPU, where vLLM's MLA has no prefix cache. apart: its instances start after those of
+    other parts have ended."""
 
     instances: tuple[str, ...]
     run: Callable[[Run], list[Row]]
     ways: tuple[str, ...] = ALL
     cpu: bool = True
+    apart: str = ""
 
 
 def _equal(run: Run) -> list[Row]:
@@ -48,87 +50,44 @@ def _equal(run: Run) -> list[Row]:
     return equality.equal(run, run.prompts.hits(scale.equal, scale.partial))
 
 
-def _few(kind: str, cpu: bool = True) -> Part:
+def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) -> Part:
     """A part that compares a few hits of instances of a kind, and checks that their output depends
-    on the prompt.
-
-    With an EAGLE head vLLM's hash of a block covers the token after it, too. So prompts go on
-    behind their last chunk there, or nobody would have that chunk.
+    on the prompt. apart: parts with the same start together.
     """
 
     def compared(run: Run) -> list[Row]:
-        scale, goes_on = KINDS[kind].of(run.fleet.scale), bool(KINDS[kind].head)
-        prompts = (groups.Ended if goes_on else Prompts)(scale, seed=run.prompts.seed)
-        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if goes_on else 4)
+        scale, windows = KINDS[kind].of(run.fleet.scale), KINDS[kind].windows
+        prompts = Prompts(scale, run.prompts.seed, latency.TAIL if windows else 0)
+        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if windows else 4)
         run = run._replace(prompts=prompts)
         rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
         return [*rows, *equality.sensitive(run, kind, 1)]
 
-    return Part(_trio(kind), compared, OURS, cpu)
+    return Part(_trio(kind), compared, ways, cpu, apart)
 
 
-def _ttft(kind: str) -> Part:
-    """A part that measures TTFT of instances of a kind with several ranks."""
-    return Part(_trio(kind), lambda run: latency.first_token(run, kind), OURS, cpu=False)
-
-
-def _groups(kind: str, cpu: bool = True) -> Part:
-    """A part for a model with several block tables, which is shared through a pool."""
-    return Part(_trio(kind), lambda run: groups.measure(run, kind), ("vllm",), cpu)
-
-
-def _trio(kind: str) -> tuple[str, ...]:
+def _trio(kind: str = "") -> tuple[str, ...]:
     return tuple(joined(kind, who) for who in ("alone", "a", "b"))
 
 
-PAIR = _trio("")
 PARTS: dict[str, Part] = {
     "scheduler": Part(("a", "timed"), scheduling.scheduler_time, OURS),
-    "ttft": Part(PAIR, latency.first_token),
-    "agreeing": Part(PAIR, equality.agreeing),
+    "ttft": Part(_trio(), latency.first_token),
+    "agreeing": Part(_trio(), equality.agreeing),
     "sensitive": Part(("alone",), equality.sensitive),
-    "flipped": Part(PAIR, equality.flipped, ("inplace",)),
-    "equal": Part(PAIR, _equal),
-    "restart": Part(PAIR, equality.restart, POOL),
-    "tpot": Part(("a", "b"), latency.decoding),
+    "flipped": Part(_trio(), equality.flipped, ("inplace",)),
+    "equal": Part(_trio(), _equal),
     "miss": Part(("alone", "a"), latency.miss),
-    "fp8": _few("fp8"),
-    "mla": _few("mla", cpu=False),
-    "ngram": _few("ngram"),
-    "gemma3": _groups("gemma3"),
-    "gptoss": _groups("gptoss"),
-    "tp2": _few("tp2", cpu=False),
-    # vLLM 0.32's Mamba-2 kernels for CPUs end with an IndexError if there is a prefix cache.
-    "state_mamba2": _groups("state_mamba2", cpu=False),
-    "state_conv": _groups("state_conv"),
-    "state_gdn": _groups("state_gdn"),
-    "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS),
-    "sparse": _few("sparse", cpu=False),
-    "sparse_fp8": _few("sparse_fp8", cpu=False),
-    "head": _few("head", cpu=False),
-    "weights": Part(_trio(versions.KIND), versions.measure, OURS),
-    "tp2_ttft": _ttft("tp2"),
-    "pp2": _few("pp2", cpu=False),
-    "pp2_ttft": _ttft("pp2"),
-    "three": Part(("a", "b", "c", "d"), latency.three_readers, OURS),
+    "fp8": _few("fp8", "modes"),
+    "mla": _few("mla", "modes", cpu=False),
+    "ngram": _few("ngram", "modes"),
+    # Several block tables: these are shared through a pool.
+    "gemma3": _few("gemma3", "windows", ("vllm",)),
+    "gpt_oss": _few("gpt_oss", "windows", ("vllm",)),
+    "tp2": _few("tp2", "tp2", cpu=False),
+    "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
 }
-"""In the order in which they run. A part's number is the seed of its prompts, so new parts go to
-the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
-models with several block tables."""
-APART = (
-    ("tp2", "tp2_ttft"),
-    ("pp2", "pp2_ttft"),
-    ("fp8", "mla", "ngram"),
-    ("sparse", "sparse_fp8", "head"),
-    ("gemma3", "gptoss"),
-    groups.STATES,
-    ("short",),
-    ("weights",),
-    ("three",),
-)
-"""Groups of parts whose instances start after all others have ended; those of one group start
-together, on the CPU one at a time.
-"""
+"""In the order in which they run. A part's number is the seed of its prompts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,13 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _arrange(fleet: Fleet, names: Sequence[str]) -> None:
-    """Start what the coming parts need, up to the next part that needs the GPUs alone; end the
-    instances that none of them needs.
+    """Start what the next part needs, with those that may run beside it; end the instances that
+    none of them needs. On the CPU those apart start one at a time.
     """
-    apart = [(name,) for group in APART for name in group] if fleet.scale.cpu else APART
-    group = next((group for group in apart if names[0] in group), None)
-    rest = {name for group in apart for name in group}
-    now = [name for name in names if (name in group if group else name not in rest)]
+    apart = PARTS[names[0]].apart
+    now = [name for name in names if PARTS[name].apart == apart]
+    now = now[:1] if apart and fleet.scale.cpu else now
     needed = {instance for name in now for instance in PARTS[name].instances}
     fleet.end(fleet.running - needed)
     fleet.start(sorted(needed))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from matplotlib import pyplot
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks come with the repository, and are not installed
 
-from benchmarks.results import read  # noqa: E402
 from benchmarks.serving.summary import case  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-ROUTED = RESULTS / "h200x2-vllm-0.33-routed-2026-11-27.json"
-LMCACHE = RESULTS / "h200x2-vllm-0.33-lmcache-server-2026-11-27.json"
-RANKS = RESULTS / "h100x4-vllm-0.33-ranks-later-2026-11-27.json"
+ROUTED = RESULTS / "two-servers.json", "3eedbfe9"
+LMCACHE = RESULTS / "two-servers.json", "d7a166a0"
+RANKS = RESULTS / "ranks.json", "5a3c6805"
+"""A file, and the commit of one of its runs."""
 ARMS = {
     "alone_turn": ("vLLM, in turn", "#b0b0b0"),
     "alone_cache_aware16": ("vLLM behind vllm-router, 16", "#6f6f6f"),
@@ -35,14 +36,20 @@ LINES = [
     ("trace", (LMCACHE, ROUTED), "conversations of a trace"),
     ("prefix", (RANKS,), "prefixes, one vllm serve"),
 ]
-"""Workload, result files, and what a panel is called. A row of a later file replaces that
-of an earlier one."""
+"""Workload, runs, and what a panel is called. A row of a later run replaces that of an earlier
+one."""
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
+
+
+def rows(file: Path, commit: str) -> dict[str, float]:
+    """The values of a run by their names."""
+    (run,) = [run for run in json.loads(file.read_text()) if run["commit"] == commit]
+    return {row["case"]: row["value"] for row in run["rows"]}
 
 
 def serving(picture: Path) -> None:
     """Throughput and time to first token of each arm: a line a workload."""
-    every = [{row.case: row.value for file in line[1] for row in read(file)} for line in LINES]
+    every = [dict(each for run in line[1] for each in rows(*run).items()) for line in LINES]
     arms = [
         [arm for arm in ARMS if case(arm, line[0], "requests_per_second") in values]
         for line, values in zip(LINES, every, strict=True)

@@ -11,8 +11,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
+from soak.memory import mix
 
-from benchmarks.campaign.memory import mix
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 

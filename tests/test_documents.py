@@ -14,9 +14,7 @@ import pytest
 from page_commands import COMMANDS, Place, blocks, check, commands
 from processes import ROOT, ran, stage
 
-from benchmarks import run_on
-
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/notes/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -98,8 +96,3 @@ def test_which_models_are_cached_is_as_vllm_was_asked() -> None:
     file = ROOT / "docs" / "vllm" / "models.json"
     table = script["table"](json.loads(file.read_text()))
     assert f"\n{table}\n" in script["PAGE"].read_text(), f"scripts/which_models.py write {file}"
-
-
-def test_what_was_run_on_what_is_as_the_result_files_have_it() -> None:
-    page = run_on.PAGE.read_text()
-    assert f"\n{run_on.current()}\n" in page, "python -m benchmarks.run_on --write"

@@ -185,7 +185,7 @@ class Owner:
 
 @contextmanager
 def owner() -> Iterator[tuple[Worker, GenerationView]]:
-    """The process, and its table as it is seen here. What it does: test_inplace_campaign."""
+    """The process, and its table as it is seen here. What it does: test_soak."""
     with Worker(nursery("test_generations"), Owner, name="an owner") as made:
         pid, fd = made.ask("fd")
         here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)

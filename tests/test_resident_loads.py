@@ -165,7 +165,7 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
         assert reader.loaded(tokens, only(there, 0, 1)) == (2, "server")
 
 
-# ---- a block that is used again; by another process, all the time: test_inplace_campaign
+# ---- a block that is used again; by another process, all the time: test_soak
 
 
 def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -> None:

@@ -25,9 +25,9 @@ import numpy as np
 import processes
 import pytest
 from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Nursery, Worker, asked, eventually
+from soak.answers import Answer as Answer
 from vllm_models import CONNECTOR, TOKEN_BYTES, VOCABULARY, write_model
 
-from benchmarks.vllm.answers import Answer as Answer
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import Config
 from vcache_backend.doctor.model import ModelReport

@@ -35,6 +35,7 @@ import vllm.v1.attention.backends.cpu_attn
 import vllm.v1.core.sched.scheduler
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
+from soak.answers import RANKED
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from vllm.config import KVEventsConfig
 from vllm.config.logging import LoggingConfig
@@ -46,7 +47,6 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm_cases import BLOCK, FOREVER, TOKEN_BYTES, Answer, Prompt
 
-from benchmarks.vllm.answers import RANKED
 from benchmarks.vllm.settings import BOTH
 
 registry._run_in_subprocess = lambda look: look()

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ TOKENS = b'"choices":[{'
 
 class Answer(msgspec.Struct, kw_only=True):
     """One answer. Times are in seconds on this process's clock; 0: that point was not reached.
-    times: when tokens came. error: why the answer is incomplete.
+    error: why the answer is incomplete.
     """
 
     sent: float = 0.0
@@ -29,7 +29,6 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt: int = 0
     cached: int = 0
     tokens: int = 0
-    times: list[float] = []
     error: str = ""
 
 
@@ -41,34 +40,12 @@ class Job(msgspec.Struct, frozen=True):
     conversation: int = -1
 
 
-class Balancer:
-    """Picks the server of each request: in turn, or (`least`) the server with the fewest requests
-    in flight.
-    """
-
-    def __init__(self, ports: Sequence[int], least: bool = False) -> None:
-        self._ports, self._least = ports, least
-        self._flying = [0] * len(ports)
-        self._sent = 0
-
-    @contextmanager
-    def port(self) -> Iterator[int]:
-        """The port for a request that is in flight while the context lasts."""
-        order = [(self._sent + step) % len(self._ports) for step in range(len(self._ports))]
-        chosen = min(order, key=lambda index: self._flying[index]) if self._least else order[0]
-        self._sent += 1
-        self._flying[chosen] += 1
-        try:
-            yield self._ports[chosen]
-        finally:
-            self._flying[chosen] -= 1
-
-
 async def send(
-    jobs: Sequence[Job], balancer: Balancer, concurrency: int, seconds: float
+    jobs: Sequence[Job], ports: Sequence[int], concurrency: int, seconds: float
 ) -> list[Answer]:
-    """Send conversations and jobs with times at their times, the others `concurrency` at once. The
-    answers in the jobs' order; those that are late after `seconds` have an error.
+    """Send conversations and jobs with times at their times, the others `concurrency` at once, to
+    the ports in turn. The answers in the jobs' order; those that are late after `seconds` have an
+    error.
     """
     answers, started = [Answer(error=LATE) for _ in jobs], time.perf_counter()
     chains: dict[int, list[int]] = {}
@@ -79,13 +56,12 @@ async def send(
         else:
             chain = job.conversation if job.conversation >= 0 else -1 - index
             chains.setdefault(chain, []).append(index)
-    pending = iter(waiting)
+    pending, turn = iter(waiting), cycle(ports)
 
     async def ask(index: int) -> None:
         answer = answers[index]
         try:
-            with balancer.port() as port:
-                await complete(port, jobs[index].body, answer)
+            await complete(next(turn), jobs[index].body, answer)
             answer.error = "" if answer.tokens else "no tokens"
         except (OSError, ValueError, EOFError, KeyError) as error:
             answer.error = f"{type(error).__name__}: {error}"
@@ -110,8 +86,8 @@ async def send(
     return answers
 
 
-async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:
-    """Send one request and note its times. rank: the data parallel rank that is to answer.
+async def complete(port: int, body: bytes, answer: Answer) -> None:
+    """Send one request and note its times.
 
     Raises OSError, ValueError or EOFError if the answer is not a completion's stream.
     """
@@ -122,7 +98,6 @@ async def complete(port: int, body: bytes, answer: Answer, rank: int | None = No
             f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: "
             "application/json\r\nConnection: close\r\n"
         )
-        head += f"X-data-parallel-rank: {rank}\r\n" if rank is not None else ""
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = await reader.readline()
         headers = b""
@@ -152,7 +127,6 @@ async def _stream(reader: asyncio.StreamReader, answer: Answer) -> None:
                 # An event of tokens is not parsed, which would make this process late.
                 answer.first = answer.first or now
                 answer.last = now
-                answer.times.append(now)
             elif event.startswith(b"data: {"):
                 _note(json.loads(event[6:]), answer)
             elif event == b"data: [DONE]":

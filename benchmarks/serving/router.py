@@ -1,4 +1,4 @@
-"""How requests come to the servers: in turn, to the least busy one, or through vLLM's router."""
+"""How requests come to the servers: in turn, or through vLLM's router."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..processes import HOST, Program, free_ports, module
-from .client import Balancer
 from .servers import Servers, healthy
-from .systems import MODEL, SYSTEMS
+from .systems import SYSTEMS
 
-DIRECT = {"turn": "requests in turn", "least": "the server with fewest requests"}
-"""Policies without a router, in words."""
-POLICIES = (*DIRECT, "cache_aware", "kv_aware")
+POLICIES = "turn", "cache_aware"
 THRESHOLD = 64
 """Of `cache_aware` by default: it sends a request to the server with its prefix, unless that has so
 many requests more than the other one.
@@ -25,8 +22,6 @@ many requests more than the other one.
 RELATIVE = 1.1
 """And so many times as many."""
 START_SECONDS = 40.0
-UNDECODED = re.compile(r"kv_index decode|invalid KV event|unsupported KV event", re.IGNORECASE)
-"""What the router logs when it does not understand an event."""
 
 
 class Arm(NamedTuple):
@@ -50,58 +45,34 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         """As rows have it."""
-        threshold = self.threshold if self.policy == "cache_aware" else ""
-        return f"{self.system}_{self.policy}{threshold}"
+        return f"{self.system}_{self.policy}{'' if self.policy == 'turn' else self.threshold}"
 
     @property
     def said(self) -> str:
         """The policy in words."""
         if SYSTEMS[self.system].ranks:
             return "vLLM's own balancer"
-        if self.policy in DIRECT:
-            return DIRECT[self.policy]
+        if self.policy == "turn":
+            return "requests in turn"
         version = importlib.metadata.version("vllm-router")
-        more = f", threshold {self.threshold}" if self.policy == "cache_aware" else ""
-        return f"vllm-router {version} {self.policy}{more}"
+        return f"vllm-router {version} {self.policy}, threshold {self.threshold}"
 
 
 @contextmanager
-def way(arm: Arm, servers: Servers, block: int, folder: Path) -> Iterator[Balancer]:
-    """Start what distributes an arm's requests; a router knows nothing yet. block: tokens of
-    vLLM's KV blocks. Raises ChildFailed.
-    """
-    if arm.policy in DIRECT:
-        yield Balancer(servers.ports, arm.policy == "least")
+def way(arm: Arm, servers: Servers, folder: Path) -> Iterator[list[int]]:
+    """The ports that get an arm's requests in turn: the servers', or that of a router, which knows
+    nothing yet. Raises ChildFailed."""
+    if arm.policy == "turn":
+        yield servers.ports
         return
     port, metrics = free_ports(2)
-    log = _log(arm, folder)
-    log.unlink(missing_ok=True)
-    listens = ["--host", HOST, "--port", str(port), "--prometheus-port", str(metrics)]
-    arguments = [*listens, *_arguments(arm, servers, block)]
+    urls = [f"http://{HOST}:{each}" for each in servers.ports]
+    arguments = ["--host", HOST, "--port", str(port), "--prometheus-port", str(metrics)]
+    arguments += ["--policy", arm.policy, "--worker-urls", *urls]
+    arguments += ["--balance-abs-threshold", str(arm.threshold)]
+    arguments += ["--balance-rel-threshold", str(RELATIVE)]
+    log = folder / f"router_{arm.name}.log"
     command = module("vllm_router.launch_router", *arguments)
     with Program(f"router {arm.name}", command, log) as router:
         router.until(partial(healthy, port), START_SECONDS)
-        yield Balancer([port])
-
-
-def undecoded(arm: Arm, folder: Path) -> int:
-    """KV events that the last router of an arm did not understand."""
-    return len(UNDECODED.findall(_log(arm, folder).read_text(errors="replace")))
-
-
-def _log(arm: Arm, folder: Path) -> Path:
-    return folder / f"router_{arm.name}.log"
-
-
-def _arguments(arm: Arm, servers: Servers, block: int) -> list[str]:
-    """Of the router: its policy, and the servers."""
-    urls = [f"http://{HOST}:{each}" for each in servers.ports]
-    given = ["--policy", arm.policy, "--worker-urls", *urls]
-    if arm.policy == "cache_aware":
-        given += ["--balance-abs-threshold", str(arm.threshold)]
-        given += ["--balance-rel-threshold", str(RELATIVE)]
-    else:
-        given += ["--kv-event-block-size", str(block), "--kv-event-model", MODEL]
-        for url, events in zip(urls, servers.events, strict=True):
-            given += ["--kv-event-source", f"{url}=tcp://{HOST}:{events}"]
-    return given
+        yield [port]

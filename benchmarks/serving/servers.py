@@ -4,7 +4,6 @@ end with it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -32,32 +30,22 @@ from ..processes import (
     until,
 )
 from ..vllm.environment import ENVIRONMENT, environment
-from ..vllm.scale import GIB
-from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
+from .systems import SYSTEMS, Sizes, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
 RESET_SECONDS = 10.0
-CALL_SECONDS = 60.0
-COUNTERS = {
-    "queries": r"vllm:prefix_cache_queries_total",
-    "own": r"vllm:prefix_cache_hits_total",
-    "external": r"vllm:external_prefix_cache_hits_total",
-    "resident": r'vllm:vcache_loaded_tokens_total\{[^}]*tier="resident"[^}]*\}',
-    "waited": r"vllm:vcache_awaited_tokens_total",
-    "preemptions": r"vllm:num_preemptions_total",
-}
-"""Of vLLM's Prometheus endpoint, in tokens but for the last: patterns, of which all series are
-added up. Where there is none, it is 0.
-"""
+CALL_SECONDS = 10.0
+EXTERNAL = r"vllm:external_prefix_cache_hits_total"
+"""Of vLLM's Prometheus endpoint: tokens that connectors had."""
 
 
 class Servers:
     """Starts at once; `wait` until they answer.
 
     gpus: one for each server, or for each rank of the only one, by ordinal; a server sees all of
-    them, its own first. folder: for logs. cache: for
-    vLLM's compiled code. more: settings of vcache."""
+    them, its own first. folder: for logs. cache: for vLLM's compiled code. more: settings of
+    vcache."""
 
     def __init__(
         self,
@@ -69,38 +57,31 @@ class Servers:
         cache: Path,
         more: Mapping[str, str],
     ) -> None:
-        self.name = name
-        self._sizes, self._gpus, self._folder, self._cache = sizes, gpus, folder, cache
-        self._undo = ExitStack()
-        self._beside: list[Program] = []
+        self.name, self._sizes, self._gpus, self._cache = name, sizes, gpus, cache
+        self._share = SYSTEMS[name].share
         self._servers: list[Program] = []
-        count = 1 if SYSTEMS[name].ranks or SYSTEMS[name].single else len(gpus)
-        self.ports = free_ports(count)
-        self.events = free_ports(count)
+        self.ports = free_ports(1 if SYSTEMS[name].ranks else len(gpus))
         self._started = time.monotonic()
         with ExitStack() as undo:
             # Not among the logs, which may be another run's too.
             own = tempfile.TemporaryDirectory(prefix="vcache-serving-", ignore_cleanup_errors=True)
-            self._own = Path(undo.enter_context(own))
+            self._socket = Path(undo.enter_context(own), "vcache.sock")
+            if self._share:
+                log, given = folder / "vcache_server.log", {**os.environ, **ENVIRONMENT}
+                undo.enter_context(MetadataServer(self._socket, log, given))
             undo.callback(self._end)
-            side = self._start_beside() | {"more": more}
             for index, port in enumerate(self.ports):
-                given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
-                arguments = serve_arguments(name, sizes, model, port, given)
+                side = {"socket": self._socket, "more": more, "index": index}
+                arguments = serve_arguments(name, sizes, model, port, side)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
-                called = f"{name}_{index}"
-                log, given = folder / f"{called}.log", self._environment(index)
-                self._servers.append(Program(called, command, log, given))
+                log, given = folder / f"{name}_{index}.log", self._environment(index)
+                self._servers.append(Program(f"{name}_{index}", command, log, given))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all. Idempotent; from any thread."""
         self._undo.close()
 
     def wait(self, seconds: float = START_SECONDS) -> float:
@@ -110,94 +91,31 @@ class Servers:
         for program, port in zip(self._servers, self.ports, strict=True):
             left = seconds - (time.monotonic() - self._started)
             program.until(partial(healthy, port), left)
-        every = [*self._servers, *self._beside]
-        if ended := [program for program in every if not program.alive]:
-            raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
-        self._wait_for_memory(seconds - (time.monotonic() - self._started))
         return time.monotonic() - self._started
-
-    def restart(self, seconds: float = START_SECONDS) -> None:
-        """End the last server and start it again. Returns once it is healthy."""
-        _finish(self._servers[-1:])
-        self._servers[-1].start()
-        self._servers[-1].until(partial(healthy, self.ports[-1]), seconds)
 
     def reset(self) -> None:
         """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
         # Without a connector vLLM has none to reset, and would say that it failed.
-        system = SYSTEMS[self.name]
-        external = str(system.ours or system.host).lower()
-        path = f"/reset_prefix_cache?reset_external={external}"
+        path = f"/reset_prefix_cache?reset_external={str(bool(self._share)).lower()}"
         for port in self.ports:
             if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
-        if system.ours:
-            with self._client() as client:
+        if self._share:
+            with Client(self._socket, PATIENT, reconnect=False) as client:
                 client.clear()
 
-    def _wait_for_memory(self, seconds: float) -> None:
-        """Of the host, which our pool takes in the background: until it is all there, as a peer's
-        is at its start.
-        """
-        system = SYSTEMS[self.name]
-        if not (system.ours and system.host):
-            return
-        wanted = int(self._sizes.host_gib * GIB) // len(self.ports) * len(self.ports)
-        with self._client() as client:
-
-            def lent() -> int:
-                return sum(info.nbytes for info in client.list_segments())
-
-            if not until(lambda: lent() >= wanted, seconds, 0.2):
-                raise ChildFailed(f"{lent():,} of {wanted:,} B of host memory; {self.said()}")
-
-    def counters(self) -> dict[str, float]:
-        """`COUNTERS`, of all servers together."""
+    def external(self) -> float:
+        """Tokens that connectors have had so far, of all servers."""
         text = "\n".join(_get(port, "/metrics").decode() for port in self.ports)
-        return {key: counter(text, name) for key, name in COUNTERS.items()}
-
-    def shared(self) -> int:
-        """Chunks that others can read: in the pool, and in instances' KV caches."""
-        with self._client() as client:
-            stats = client.stats()
-            return int(stats.chunks + sum(each.resident for each in stats.instances))
-
-    def call(self, method: str) -> None:
-        """Have each worker of each rank run this method of its `--worker-extension-cls`."""
-        for port in self.ports:
-            _get(port, "/collective_rpc", json.dumps({"method": method}).encode(), CALL_SECONDS)
-
-    def causes(self) -> str:
-        """The first errors in the servers' logs, which say why one has ended."""
-        pattern = r"ERROR .*\b\w+(?:Error|Exception)\b"
-        return " | ".join([line for each in self._servers for line in each.said(pattern)][:3])
+        pattern = rf"^{EXTERNAL}(?:\{{[^}}]*\}})? (\S+)$"
+        return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
         return " | ".join([line for each in self._servers for line in each.said()][-3:])
 
-    def _client(self) -> Client:
-        return Client(self._own / "vcache.sock", PATIENT, reconnect=False)
-
-    def _start_beside(self) -> dict[str, Any]:
-        """Start what the system needs beside its servers. It is up long before they ask."""
-        environment = {**os.environ, **ENVIRONMENT}
-        if self.name == "mp":
-            (port,) = free_ports(1)
-            arguments = mp_arguments(self._sizes.scale, self._sizes.host_gib, port)
-            command = module("lmcache.v1.multiprocess.server", *arguments)
-            log = self._folder / "mp_server.log"
-            self._beside.append(Program("mp_server", command, log, environment))
-            return {"port": port}
-        if SYSTEMS[self.name].ours:
-            path = self._own / "vcache.sock"
-            log = self._folder / "vcache_server.log"
-            self._beside.append(MetadataServer(path, log, environment))
-            return {"socket": path}
-        return {}
-
     def _environment(self, index: int) -> dict[str, str]:
-        own = {"VLLM_SERVER_DEV_MODE": "1", **self._sizes.kind.environment}  # for `reset`
+        own = {"VLLM_SERVER_DEV_MODE": "1"}  # for `reset`
         if not (cpu := self._sizes.scale.cpu):
             # Of those that this process sees: another run may have the others of the host.
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
@@ -206,24 +124,12 @@ class Servers:
         return environment(cpu, self._cache, **own)
 
     def _end(self) -> None:
-        """The end of the servers, then of what they may still tell of it."""
-        for programs in (self._servers, self._beside):
-            _finish(programs)
-
-
-def _finish(programs: Sequence[Program]) -> None:
-    """SIGTERM first: a server then gives back what it has in `/dev/shm` and on the GPU."""
-    for program in programs:
-        program.signal(signal.SIGTERM)
-    until(lambda: not any(program.alive for program in programs), END_SECONDS, 0.1)
-    for program in programs:
-        program.kill()
-
-
-def counter(text: str, name: str) -> float:
-    """A counter in Prometheus's text form, over all its labels. name: a pattern."""
-    pattern = rf"^{name}(?:\{{[^}}]*\}})? (\S+)$"
-    return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
+        """SIGTERM first: a server then gives back what it has in `/dev/shm` and on the GPU."""
+        for server in self._servers:
+            server.signal(signal.SIGTERM)
+        until(lambda: not any(server.alive for server in self._servers), END_SECONDS, 0.1)
+        for server in self._servers:
+            server.kill()
 
 
 def healthy(port: int) -> bool:
@@ -239,8 +145,8 @@ def _reset(port: int, path: str) -> bool:
     return bool(msgspec.json.decode(_get(port, path, b""))["success"])
 
 
-def _get(port: int, path: str, data: bytes | None = None, seconds: float = 10.0) -> bytes:
+def _get(port: int, path: str, data: bytes | None = None) -> bytes:
     """data: POST it."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=seconds) as reply:
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=CALL_SECONDS) as reply:
         body: bytes = reply.read()
     return body

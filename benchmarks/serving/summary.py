@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from ..results import Row, none, percentile, row
-from ..vllm.instances import joined
-from .client import LATE, Answer
+from .client import Answer
 
 MS = 1e3
-PLAIN, OURS = "alone", ("inplace", "inplace_host")
-"""The systems that `routed_*` rows compare: their reference, and ours."""
 RATIOS = {"throughput": "requests_per_second", "ttft_p50": "ttft_p50", "ttft_p99": "ttft_p99"}
 """The figures that are compared, by the name that rows of comparisons give them."""
-ENDS = ("fork", "contention", "cold")
-"""Workloads where routing ends: there the better of ours has to be ahead in one of `AHEAD`."""
-AHEAD = {"throughput": 1.15, "ttft_p99": 2.0}
-"""By how much."""
-SHARED = ("prefix", "trace", "hot", "chat")
-"""Workloads whose hit rate has to be that of one shared cache, or nearly."""
-STATES = 0.95
-"""The least hit rate in `states_*` rows."""
 RANKS = {"throughput": (1.3, 1.5), "ttft_p50": (2.0, 2.0)}
 """The least ratios of `dp_*` rows of two ranks, and of four."""
-FATES = {
-    "own": "in vLLM's own prefix cache",
-    "resident": "read in another instance's KV cache",
-    "pooled": "read in a pool or through another connector",
-    "waited": "of those read: waited for until another instance had computed them",
-    "held": "computed, though one shared cache would have had them",
-    "new": "computed, since nobody had them",
-}
 
 
 class Figures:
@@ -54,22 +32,12 @@ class Figures:
         self.requests, self.errors, self.duration = 0, 0, 0.0
         self.ttft, self.tpot = list[float](), list[float]()
         self._prompt = self._cached = 0
-        self._counters = Counter[str]()
 
-    def add(
-        self,
-        answers: Sequence[Answer],
-        cut: bool,
-        before: Mapping[str, float],
-        after: Mapping[str, float],
-    ) -> None:
-        """A phase. cut: it was to be cut, so late answers do not count. before, after: the servers'
-        counters.
-        """
-        counts = [answer for answer in answers if not (cut and answer.error == LATE)]
-        whole = [answer for answer in counts if not answer.error]
-        self.requests += len(counts)
-        self.errors += len(counts) - len(whole)
+    def add(self, answers: Sequence[Answer]) -> None:
+        """A phase."""
+        whole = [answer for answer in answers if not answer.error]
+        self.requests += len(answers)
+        self.errors += len(answers) - len(whole)
         if whole:
             self.duration += max(a.last for a in whole) - min(a.sent for a in whole)
         for answer in whole:
@@ -78,8 +46,6 @@ class Figures:
                 self.tpot.append(MS * (answer.last - answer.first) / (answer.tokens - 1))
             self._prompt += answer.prompt
             self._cached += answer.cached
-        self._counters.update(after)
-        self._counters.subtract(before)
 
     @property
     def throughput(self) -> float:
@@ -89,24 +55,6 @@ class Figures:
     @property
     def hit_rate(self) -> float:
         return self._cached / self._prompt if self._prompt else 0.0
-
-    @property
-    def fates(self) -> dict[str, float]:
-        """Of prompt tokens, as shares, by the servers' counters; see FATES. Empty without any."""
-        counted = self._counters
-        if not (asked := counted["queries"]):
-            return {}
-        own, external = counted["own"] / asked, counted["external"] / asked
-        # Loads of several workers of an instance are not counted by place.
-        resident = min(external, counted["resident"] / asked)
-        return {
-            "own": own,
-            "resident": resident,
-            "pooled": external - resident,
-            "waited": counted["waited"] / asked,
-            "held": max(0.0, self.ceiling - own - external),
-            "new": 1 - max(self.ceiling, own + external),
-        }
 
 
 def rows_of(
@@ -128,7 +76,6 @@ def rows_of(
     errors, requests = sum(run.errors for run in runs), sum(run.requests for run in runs)
     shared, about = [run.ceiling for run in runs], "; reference: one shared cache without bounds"
     times = {"ttft": [run.ttft for run in runs], "tpot": [run.tpot for run in runs]}
-    fates = [run.fates for run in runs]
     return [
         made("requests_per_second", "requests/s", [run.throughput for run in runs]),
         *(
@@ -138,17 +85,6 @@ def rows_of(
         ),
         none(case(arm, workload, "errors"), "requests", errors, said, requests),
         made("hit_rate", "fraction", [run.hit_rate for run in runs], shared, about),
-        *(
-            made(
-                f"fate_{fate}",
-                "fraction",
-                [each[fate] for each in fates],
-                1.0,
-                f"; prompt tokens {words}",
-            )
-            for fate, words in FATES.items()
-            if all(fates)
-        ),
     ]
 
 
@@ -156,109 +92,82 @@ def case(arm: str, workload: str, figure: str) -> str:
     return f"vllm_serving_{arm}_{workload}_{figure}"
 
 
-class Arms:
-    """The arms that have rows of a workload. rows: all, of any workload."""
-
-    def __init__(self, rows: Mapping[str, Row], workload: str) -> None:
-        self._rows, self._workload = rows, workload
-        pattern = re.compile(case(r"(\w+)", workload, "requests_per_second"))
-        self.names = [match[1] for name in rows if (match := pattern.fullmatch(name))]
-
-    def row(self, arm: str, figure: str) -> Row:
-        return self._rows[case(arm, self._workload, figure)]
-
-    def value(self, arm: str, figure: str) -> float:
-        """0 if there is no such row."""
-        found = self._rows.get(case(arm, self._workload, figure))
-        return found.value if found is not None else 0.0
-
-    def what(self, arm: str) -> str:
-        """The workload in words."""
-        return self.row(arm, "requests_per_second").what.partition("; ")[2]
-
-    def of(self, systems: Sequence[str], what: str) -> list[str]:
-        """The arms of some systems whose workload is the same."""
-        pattern = rf"({'|'.join(systems)})_(turn|least|cache_aware\d+|kv_aware)"
-        return [a for a in self.names if re.fullmatch(pattern, a) and self.what(a) == what]
-
-    def ratio(self, name: str, figure: str, ours: list[str], plain: list[str], least: float) -> Row:
-        """The best of our arms against the best of the plain ones in one figure of RATIOS."""
-        rate, best = figure == "throughput", list[str]()
-        for arms in (ours, plain):
-            order = sorted(arms, key=lambda arm: self.value(arm, RATIOS[figure]), reverse=rate)
-            best.append(order[0])
-        mine, theirs = (self.row(arm, RATIOS[figure]) for arm in best)
-        value, reference = (mine, theirs) if rate else (theirs, mine)
-        unit = "requests a second" if rate else "ms of theirs; reference: ours"
-        against = f"{best[0]} against {best[1]}, the best of {', '.join(plain)}"
-        what = f"{self.what(best[0])}; {against}; {unit}"
-        case_ = f"{name}_{figure}"
-        made = row(case_, value.unit, value.value, reference.value, what=what, at_least=least)
-        return msgspec.structs.replace(made, spread=value.spread, runs=value.runs)
-
-
 def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
-    """Ours with requests in turn, and the better of ours, against the best plain vLLM of any
-    policy, figure by figure; and data parallel ranks with and without ours. Above 1: ours is ahead.
+    """In place with requests in turn, and behind each router, against the best plain vLLM of any
+    policy, figure by figure; and data parallel ranks with and without vcache. Above 1: vcache is
+    ahead.
 
-    rows: of arms; those of another workload than ours in turn are left out. four: of four GPUs,
-    whose rows begin with x4_."""
-    made, arms, turn = list[Row](), Arms(rows, workload), f"{OURS[0]}_turn"
-    if turn in arms.names:
-        what, name = arms.what(turn), f"routed_{workload}"
-        plain = arms.of((PLAIN,), what)
-        for which, ours in {"turn": [turn], "best": arms.of(OURS, what)}.items():
-            for figure in RATIOS if plain else ():
-                made.append(arms.ratio(f"{name}_{which}", figure, ours, plain, 1.0))
-        if plain and workload in ENDS:
-            made.append(_ahead(f"{name}_best", made))
-        if workload in SHARED:
-            hit = arms.row(turn, "hit_rate")
-            values = hit.unit, hit.value, hit.reference
-            made.append(row(f"{name}_turn_hit_rate", *values, what=hit.what, at_least=0.99))
-    if {"single_turn", "vcache_turn"} <= set(arms.names):
-        # Our servers in turn against one vLLM that gets all requests, of a model with states.
-        mine, single = (arms.row(arm, "hit_rate") for arm in ("vcache_turn", "single_turn"))
-        what = f"{mine.what}; reference: {single.what}"
-        name, _, shape = workload.partition("_state_")
-        name, rates = joined("states", name, "hit_rate", shape), (mine.value, single.value)
-        made.append(row(name, mine.unit, *rates, what=what, at_least=STATES))
-    if {"alone_dp_turn", "inplace_dp_turn"} <= set(arms.names):
-        for figure, least in RANKS.items():
-            ranks = ["inplace_dp_turn"], ["alone_dp_turn"]
-            made.append(arms.ratio(f"dp_{workload}", figure, *ranks, least[four]))
-    names = [each.case.removeprefix("routed_") for each in made]
-    pairs = zip(made, names, strict=True)
-    return [msgspec.structs.replace(each, case=f"x4_{n}") for each, n in pairs] if four else made
+    rows: of arms; those of another workload than ours are left out. four: of four GPUs, whose rows
+    begin with x4_."""
+    made, begin = list[Row](), "x4_" if four else ""
+    for ours in _arms(rows, workload, "inplace"):
+        if plain := _arms(rows, workload, "alone", _said(rows, workload, ours)):
+            name = f"{begin}{workload}_{ours.removeprefix('inplace_')}"
+            made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
+    for ours in _arms(rows, workload, "inplace_dp"):
+        if plain := _arms(rows, workload, "alone_dp", _said(rows, workload, ours)):
+            for each, least in RANKS.items():
+                name = f"{begin}dp_{workload}"
+                made.append(_ratio(rows, workload, name, each, ours, plain, least[four]))
+    return made
 
 
-def _ahead(prefix: str, made: Sequence[Row]) -> Row:
-    """The row that says whether the better of ours is ahead by enough. made: its comparisons."""
-    ratios = {each.case: each.ratio for each in made}
-    gains = {figure: ratios[f"{prefix}_{figure}"] / least for figure, least in AHEAD.items()}
-    best = max(gains, key=lambda figure: gains[figure])
-    what = f"{best} ratio ÷ {AHEAD[best]:g}, the better of {', '.join(AHEAD)}"
-    return row(f"{prefix}_ahead", "ratio", gains[best], 1.0, what=what, at_least=1.0)
+def _ratio(
+    rows: Mapping[str, Row],
+    workload: str,
+    name: str,
+    figure: str,
+    ours: str,
+    plain: list[str],
+    least: float,
+) -> Row:
+    """Our arm against the best of the plain ones in one figure of RATIOS."""
+    rate = figure == "throughput"
+    found = {arm: rows[case(arm, workload, RATIOS[figure])] for arm in (ours, *plain)}
+    best = sorted(plain, key=lambda arm: found[arm].value, reverse=rate)[0]
+    value, reference = (found[ours], found[best]) if rate else (found[best], found[ours])
+    unit = "requests a second" if rate else "ms of theirs; reference: ours"
+    what = f"{_said(rows, workload, ours)}; {ours} against {best} of {', '.join(plain)}; {unit}"
+    figures = value.unit, value.value, reference.value
+    made = row(f"{name}_{figure}", *figures, what=what, at_least=least, runs=value.runs)
+    return msgspec.structs.replace(made, spread=value.spread)
+
+
+def _arms(
+    rows: Mapping[str, Row], workload: str, system: str = r"\w+", what: str = ""
+) -> list[str]:
+    """The arms of a system that have rows of a workload. what: only those with the same one."""
+    pattern = re.compile(
+        case(rf"({system}_(turn|cache_aware\d+))", workload, "requests_per_second")
+    )
+    arms = [match[1] for name in rows if (match := pattern.fullmatch(name))]
+    return [arm for arm in arms if what in ("", _said(rows, workload, arm))]
+
+
+def _said(rows: Mapping[str, Row], workload: str, arm: str) -> str:
+    """The workload in words."""
+    return rows[case(arm, workload, "requests_per_second")].what.partition("; ")[2]
+
+
+COLUMNS = {
+    "requests_per_second": (".2f", "req/s"),
+    "ttft_p50": (".0f", "TTFT p50"),
+    "ttft_p99": (".0f", "p99"),
+    "tpot_p50": (".1f", "TPOT p50"),
+    "hit_rate": (".3f", "hit"),
+    "errors": (".0f", "errors"),
+}
 
 
 def tables(rows: Mapping[str, Row], workload: str) -> str:
-    """The figures and the fates of all arms under a workload, in 80 columns."""
-    arms = Arms(rows, workload)
-    if not arms.names:
+    """The figures of all arms under a workload."""
+    arms = _arms(rows, workload)
+    if not arms:
         return ""
-    first, wide = arms.names[0], max(25, *map(len, arms.names))
-    ceiling = arms.row(first, "hit_rate").reference
-    lines = textwrap.wrap(f"{arms.what(first)}. Ceiling of the hit rate {ceiling:.3f}.", 80)
-    lines += [f"{'':{wide}}  req/s TTFT p50      p99 TPOT p50    hit errors"]
-    for arm in arms.names:
-        value = partial(arms.value, arm)
-        lines.append(
-            f"{arm:{wide}}{value('requests_per_second'):7.2f} {value('ttft_p50'):8.0f} "
-            f"{value('ttft_p99'):8.0f} {value('tpot_p50'):8.1f} {value('hit_rate'):6.3f} "
-            f"{value('errors'):6.0f}"
-        )
-    lines.append(f"{'% of prompt tokens':{wide}}" + "".join(f"{fate:>9}" for fate in FATES))
-    for arm in arms.names:
-        shares = (100 * arms.value(arm, f"fate_{fate}") for fate in FATES)
-        lines.append(f"{arm:{wide}}" + "".join(f"{share:9.1f}" for share in shares))
-    return "\n".join(["", *lines])
+    ceiling = rows[case(arms[0], workload, "hit_rate")].reference
+    lines = ["", f"{_said(rows, workload, arms[0])}. Ceiling of the hit rate {ceiling:.3f}."]
+    lines += [f"{'':25}" + "".join(f"{name:>9}" for _, name in COLUMNS.values())]
+    for arm in arms:
+        values = {each: rows[case(arm, workload, each)].value for each in COLUMNS}
+        lines.append(f"{arm:25}" + "".join(f"{v:9{COLUMNS[n][0]}}" for n, v in values.items()))
+    return "\n".join(lines)

@@ -13,42 +13,25 @@ import msgspec
 
 from ..processes import HOST
 from ..vllm import scale as scales
-from ..vllm.instances import KINDS, Kind
 from ..vllm.scale import GIB, MIB, Scale
-from ..vllm.settings import BOTH, llm, our_connector
+from ..vllm.settings import llm, our_connector
 from .workloads import Plan
 
 MODEL = "model"
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """scale: the model, and what an instance may take on. kind: what vLLM is started with for that
-    model. kv_bytes: vLLM's KV cache of an instance beside a pool; pool_bytes: what it lends to the
-    pool. Without a pool an instance has the sum of both. host_gib: host memory of all instances
-    together, where a system uses any. seqs: requests that an instance runs at a time. instances:
-    servers, or data parallel ranks of one. kv_events: servers publish them, for a router."""
+    """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
+    beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
+    both. seqs: requests that an instance runs at a time. instances: servers, or data parallel ranks
+    of one."""
 
     scale: Scale
-    kind: Kind = KINDS[""]
     kv_bytes: int
     pool_bytes: int
-    host_gib: float
     seqs: int
     plan: Plan
     instances: int = 2
-    kv_events: bool = False
-
-    def of(self, kind: Kind) -> Sizes:
-        """The same for another kind of model, with room for as many tokens."""
-        scale = kind.of(self.scale)
-        kv_bytes, pool_bytes = (
-            held // self.scale.token_bytes * scale.token_bytes
-            for held in (self.kv_bytes, self.pool_bytes)
-        )
-        plan = msgspec.structs.replace(self.plan, vocabulary=scale.vocabulary, block=scale.block)
-        return msgspec.structs.replace(
-            self, scale=scale, kind=kind, kv_bytes=kv_bytes, pool_bytes=pool_bytes, plan=plan
-        )
 
     @property
     def all_kv_bytes(self) -> int:
@@ -60,7 +43,6 @@ FULL = Sizes(
     scale=scales.FULL,
     kv_bytes=12 * GIB,
     pool_bytes=48 * GIB,
-    host_gib=96,
     seqs=64,
     plan=Plan(vocabulary=scales.FULL.vocabulary, block=scales.FULL.block),
 )
@@ -68,7 +50,6 @@ TINY = Sizes(
     scale=scales.TINY,
     kv_bytes=2 * MIB,
     pool_bytes=6 * MIB,
-    host_gib=0.25,
     seqs=8,
     plan=Plan(
         vocabulary=scales.TINY.vocabulary,
@@ -81,15 +62,9 @@ TINY = Sizes(
         repeats=3,
         concurrency=4,
         warm=2,
-        hot_documents=6,
-        hot_tokens=512,
-        hot_requests=24,
         fork_contexts=2,
         fork_tokens=1024,
         fork_requests=6,
-        contention_tokens=512,
-        contention_repeats=2,
-        contention_concurrency=4,
         chat_conversations=4,
         chat_turns=3,
         chat_system=64,
@@ -108,44 +83,30 @@ SIZES = {"full": FULL, "tiny": TINY}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """label: for people. ours: with our connector. lends: VRAM of each GPU goes to the pool.
-    in_place: vLLM's own KV cache is the pool. host: it takes host memory. ranks: one server with
-    data parallel ranks, among which vLLM balances itself. single: one server gets all requests."""
+    """label: for people. share: vcache's `connector.share`; empty: without it. ranks: one server
+    with data parallel ranks, among which vLLM balances itself."""
 
     label: str
-    ours: bool = False
-    lends: bool = False
-    in_place: bool = False
-    host: bool = False
+    share: str = ""
     ranks: bool = False
-    single: bool = False
 
 
 SYSTEMS = {
     "alone": System(label="vLLM alone"),
-    "single": System(label="vLLM alone, one server", single=True),
-    "mp": System(label="LMCache MP server, host memory", host=True),
-    "vcache": System(label="vcache, a pool", ours=True, lends=True),
-    "inplace": System(label="vcache in place", ours=True, in_place=True),
-    "inplace_host": System(
-        label="vcache in place, victims in host memory", ours=True, in_place=True, host=True
-    ),
+    "pool": System(label="vcache, a pool", share="pool"),
+    "inplace": System(label="vcache in place", share="in_place"),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
-    "vcache_dp": System(label="vcache, a pool, data parallel", ours=True, lends=True, ranks=True),
-    "inplace_dp": System(
-        label="vcache in place, data parallel", ours=True, in_place=True, ranks=True
-    ),
+    "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),
 }
 
 
 def memory(name: str, sizes: Sizes) -> str:
     """What a system has, in words."""
-    system = SYSTEMS[name]
-    own = sizes.kv_bytes if system.lends else sizes.all_kv_bytes
-    said = f"{own / GIB:.3g} GiB of KV cache a GPU"
-    if system.lends:
+    lends = SYSTEMS[name].share == "pool"
+    said = f"{(sizes.kv_bytes if lends else sizes.all_kv_bytes) / GIB:.3g} GiB of KV cache a GPU"
+    if lends:
         said += f" and {sizes.pool_bytes / GIB:.3g} GiB of it in the pool"
-    return said + (f", {sizes.host_gib:g} GiB of host memory" if system.host else "")
+    return said
 
 
 def serve_arguments(
@@ -154,22 +115,15 @@ def serve_arguments(
     """Of vLLM's OpenAI server. side: see `transfer`."""
     system = SYSTEMS[name]
     given = llm(sizes.scale, model, sizes.seqs) | {
-        "kv_cache_memory_bytes": sizes.kv_bytes if system.lends else sizes.all_kv_bytes,
+        "kv_cache_memory_bytes": sizes.kv_bytes if system.share == "pool" else sizes.all_kv_bytes,
         "served_model_name": MODEL,
         "host": HOST,
         "port": port,
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
     }
-    given |= sizes.kind.arguments
     if system.ranks:
         given["data_parallel_size"] = sizes.instances
-    if sizes.kv_events:
-        given["kv_events_config"] = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": side["events"],
-        }
     if (config := transfer(name, sizes, side)) is not None:
         given["kv_transfer_config"] = config
     arguments: list[str] = []
@@ -181,37 +135,14 @@ def serve_arguments(
 
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The connector. side: where the process beside the servers is (`port` of LMCache's, `socket`
-    of ours), `index` of the server, `events`, where it publishes its KV events, and `more`,
-    settings of vcache by `SECTION.KEY`."""
-    if name == "mp":
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": f"tcp://{HOST}",
-                "lmcache.mp.port": side["port"],
-                "lmcache.mp.mq_timeout": 60,
-            },
-            **BOTH,
-        }
-    system = SYSTEMS[name]
-    if not system.ours:
+    """The connector, if it has one. side: `socket` of the metadata server, `index` of the server,
+    and `more`, settings of vcache by `SECTION.KEY`."""
+    if not (share := SYSTEMS[name].share):
         return None
-    more: dict[str, str] = {"connector.share": "in_place"} if system.in_place else {}
-    if system.host or (system.lends and sizes.scale.cpu):
+    more = {"connector.share": share}
+    if share == "pool" and sizes.scale.cpu:
         more["pool.device"] = f"host:{side['index']}"
-    lends = sizes.pool_bytes if system.lends else 0
-    lends += int(sizes.host_gib * GIB) // sizes.instances if system.host else 0
+    lends = sizes.pool_bytes if share == "pool" else 0
     return our_connector(
         side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {}))
     )
-
-
-def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
-    """Of LMCache's server."""
-    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU"]
-    given += ["--chunk-size", str(scale.chunk)]
-    if scale.cpu:
-        given += ["--supported-transfer-mode", "auto", "--disable-observability"]
-    return given

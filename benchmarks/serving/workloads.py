@@ -13,8 +13,6 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.uint32]
 FIRST = 3
 """The first token id in use; lower ones are special tokens of the model."""
-AFTER_RESTART = 20.0
-"""Seconds of `cold` that count, from the restarted server's first health check on."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,14 +21,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     longest: longer prompts are cut. output: tokens of every answer. concurrency: requests in
     flight, over all servers. warm: prompts of the warm-up. prefixes, prefix, suffix, repeats: as in
     `vllm bench serve --dataset-name prefix_repetition`; repeats: prompts for each prefix. suffix:
-    also what every prompt of hot, fork and contention has of its own.
+    also what every prompt of fork has of its own.
 
-    hot_*: how many documents, of what length, how many requests for them, and the exponent of
-    their popularity. fork_*: contexts, their length, and the requests that begin with one of them
-    at the same instant. contention_*: documents (0: 1.5 KV caches of them), their length, requests
-    for each, and requests in flight. chat_*: conversations, their turns, tokens that all begin
-    with, tokens of the first and of later messages, tokens of an answer, the mean thinking time,
-    and the seconds within which all conversations begin.
+    fork_*: contexts, their length, and the requests that begin with one of them
+    at the same instant. chat_*: conversations, their turns, tokens that all begin with, tokens of
+    the first and of later messages, tokens of an answer, the mean thinking time, and the seconds
+    within which all conversations begin.
 
     trace: its file. trace_block: tokens for each block of 512 of the trace. trace_tokens: prompt
     tokens in all. trace_turns: take only conversations of at least so many requests.
@@ -47,17 +43,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int = 8192
     suffix: int = 256
     repeats: int = 6
-    hot_documents: int = 48
-    hot_tokens: int = 8192
-    hot_requests: int = 320
-    hot_zipf: float = 1.1
     fork_contexts: int = 6
     fork_tokens: int = 32000
     fork_requests: int = 48
-    contention_documents: int = 0
-    contention_tokens: int = 16384
-    contention_repeats: int = 3
-    contention_concurrency: int = 64
     chat_conversations: int = 200
     chat_turns: int = 8
     chat_system: int = 1024
@@ -91,14 +79,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that begin once those of the phase before have ended.
 
-    counted: they count in the figures. seconds: the phase is cut then, and what has no answer by
-    then does not count. restart: one server is ended before, and started again empty."""
+    counted: they count in the figures."""
 
     requests: list[Request]
     concurrency: int
     counted: bool = True
-    seconds: float = 0.0
-    restart: bool = False
 
 
 class Workload(NamedTuple):
@@ -112,46 +97,14 @@ def prefix_repetition(plan: Plan) -> Workload:
     """Random prefixes, each with `repeats` random suffixes, shuffled: what vLLM's
     `prefix_repetition` sends, as token ids.
     """
+    dice, requests = np.random.default_rng([plan.seed, 1]), list[Request]()
+    for _ in range(plan.prefixes):
+        prefix = random_tokens(dice, plan.prefix, plan)
+        requests += [_asking(dice, prefix, plan) for _ in range(plan.repeats)]
+    random.Random(plan.seed).shuffle(requests)
     what = (
         f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} "
         f"suffixes of {plan.suffix}, {usual(plan)}"
-    )
-    requests = _repeated(plan, 1, plan.prefixes, plan.prefix, plan.repeats)
-    return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
-
-
-def cold(plan: Plan) -> Workload:
-    """Prefix repetition, of which one server restarts halfway."""
-    [phase], what = prefix_repetition(plan)
-    half, many = len(phase.requests) // 2, plan.concurrency
-    first, rest = phase.requests[:half], phase.requests[half:]
-    phases = [
-        Phase(requests=first, concurrency=many, counted=False),
-        Phase(requests=rest, concurrency=many, seconds=AFTER_RESTART, restart=True),
-    ]
-    what = f"cold: {AFTER_RESTART:g} s after one server has restarted, halfway through {what}"
-    return Workload(phases, what)
-
-
-def warm(plan: Plan) -> Workload:
-    """Prefix repetition once up to four servers in turn have every prefix: nothing is to share."""
-    [phase], what = prefix_repetition(plan)
-    firsts = {request.tokens[: plan.prefix].tobytes(): request for request in phase.requests}
-    before = [request for request in firsts.values() for _ in range(4)]
-    early = Phase(requests=before, concurrency=plan.concurrency, counted=False)
-    return Workload([early, phase], f"warm: each prefix four times in a row before {what}")
-
-
-def hot(plan: Plan) -> Workload:
-    """Documents of which few are asked for often."""
-    dice = np.random.default_rng([plan.seed, 4])
-    documents = [random_tokens(dice, plan.hot_tokens, plan) for _ in range(plan.hot_documents)]
-    weights = 1 / np.arange(1, plan.hot_documents + 1) ** plan.hot_zipf
-    chosen = dice.choice(plan.hot_documents, plan.hot_requests, p=weights / weights.sum())
-    requests = [_asking(dice, documents[number], plan) for number in chosen]
-    what = (
-        f"hot: {plan.hot_requests} requests for {plan.hot_documents} documents of "
-        f"{plan.hot_tokens} tokens, Zipf {plan.hot_zipf:g}, {usual(plan)}"
     )
     return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
 
@@ -172,18 +125,6 @@ def fork(plan: Plan) -> Workload:
         f"seed {plan.seed}"
     )
     return Workload(phases, what)
-
-
-def contention(plan: Plan) -> Workload:
-    """More documents than one KV cache holds, and fewer than two hold."""
-    many, documents = plan.contention_concurrency, plan.contention_documents
-    requests = _repeated(plan, 6, documents, plan.contention_tokens, plan.contention_repeats)
-    what = (
-        f"contention: {documents} documents of {plan.contention_tokens} tokens x "
-        f"{plan.contention_repeats} suffixes of {plan.suffix}, answers of {plan.output}, {many} "
-        f"requests at a time, seed {plan.seed}"
-    )
-    return Workload([Phase(requests=requests, concurrency=many)], what)
 
 
 def chat(plan: Plan) -> Workload:
@@ -235,17 +176,6 @@ def warm_up(plan: Plan) -> list[Request]:
         )
         for number in range(plan.warm)
     ]
-
-
-def _repeated(plan: Plan, stream: int, count: int, length: int, repeats: int) -> list[Request]:
-    """Prefixes, each with `repeats` suffixes, shuffled. stream: of the random numbers."""
-    dice = np.random.default_rng([plan.seed, stream])
-    requests: list[Request] = []
-    for _ in range(count):
-        prefix = random_tokens(dice, length, plan)
-        requests += [_asking(dice, prefix, plan) for _ in range(repeats)]
-    random.Random(plan.seed).shuffle(requests)
-    return requests
 
 
 def _asking(dice: np.random.Generator, document: Tokens, plan: Plan) -> Request:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..processes import answer_commands
-from .weights import change_weights, flip_kv, order_choices, scale_weights
+from .weights import flip_kv, scale_weights
 
 SECONDS = 120.0
 
@@ -31,11 +31,9 @@ class Serving:
 
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._count = self._loads = 0
+        self._count = 0
         if dummy:
             self._llm.apply_model(scale_weights)
-        if "sparse_indexer_topk_backend" in arguments:
-            self._llm.apply_model(order_choices)
         gc.collect()
         gc.freeze()
 
@@ -95,60 +93,22 @@ class Serving:
                 return time.perf_counter() - started
             running -= sum(output.finished for output in self._engine.step())
 
-    def decode(
-        self, prompts: list[list[int]], seconds: float, loads: list[list[int]], every: float
-    ) -> dict[str, Any]:
-        """Keep `prompts` decoding for so long, and hand in the next of `loads`, in turn, for one
-        token each time `every` seconds have passed. gaps: between tokens of one request in seconds,
-        all requests' together; cached: tokens of each load.
-        """
-        gaps, cached, loading = list[float](), list[int](), ""
-        with self._running(prompts) as last:
-            started = time.perf_counter()
-            due = started + every if loads else float("inf")
-            while (now := time.perf_counter()) < started + seconds:
-                if now >= due and not loading:
-                    loading = self._add(loads[self._loads % len(loads)], 1)
-                    self._loads += 1
-                    due += every
-                outputs = self._engine.step()
-                now = time.perf_counter()
-                for output in outputs:
-                    if output.request_id in last:
-                        gaps.append(now - last[output.request_id])
-                        last[output.request_id] = now
-                    elif output.request_id == loading:
-                        cached.append(output.num_cached_tokens or 0)
-                        loading = ""
-        return {"gaps": gaps, "cached": cached}
-
     def flip(self, offset: int, mask: int) -> None:
         """A byte of every block of the KV cache's first layer, exclusive or `mask`."""
         self._llm.collective_rpc(flip_kv, args=(offset, mask))
-
-    def new_weights(self, seed: int, version: str) -> None:
-        """Give the model other weights, as a trainer does between steps: nothing runs. version:
-        what they are called; empty: they get no name.
-        """
-        self._llm.reset_prefix_cache(reset_connector=True)
-        self._llm.collective_rpc(change_weights, args=(seed,))
-        if version:
-            self._llm.update_weight_version(version)
 
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
 
     @contextmanager
-    def _running(self, prompts: list[list[int]]) -> Iterator[dict[str, float]]:
-        """These requests decode, all of them, until the context ends. By name, when each had its
-        last token.
-        """
-        room, last = self._engine.vllm_config.model_config.max_model_len, dict[str, float]()
+    def _running(self, prompts: list[list[int]]) -> Iterator[None]:
+        """These requests decode, all of them, until the context ends."""
+        room, begun = self._engine.vllm_config.model_config.max_model_len, set[str]()
         names = [self._add(prompt, room - len(prompt) - 1) for prompt in prompts]
-        while len(last) < len(names):
-            last |= {output.request_id: time.perf_counter() for output in self._engine.step()}
-        yield last
+        while len(begun) < len(names):
+            begun |= {output.request_id for output in self._engine.step()}
+        yield
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()

@@ -46,16 +46,6 @@ def environment(cpu: bool, cache: Path, **more: str) -> dict[str, str]:
     return given | more
 
 
-def prepare_host(cpu: bool) -> None:
-    """Before processes are made that are stopped and killed with vLLM's engine in them: what they
-    inherit.
-    """
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    os.environ.update(
-        ENVIRONMENT | own | (CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"} if cpu else {})
-    )
-
-
 def descends(pid: int, ancestor: int) -> bool:
     """Whether process `pid` is `ancestor`, or was started by it, or by one that it started."""
     while pid > 1 and pid != ancestor:

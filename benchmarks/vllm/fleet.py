@@ -36,8 +36,6 @@ START_SECONDS = 240.0
 OWNERS = 2
 """In place: how many times as large as a reader's KV cache an owner's is."""
 ANSWER_SECONDS = 120.0
-STATES_SECONDS = 0.1
-"""Seconds between looks for more states; those of one prompt come as its steps end."""
 SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
 """What each worker of vLLM logs once there is compiled code of its rank that others can load."""
 
@@ -132,8 +130,7 @@ class Fleet:
             return {}
         if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
-        more = self.more | KINDS[spec.kind].settings
-        return our_connector(self._socket, scale.pool_bytes, scale.chunk, more)
+        return our_connector(self._socket, scale.pool_bytes, scale.chunk, self.more)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -232,24 +229,16 @@ class Fleet:
             print(f"  {writer}: there are {there} chunks where {due} were due", flush=True)
 
     def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
-        """Wait until there are so many `chunks`, and with states until no more of these come.
-        Whether there are, after so many seconds.
+        """Wait until there are so many `chunks`. Whether there are, after so many seconds.
 
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
-        deadline = time.monotonic() + seconds
-        if not until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
-            if self.in_place and not self.chunks(writer):
-                said = " | ".join(self.instance(writer).said()[-5:])
-                raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
-            return False
-        found = self.chunks(writer)
-        while KINDS[INSTANCES[writer].kind].states and time.monotonic() < deadline:
-            time.sleep(STATES_SECONDS)
-            before, found = found, self.chunks(writer)
-            if found == before > chunks:
-                break
-        return True
+        if until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
+            return True
+        if self.in_place and not self.chunks(writer):
+            said = " | ".join(self.instance(writer).said()[-5:])
+            raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
+        return False
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the
@@ -282,7 +271,7 @@ class Fleet:
         gpus = visible(spec.gpu)
         if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]
-        return given | {"CUDA_VISIBLE_DEVICES": gpus} | kind.environment
+        return given | {"CUDA_VISIBLE_DEVICES": gpus}
 
 
 class Run(NamedTuple):

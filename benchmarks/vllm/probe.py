@@ -3,8 +3,7 @@
 A request asks for it with `extra_args`: `{"timed": FILE}`. Every call of the connector's scheduler
 side from the request's arrival to its end is timed: those that are about this request, and those
 made once a step, whomever they are for. A line of JSON is added to FILE when the request ends:
-seconds by method, the steps that took, and as `promise` what its promise to compute cost within
-these methods."""
+seconds by method, and the steps that took."""
 
 from __future__ import annotations
 
@@ -47,9 +46,6 @@ class Probe:
         for name in (*OF_A_REQUEST, *OF_A_STEP):
             if hasattr(connector, name) and name != inner:
                 _timed(connector, name, partial(self._called, name))
-        promises = getattr(getattr(connector, "_scheduler", None), "_promises", None)
-        for name in () if promises is None else ("begun", "ended"):
-            _timed(promises, name, self._promised)
         self._inside = 0.0
         watcher = getattr(getattr(pool, "get_new_blocks", None), "__self__", pool)
         if watcher is not pool:
@@ -74,10 +70,6 @@ class Probe:
                 del self._asked[request]
                 with path.open("a") as file:
                     file.write(json.dumps(spent) + "\n")
-
-    def _promised(self, seconds: float, tracked: Any, *given: Any) -> None:
-        if (asked := self._asked.get(tracked.request.request_id)) is not None:
-            asked[1]["promise"] += seconds
 
     def _got_inside(self, seconds: float, *given: Any) -> None:
         self._inside += seconds

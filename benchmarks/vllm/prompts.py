@@ -22,10 +22,13 @@ class Hit(NamedTuple):
 class Prompts:
     """A source of them. Two runs have the same; within one no two share a chunk unless they are
     meant to.
+
+    tail: whole prompts go on for so many tokens behind their last chunk; 0: they have the length
+    that was asked for.
     """
 
-    def __init__(self, scale: Scale, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(self, scale: Scale, seed: int = 0, tail: int = 0) -> None:
+        self.seed, self._tail = seed, tail
         self._scale, self._random = scale, random.Random(seed)
 
     def new(self, length: int) -> list[int]:
@@ -37,8 +40,9 @@ class Prompts:
 
     def whole(self, length: int) -> Hit:
         """The same prompt again."""
-        prompt = self.new(length)
-        return Hit(f"{length}", prompt, prompt, self._scale.hit(length))
+        whole = max(length // self._scale.chunk, 1) * self._scale.chunk
+        prompt = self.new(whole + self._tail if self._tail else length)
+        return Hit(f"{length}", prompt, prompt, self._scale.hit(len(prompt)))
 
     def partial(self, index: int) -> Hit:
         """A shared prefix, then something else: of odd lengths, one token past a chunk, short of

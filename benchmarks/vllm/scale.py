@@ -17,8 +17,6 @@ SHAPES: dict[str, dict[str, Any]] = msgspec.json.decode(
 """A `config.json` for each model: few layers, real widths. What begins with `tiny_` changes another
 one for the CPU.
 """
-STATEFUL = ("linear_attention", "conv")
-"""Kinds of layers that keep a state, not tokens."""
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +24,8 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     (see `prompts.hits`).
 
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
-    decode_*: see `decoding`. whole_blocks: hits end with a whole block of vLLM's, as those of our
-    own connector do, not with the last token but one."""
+    decode_prompt: tokens of requests that run beside. whole_blocks: hits end with a whole block of
+    vLLM's, as those of our own connector do, not with the last token but one."""
 
     name: str
     model: dict[str, Any]
@@ -42,58 +40,19 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     batched_tokens: int
     decode_prompt: int
-    decode_seconds: float
     answer: int = 64
     running: int = 16
     whole_blocks: bool = False
     cpu: bool = False
 
     @property
-    def kinds(self) -> list[str]:
-        """Of layers that keep tokens, what each is."""
-        every = self.model.get("layer_types", ["full_attention"] * self.model["num_hidden_layers"])
-        return [kind for kind in every if kind not in STATEFUL]
-
-    @property
-    def state_bytes(self) -> int:
-        """Of the state behind a token, in bfloat16, as the models with states have it; 0 where all
-        layers keep tokens.
-        """
-        model = self.model
-        layers = model["num_hidden_layers"] - len(self.kinds)
-        if "mamba_d_state" in model:
-            inner = model["mamba_n_heads"] * model["mamba_d_head"]
-            convolved = inner + 2 * model["mamba_n_groups"] * model["mamba_d_state"]
-            values = inner * model["mamba_d_state"] + convolved * (model["mamba_d_conv"] - 1)
-        elif "linear_num_value_heads" in model:
-            keys = model["linear_num_key_heads"] * model["linear_key_head_dim"]
-            inner = model["linear_num_value_heads"] * model["linear_value_head_dim"]
-            values = inner * model["linear_key_head_dim"] + (2 * keys + inner) * (
-                model["linear_conv_kernel_dim"] - 1
-            )
-        else:
-            values = model.get("conv_dim", 0) * (model.get("conv_L_cache", 1) - 1)
-        return int(2 * values * layers)
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of KV a token, in bfloat16."""
         if "kv_lora_rank" in self.model:
             row = 2 * (self.model["kv_lora_rank"] + self.model["qk_rope_head_dim"])
-            # The indexer has a key of one-byte numbers and its scale.
-            row += self.model["index_head_dim"] + 4 if "index_head_dim" in self.model else 0
         else:
             row = 4 * self.model["head_dim"] * self.model["num_key_value_heads"]
-        return int(row * len(self.kinds))
-
-    def read_bytes(self, tokens: int) -> int:
-        """What a hit of so many tokens has to bring: all of full attention, of the others the
-        blocks of their windows, and the state.
-        """
-        layers, full = len(self.kinds), self.kinds.count("full_attention")
-        window = -(-(self.model.get("sliding_window", 1) - 1) // self.block) * self.block
-        read = full * tokens + (layers - full) * min(window, tokens)
-        return int(self.token_bytes * read // layers + self.state_bytes)
+        return int(row * self.model["num_hidden_layers"])
 
     @property
     def vocabulary(self) -> int:
@@ -123,7 +82,6 @@ FULL = Scale(
     max_model_len=33280,
     batched_tokens=8192,
     decode_prompt=256,
-    decode_seconds=4.0,
 )
 BESIDE = msgspec.structs.replace(
     FULL,
@@ -147,7 +105,6 @@ TINY = Scale(
     max_model_len=1536,
     batched_tokens=1024,
     decode_prompt=32,
-    decode_seconds=0.5,
     answer=8,
     running=2,
     cpu=True,

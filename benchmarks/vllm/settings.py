@@ -14,7 +14,6 @@ import msgspec
 from ..processes import ROOT
 from .instances import KINDS, Spec
 from .scale import Scale
-from .weights import write_head
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 COMPILED_BY_RULE = {
@@ -51,7 +50,7 @@ def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -
     """Of vLLM's `LLM`, for an instance of a fleet. scale: as the instance's kind has it. transfer:
     `kv_transfer_config`; empty: it has none."""
     kind = KINDS[spec.kind]
-    given = llm(scale, model, 32) | {kind.split: kind.ranks}
+    given = llm(scale, model, 32) | {"tensor_parallel_size": kind.ranks}
     given["kv_cache_memory_bytes"] //= kind.ranks
     if not scale.cpu:
         given["compilation_config"] = COMPILED_BY_RULE
@@ -59,10 +58,6 @@ def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if transfer:
         given["kv_transfer_config"] = transfer
-    if kind.head:
-        folder = write_head(model.with_name(f"{model.name}-head"), scale, kind.head)
-        guesses = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
-        given["speculative_config"] = guesses
     return given | kind.arguments
 
 

@@ -13,61 +13,17 @@ from .scale import Scale
 def scale_weights(model: Any) -> int:
     """Dummy weights are too small for the output to depend on the context: norms become 1, matrices
     20 times as large. Biases and sinks stay small: of 1 they would drown what the context says.
-    Convolutions of a few tokens become 1000 times as large. Some of the heads that keep a state
-    forget half of it in ten thousand tokens, some in ten: by itself all would in one, or grow
-    without end.
 
     Runs in vLLM's worker, which finds it by its module's name.
     """
     # On CPUs vLLM has put most matrices where they cannot be scaled: what goes into them is.
     norm = 1.0 if all(parameter.numel() for parameter in model.parameters()) else 20.0
     for name, parameter in model.named_parameters():
-        if "conv" in name and parameter.dim() == 3:
-            parameter.data.mul_(1000)
-        elif parameter.dim() > 1:
+        if parameter.dim() > 1:
             parameter.data.mul_(20)
-        elif name.endswith((".A", ".A_log")):
-            import torch
-
-            rates = torch.linspace(
-                math.log(1e-4), math.log(0.1), parameter.numel(), device=parameter.device
-            )
-            parameter.data.copy_(rates if name.endswith("_log") else -rates.exp())
         elif "norm" in name:
             parameter.data.fill_(norm)
     return sum(1 for _ in model.parameters())
-
-
-def change_weights(worker: Any, seed: int) -> None:
-    """In vLLM's worker: other weights of the norms, the same for the same seed in every process.
-    With them all KV and all answers change."""
-    import torch
-
-    random = torch.Generator().manual_seed(seed)
-    for name, parameter in worker.model_runner.get_model().named_parameters():
-        if "norm" in name:
-            noise = torch.rand(parameter.shape, generator=random)
-            parameter.data.copy_((0.5 + noise).to(parameter.dtype))
-
-
-def order_choices(model: Any) -> int:
-    """In vLLM's worker: the tokens that DeepSeek V3.2's indexer chooses in a step of prefill are in
-    order. By itself the kernel's thread blocks race, and sums over the tokens differ in the last
-    bit from run to run.
-    """
-    import torch
-    from vllm import _custom_ops as ops
-
-    choose = ops.top_k_per_row_prefill
-
-    def ordered(logits: Any, starts: Any, ends: Any, chosen: Any, *sizes: int) -> None:
-        choose(logits, starts, ends, chosen, *sizes)
-        none = torch.iinfo(chosen.dtype).max
-        found = chosen.masked_fill(chosen < 0, none).sort(dim=-1).values
-        chosen.copy_(found.masked_fill(found == none, -1))
-
-    ops.top_k_per_row_prefill = ordered
-    return 1
 
 
 def flip_kv(worker: Any, offset: int, mask: int) -> None:
@@ -94,13 +50,6 @@ def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:
     new, weights = _configured(folder, scale.model), folder / "model.safetensors"
     if scale.cpu and scale.model["model_type"] == "llama" and (new or not weights.exists()):
         _write_weights(weights, scale.model, seed)
-    return folder
-
-
-def write_head(folder: Path, scale: Scale, changes: dict[str, Any]) -> Path:
-    """A folder that vLLM takes for an EAGLE head of the Llama of this scale, with these changes."""
-    kind = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
-    _configured(folder, scale.model | kind | changes)
     return folder
 
 

@@ -12,7 +12,6 @@ right length and every token and logprob is the same."""
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -208,30 +207,3 @@ def flipped(run: Run) -> list[Row]:
     )
     right = caught.startswith("differs") and not before and not after
     return [fraction(f"{fleet.rows}_flipped_byte_caught", [right], what)]
-
-
-def restart(run: Run) -> list[Row]:
-    """Kill B and start it again: its first request must hit what A stored, its second what B itself
-    had stored.
-    """
-    fleet, prompts = run.fleet, run.prompts
-    pair, few = Pair(fleet), fleet.scale.few
-    fleet.pool.clear()
-    hits, expected = [prompts.whole(few[1]), prompts.whole(few[2])], []
-    for hit, writer in zip(hits, "ab", strict=True):
-        fleet.compute(writer, hit.first)
-        pair.alone.ask("generate", SECONDS, tokens=hit.first, count=1)
-        expected.append(reference(pair.alone, fleet, hit))
-    fleet.kill("b")
-    started = time.monotonic()
-    again = fleet.instance("b")
-    seconds = time.monotonic() - started
-    got = [_asked(again, fleet, hit.then) for hit in hits]
-    good = [not difference(*each) for each in zip(expected, got, hits, strict=True)]
-    what = (
-        f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first "
-        "request hits what the other instance stored, the second what it stored itself; cached "
-        f"{[each['cached'] for each in got]} of {[hit.cached for hit in hits]} tokens, equal to "
-        "the own prefix cache"
-    )
-    return [fraction(f"{fleet.rows}_restart_hits", good, what)]

@@ -1,5 +1,4 @@
-"""Times to first token on a hit and on a miss, and times between the tokens of running requests
-while another one loads.
+"""Times to first token on a hit and on a miss, and what sharing costs short requests.
 
 On otherwise idle GPUs, one request at a time unless said otherwise.
 
@@ -12,7 +11,6 @@ others launch one for each layer and wait for the host."""
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -20,21 +18,17 @@ from multiprocessing import get_context
 from typing import Any
 
 from ...copies import peer_speed
-from ...results import Row, percentile, row
+from ...results import Row, row
 from ..fleet import Fleet, Run
-from ..instances import KINDS, joined
 
 SECONDS, COPY_SECONDS = 60.0, 90.0
 MS = 1e3
 ALLOWED_MS = 4.0
 """A load takes a step of vLLM's more than a hit in its own prefix cache."""
 ALLOWED_COPY = 1.15
-TPOT = {"lmcache": 1.10, "vllm": 1.05, "inplace": 1.03}
 MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
 """Limits for the ratio of a miss."""
 MISSES, FEW_MISSES = {"1k": 25, "4k": 31, "16k": 11}, {"1k": 5, "4k": 5, "16k": 3}
-LOAD = "16k"
-EVERY = 1.0
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
 REPEATS = {"1k": 3, "4k": 3}
@@ -60,12 +54,9 @@ def copy_engine() -> float:
         return process.apply_async(peer_speed, (1 << 30,)).get(COPY_SECONDS)
 
 
-def first_token(run: Run, kind: str = "", only: str = "") -> list[Row]:
+def first_token(run: Run) -> list[Row]:
     """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of vcache. One warm-up round
-    does not count.
-
-    If time runs short, the rounds so far count. kind: the prefix of the instances' names. only:
-    this length alone."""
+    does not count. If time runs short, the rounds so far count."""
     fleet, clock, prompts, rounds = run
     fleet.settle()
     speed = 1.0 if fleet.scale.cpu else copy_engine()
@@ -75,36 +66,31 @@ def first_token(run: Run, kind: str = "", only: str = "") -> list[Row]:
         if turn > 2 and clock.left < 25:
             break
         clock.check(15)
-        for name, length in _lengths(fleet, kind).items():
-            for _ in range(REPEATS.get(name, 1) if only in ("", name) else 0):
+        for name, length in _lengths(fleet).items():
+            for _ in range(REPEATS.get(name, 1)):
                 into = samples if turn else defaultdict(list)
-                _round(fleet, prompts.new(length), name, into, partial, kind)
+                _round(fleet, prompts.new(length), name, into, partial)
         print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
-    return _rows(fleet, samples, speed, partial, kind)
+    return _rows(fleet, samples, speed, partial)
 
 
-def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
-    """The prompts' lengths by their names in rows, rounded to whole chunks, which are larger for
-    models with states.
-    """
-    scale = fleet.of(kind)
-    size, lengths = scale.chunk, scale.lengths.items()
-    return {name: max(length // size, 1) * size + TAIL for name, length in lengths}
+def _lengths(fleet: Fleet) -> dict[str, int]:
+    """The prompts' lengths by their names in rows."""
+    return {name: length + TAIL for name, length in fleet.scale.lengths.items()}
 
 
 def _round(
-    fleet: Fleet, prompt: list[int], name: str, samples: Samples, partial: list[str], kind: str
+    fleet: Fleet, prompt: list[int], name: str, samples: Samples, partial: list[str]
 ) -> None:
     """Ask one prompt without a cache, through vcache and from vLLM's own cache. Before every hit
     its instance was idle for as long as others took to compute the prompt.
     """
-    scale = fleet.of(kind)
-    due, alone = scale.hit(len(prompt)), fleet.instance(joined(kind, "alone"))
+    due, alone = fleet.scale.hit(len(prompt)), fleet.instance("alone")
     samples["recompute", name].append(_ttft(alone, prompt)[0])
     fleet.make_room(len(prompt))
-    fleet.compute(joined(kind, "a"), prompt)
-    seconds, cached = _ttft(fleet.instance(joined(kind, "b")), prompt)
-    if due - scale.chunk < cached:
+    fleet.compute("a", prompt)
+    seconds, cached = _ttft(fleet.instance("b"), prompt)
+    if due - fleet.scale.chunk < cached:
         samples["vcache", name].append(seconds)
     else:
         partial.append(f"{name}: {cached} of {due}")
@@ -116,21 +102,15 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
     return answer["ttft"], answer["cached"]
 
 
-def _rows(
-    fleet: Fleet, samples: Samples, speed: float, partial: Sequence[str], kind: str = ""
-) -> list[Row]:
-    """A row for each length and variant, and those with limits. The GPUs of an instance copy their
-    parts at the same time.
-    """
-    scale, begin, gpus = fleet.of(kind), joined(fleet.rows, kind), KINDS[kind].ranks
-    rows = list[Row]()
+def _rows(fleet: Fleet, samples: Samples, speed: float, partial: Sequence[str]) -> list[Row]:
+    """A row for each length and variant, and those with limits."""
+    scale, begin, rows = fleet.scale, fleet.rows, list[Row]()
     if not scale.cpu:
         what = "the copy engine between the GPUs in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
-    where = f"{gpus} peer GPUs" if gpus > 1 else "the peer GPU"
     ttft = "ttft" if fleet.lmcache else "async_ttft"
-    for name, length in _lengths(fleet, kind).items():
+    for name, length in _lengths(fleet).items():
         held = {each: [MS * value for value in samples[each, name]] for each in VARIANTS}
         if not held["prefix"]:
             continue
@@ -141,10 +121,10 @@ def _rows(
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
         if not held["vcache"]:
             continue
-        nbytes = scale.read_bytes(length - TAIL) // gpus
+        nbytes = scale.token_bytes * (length - TAIL)
         most = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
         hit = (
-            f"TTFT of a hit on {where}; reference: own prefix-cache hit {floor:.2f} ms + "
+            f"TTFT of a hit on the peer GPU; reference: own prefix-cache hit {floor:.2f} ms + "
             f"{nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms{missed}"
         )
         case = f"{begin}_{ttft}_{name}"
@@ -207,78 +187,3 @@ def short_tax(run: Run) -> list[Row]:
     with_, without = speeds["a"], speeds["alone"]
     name = f"{fleet.rows}_short_tax"
     return [row(name, "requests/s", with_, without, what=what, at_least=SHORT_TAX)]
-
-
-def decoding(run: Run) -> list[Row]:
-    """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU,
-    one a second; and in place those of A.
-
-    LMCache loads before a step, on the worker's main thread, so in one step for each load every
-    running request waits for the copy. Our connector loads beside the steps; only the step that
-    computes the loading request's last tokens is longer."""
-    loads = _held_by_a(run)
-    rows = [_gaps(run, loads, "b")]
-    return [*rows, _gaps(run, loads, "a", "b")] if run.fleet.in_place else rows
-
-
-def three_readers(run: Run) -> list[Row]:
-    """Gaps between the tokens of A's running requests while B, C and D read out of A's GPU at the
-    same moment, each once a second.
-    """
-    return [_gaps(run, _held_by_a(run), "a", "b", "c", "d")]
-
-
-def _held_by_a(run: Run) -> list[list[int]]:
-    """More prompts than B's own prefix cache can keep, which A has computed and stored."""
-    fleet, clock, prompts, _ = run
-    scale = fleet.scale
-    fleet.settle()
-    fleet.pool.clear()
-    length, held = scale.lengths[LOAD], scale.kv_bytes // scale.token_bytes
-    loads = [prompts.new(length) for _ in range(held // length + 2)]
-    for prompt in loads:
-        clock.check(40)
-        fleet.compute("a", prompt)
-    return loads
-
-
-def _gaps(run: Run, loads: Sequence[list[int]], watched: str, *readers: str) -> Row:
-    """Gaps between the tokens of running requests of an instance: while the readers load from its
-    GPU once a second, all at once, and while nobody does, in turn. Without readers the instance
-    itself loads.
-    """
-    fleet, clock, prompts, _ = run
-    scale, child = fleet.scale, fleet.instance(watched)
-    others, every = [fleet.instance(name) for name in readers], min(EVERY, scale.decode_seconds / 2)
-    gaps: dict[bool, list[float]] = {False: [], True: []}
-    cached = list[int]()
-    for turn in range(8):
-        reads = turn % 4 in (1, 2)
-        clock.check(20)
-        running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
-        own = loads if reads and not others else []
-        window = {"seconds": scale.decode_seconds, "loads": own, "every": every}
-        child.send("decode", prompts=running, **window)
-        until = time.monotonic() + scale.decode_seconds
-        while reads and others and (due := time.monotonic()) < until:
-            prompt = loads[len(cached) // len(others) % len(loads)]
-            for other in others:
-                other.send("generate", tokens=prompt, count=1)
-            cached += [other.answer(SECONDS)["cached"] for other in others]
-            time.sleep(max(0.0, min(due + every, until) - time.monotonic()))
-        answer = child.answer(60 + 20 * scale.decode_seconds)
-        gaps[reads] += [MS * gap for gap in answer["gaps"]]
-        cached += answer["cached"]
-    full = cached.count(scale.hit(len(loads[0])))
-    who = f"{len(readers)} instances read" if readers[1:] else "another instance reads"
-    loading = f"{who} from this one's GPU" if readers else "another loads from the peer GPU"
-    what = (
-        f"p99 of gaps between tokens of {scale.running} running requests while {loading} once a "
-        f"second: {len(cached)} loads of {len(loads[0])} tokens ({full} full hits); reference: "
-        "none loads"
-    )
-    role = "owner" if readers else "reader" if fleet.in_place else ""
-    name = joined(fleet.rows, "tpot_p99", role, f"{len(readers)}_readers" if readers[1:] else "")
-    p99, calm = percentile(gaps[True], 99), percentile(gaps[False], 99)
-    most, runs = TPOT[fleet.rows], len(gaps[True])
-    return row(name, "ms", p99, calm, what=what, at_most=most, runs=runs)

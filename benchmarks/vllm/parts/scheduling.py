@@ -15,7 +15,6 @@ from ..fleet import Run
 SECONDS = 120.0
 ALLOWED_US = {"vllm": 250.0, "inplace": 600.0}
 """By the way of sharing: in place there is a generation to note for every block."""
-PROMISE_US = 30.0
 COUNTS = {"4k": 10, "16k": 5}
 """Prompts of each length, each for hits and for misses, on an idle engine and beside running
 requests.
@@ -33,7 +32,7 @@ def scheduler_time(run: Run) -> list[Row]:
     fleet, clock, prompts, _ = run
     timed, scale = fleet.instance("timed"), fleet.scale
     file = fleet.folder / "timed.jsonl"
-    rows, promises = list[Row](), list[float]()
+    rows = list[Row]()
     for beside in (0, scale.running):
         running = [prompts.new(scale.decode_prompt) for _ in range(beside)]
         for name, count in COUNTS.items():
@@ -53,8 +52,6 @@ def scheduler_time(run: Run) -> list[Row]:
                     f"requests ({right} of {len(cached)} were)"
                 )
                 spent = [json.loads(line) for line in file.read_text().splitlines()][1:]
-                if kind == "miss":
-                    promises += [US * each.get("promise", 0.0) for each in spent]
                 rows.append(_row(fleet.rows, f"{name}_{kind}_{beside}_running", spent, what))
     worst = max(rows, key=lambda each: each.value)
     what = (
@@ -68,9 +65,7 @@ def scheduler_time(run: Run) -> list[Row]:
         limit=f"<= {worst.reference:g} us",
         ok=worst.value <= worst.reference,
     )
-    what = "of that, what a miss spends on promising its chunks, and on taking the promise back"
-    promise = row(f"{fleet.rows}_promise_us", "us", promises, PROMISE_US, what=what, at_most=1)
-    return [*rows, judged, promise]
+    return [*rows, judged]
 
 
 def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
@@ -78,8 +73,6 @@ def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
     text. spent: by request what `Probe` has written.
     """
     steps = [int(each.pop("steps", 0)) for each in spent]
-    for each in spent:
-        each.pop("promise", None)
     sums = [US * sum(each.values()) for each in spent]
     methods: Counter[str] = Counter()
     for name in sorted({name for each in spent for name in each}):

@@ -1,1 +1,0 @@
-"""Campaigns that search for wrong bytes, wrong answers and ended engines: see `__main__`."""

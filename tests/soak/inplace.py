@@ -1,0 +1,289 @@
+"""An instance that shares in place, without vLLM: a KV cache that others read, and whose blocks are
+constantly handed out and rewritten.
+
+An owner computes chunks. A reader loads them out of others' KV caches, compares each byte, and
+publishes its copies. Both stop themselves at any step of the protocol."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+
+from integration.vllm.in_place.block_pool import KVBlocks, ResidentPool
+from integration.vllm.in_place.replicas import choose
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import (
+    INSTANCE_BYTES,
+    ChunkKey,
+    Find,
+    Found,
+    InstanceId,
+    Publish,
+    ResidentRun,
+)
+from vcache_backend.resident.generations import Generations, UInt64s
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.publisher import Publisher
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.copies.copier import Mark
+from vcache_backend.vram_pool.exports.host_memory import HostExportable
+
+from .living import Living, Settings, Slowly, live_as
+from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
+
+BLOCKS = 8 * MOST_CHUNKS * EACH
+OFTEN = 20
+"""How many times as often an owner stops itself at rare steps."""
+SLOW, SLOW_SECONDS = 0.1, 0.01
+"""Share of the copies that go block by block, and the most seconds that one pauses in all."""
+REMEMBERED = 0.05
+"""Share of the look-ups that use an earlier answer; while there is no server, all do."""
+OFFLINE_SECONDS = 0.02
+"""How long an instance leaves the core to whoever starts the server again."""
+PATIENCE_SECONDS = 60.0
+
+
+class Block(NamedTuple):
+    block_id: int
+
+
+class BlockPool:
+    """vLLM's block pool, as far as our code wraps it. Hands out the block that was free for the
+    longest time first.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._free = deque(map(Block, range(blocks)))
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        return [self._free.popleft() for _ in range(num_blocks)]
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Nothing: the blocks' owners will write them again."""
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        self._free.extend(map(Block, blocks))
+
+
+@dataclass
+class Written:
+    """The end of a model's step, which may still be to come."""
+
+    over: bool
+
+    def reached(self) -> bool:
+        return self.over
+
+
+class Instance(Living):
+    """The KV cache of an instance, its blocks, and its name at the server."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        super().__init__(settings, dice)
+        self._late = settings.role == "owner" and settings.control == "counted late"
+        exportable = HostExportable()
+        with exportable.context():
+            self.memory = Memory(BLOCKS)
+        self.words = self.memory.words
+        self.session = Session(settings.config, self.memory.layout, anonymous=True)
+        self.kv, self.client = self.session.bind(self.memory.tensors), self.session.client
+        self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
+        self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
+        if not self._late:
+            ResidentPool(KVBlocks(self.pool), self.table, self._reset)
+        self.epoch = self._heard = 0
+        self.client.on_return.append(self._join)
+        self.client.on_beat.append(self._listen)
+        with suppress(VCacheError):
+            self._join()
+        regions = exportable.allocations()
+        shown = cache_shape(self.kv, regions, self.session.device)
+        self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
+        self.publisher = Publisher(self.client, self.session.stats, self.instance, EACH)
+        self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
+
+    def _join(self) -> None:
+        prefix = self.session.namespace.prefix
+        self.client.join(self.instance, prefix, BLOCKS, 1, EACH, self.table.fd)
+
+    def _listen(self) -> None:
+        """Ask for the namespace's epoch; publications of another epoch are refused. The server also
+        raises the epoch by itself, if it may have missed a reset."""
+        with suppress(VCacheError):
+            self._heard = self.client.listen(self.instance).epoch
+
+    def learn(self) -> None:
+        """Void what was computed before a reset."""
+        if self._heard != self.epoch:
+            self.table.void_all()
+            self.epoch = self._heard
+
+    def _reset(self) -> None:
+        self.publisher.retract(self.instance, self.sequence + 1)
+
+    def some_prompt(self) -> list[ChunkKey]:
+        """The keys of a random prompt; some prompts are more popular than others."""
+        family = min(self.dice.randrange(FAMILIES), self.dice.randrange(FAMILIES))
+        return keys_of(self.hasher, family)[: self.dice.randint(1, MOST_CHUNKS)]
+
+    def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
+        """Blocks for so many chunks, and their new generations. From here on nobody may believe
+        what they held before.
+        """
+        blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
+        if self._late:
+            return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
+        # By vLLM's plan; what is published of it is told when they are written.
+        self.table.filled(blocks)
+        return blocks, self.table.counters[blocks]
+
+    def publish(
+        self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark
+    ) -> None:
+        """Publish the chunks once they are written."""
+        self.sequence += 1
+        numbers, counts = np.array(blocks, dtype="<u4"), generations.astype("<u8")
+        packed = numbers.tobytes(), counts.tobytes()
+        made = Publish(self.instance, self.sequence, keys, *packed, self.epoch)
+        self.publisher.submit(made, written)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.shown.close()
+        self.table.close()
+        self.session.close()
+
+
+class Owner(Instance):
+    """Computes chunk after chunk, more than its blocks can hold."""
+
+    def round(self) -> None:
+        self.learn()
+        keys = self.some_prompt()
+        blocks, generations = self.allocate(len(keys))
+        self.step("handed out")
+        written = Written(self.settings.control == "published early")
+        self.publish(keys, blocks, generations, written)
+        self._write(keys, blocks)
+        if self._late:
+            self.table.void(blocks)
+            self.table.filled(blocks)
+        self.step("before publication")
+        written.over = True
+        self.pool.free_blocks(blocks)
+        if not self._late:
+            self._mishap(blocks[-EACH:], self.dice.random())
+        time.sleep(self.dice.uniform(0, 0.004))
+
+    def _mishap(self, blocks: list[int], chance: float) -> None:
+        if chance < 0.02:
+            # A load into these blocks failed: they are computed again where they are, and nothing
+            # of it is told.
+            self.pool.evict_blocks(set(blocks))
+            self.step("evicted", OFTEN)
+            self.words[:, blocks] = POISON
+        elif chance < 0.025:
+            # What is there does not count any more, and here its bytes say so.
+            self.pool.reset_prefix_cache()
+            self.step("reset", OFTEN)
+            self.words[:] = POISON
+        elif chance < 0.026:
+            # As where blocks cannot be counted any more.
+            self.table.give_up()
+            self.step("given up", OFTEN)
+            self.words[:] = POISON
+            self.over = True
+
+    def _write(self, keys: list[ChunkKey], blocks: list[int]) -> None:
+        """Write the chunks page by page, as slowly as a model would."""
+        for number, key in enumerate(keys):
+            here = blocks[number * EACH : (number + 1) * EACH]
+            for plane, pages in enumerate(content(key, self.epoch)):
+                for block, page in zip(here, pages, strict=True):
+                    self.words[plane, block] = page
+            self.step("writing")
+            if self.dice.random() < 0.3:
+                time.sleep(0.0003)
+
+
+class Reader(Instance):
+    """Loads chunks, compares them, and publishes its copies for others."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        super().__init__(settings, dice)
+        self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
+        self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
+        self.tables = Tables(self.client)
+        self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
+
+    def round(self) -> None:
+        self.learn()
+        keys, outcomes = self.some_prompt(), self.told.outcomes
+        found = self._look_up(keys)
+        self.step("looked up")
+        count, runs = choose(found, self.tables, EACH, 0)
+        if not count:
+            return
+        keys = keys[:count]
+        blocks, generations = self.allocate(count)
+        # A byte that a copy does not write is noticed.
+        self.words[:, blocks] = POISON
+        self.step("before launch")
+        stats = self.session.stats
+        before = stats.counted("chunks_").get("refused", 0)
+        load = self._load(keys, blocks, runs)
+        loaded = load.run(PATIENCE_SECONDS)
+        self.step("behind the verdict")
+        outcomes.loads += bool(loaded)
+        outcomes.causes[load.cause] += 1
+        outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
+        if wrong := self.memory.wrong(blocks, keys[:loaded], found.epoch):
+            self.loaded_wrong(f"{wrong:,} bytes of {loaded} chunks from {runs}")
+        elif loaded and found.epoch == self.epoch:
+            mine = slice(loaded * EACH)
+            self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
+        self.pool.free_blocks(blocks)
+
+    def _load(self, keys: list[ChunkKey], blocks: list[int], runs: Sequence[ResidentRun]) -> Load:
+        return Load(
+            self.session,
+            BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
+            keys,
+            mark=self.session.copier.mark(),
+            residents=runs,
+            neighbours=self.neighbours,
+        )
+
+    def _look_up(self, keys: list[ChunkKey]) -> Found:
+        asked = keys[0], keys[-1]
+        old = self._found.get(asked)
+        if old is not None and self.dice.random() < REMEMBERED:
+            return old
+        try:
+            found = self._found[asked] = self.client.find(Find(keys, 1, self.instance))
+        except VCacheError:
+            time.sleep(OFFLINE_SECONDS)
+            return old or Found(b"")
+        return found
+
+
+def live(settings: Settings, pipe: Connection) -> None:
+    """The main function of an instance's process."""
+    live_as(Owner if settings.role == "owner" else Reader, settings, pipe)

@@ -1,0 +1,41 @@
+"""The soak, small: nothing is wrong whatever happens, and with one rule of the protocol broken it
+is seen. `make soak` is the long one, and has whole vLLMs, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+from soak.levels import INPLACE, SOAK
+from soak.living import Control, Role
+from soak.run import faults, run, run_control
+
+FEW: dict[Role, int] = {"owner": 2, "reader": 2}
+
+
+def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:
+    level = INPLACE._replace(loads=500, stops=0.005, pause=0.15)
+    # Not every mishap happens in so short a time.
+    assert faults(run(7, level), level._replace(mishaps={})) == []
+
+
+def test_instances_share_again_after_every_reset() -> None:
+    level = INPLACE._replace(mishaps={"namespaces reset": 1}, counts=FEW, reuse_hits=0.0)
+    level = level._replace(loads=400, pause=0.3, seconds=200.0)
+    assert faults(run(7, level), level) == []
+
+
+@pytest.mark.parametrize("control", INPLACE.controls)
+def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
+    level = INPLACE._replace(counts=FEW, stops=0.01)
+    assert run_control(control, 7, level).caught(control)
+
+
+@pytest.mark.timeout(400)
+def test_no_byte_out_of_the_pool_is_wrong_whatever_happens_to_workers_and_server() -> None:
+    """Its control, an engine that believes in a lost lease, takes longer. What comes of that,
+    test_engine_failures shows.
+    """
+    level = SOAK._replace(counts={"worker": 3}, loads=100, pause=0.15)
+    result = run(7, level)
+    assert faults(result, level._replace(mishaps={})) == []
+    assert result.mishaps
