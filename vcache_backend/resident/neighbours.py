@@ -99,7 +99,7 @@ class Neighbour:
         return idle
 
 
-class _Coming(NamedTuple):
+class _BeingMapped(NamedTuple):
     """An instance that is being mapped. until: loads do not wait longer for it."""
 
     thread: threading.Thread
@@ -114,7 +114,7 @@ class Neighbours:
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
         self._here: dict[bytes, Neighbour] = {}
-        self._coming: dict[bytes, _Coming] = {}
+        self._coming: dict[bytes, _BeingMapped] = {}
         self._refused = Refusals()
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -136,7 +136,7 @@ class Neighbours:
             return False
         name = "vcache-neighbours"
         thread = threading.Thread(target=self._run, args=(instance,), name=name, daemon=True)
-        self._coming[instance] = _Coming(thread, time.monotonic() + MAP_SECONDS)
+        self._coming[instance] = _BeingMapped(thread, time.monotonic() + MAP_SECONDS)
         with suppress(RuntimeError):  # there are too many threads
             thread.start()
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
