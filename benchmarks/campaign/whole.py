@@ -25,7 +25,6 @@ import vllm
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from integration import amx
 from vcache_backend.integration.vllm.scheduler.pace import Pace
 
 from ..processes import die_with_parent
@@ -187,7 +186,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
         # vLLM would inspect the model in a new process, which has to import vLLM first.
         registry._run_in_subprocess = lambda look: look()
         # With our connector, the connector does this.
-        amx.permit()
+        torch.cpu._init_amx()
     else:
         # Engines start often, so nothing is compiled.
         own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
