@@ -12,7 +12,6 @@ from typing import Any
 
 import cpu_sleep
 import pytest
-from processes import eventually
 from vllm_cases import CHUNK, SCATTER, Instance, Node, here, meddled, needs_vllm, new_tokens
 
 __all__ = ["here"]
