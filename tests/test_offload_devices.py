@@ -1,4 +1,4 @@
-"""From the pool to the store and back, on the host and on a GPU: staging, bounce buffer, promotion.
+"""From the pool to the store and back, on the host and on a GPU: staging, promotion.
 Bytes are compared.
 """
 
@@ -13,7 +13,6 @@ from offload_cases import LENGTH, engine, nodes, through
 from processes import SECONDS
 
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.offload import uploads
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
@@ -36,10 +35,7 @@ def test_what_one_node_stored_another_reads_and_keeps(
     model: str,
     device: str,
     arrangement: Arrangement,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # More than one call of the uploader's: its bounce buffer is written again.
-    monkeypatch.setattr(uploads, "MAX_BOUNCE", 2)
     cache, tokens = cache_on(device, arrangement), prompt(LENGTH + 7)
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)
@@ -83,31 +79,3 @@ def test_whole_blocks_are_filled_behind_a_mark(
     assert load.to_promote() == list(range(len(keys)))
     load.cancel()
     assert load.to_promote() == [], "the blocks may have another owner by now"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-def test_one_byte_a_number_comes_back_nearly_and_what_is_no_number_is_not_written(
-    nodes: list[Node], depot: Depot, model: str, device: str, codec: str
-) -> None:
-    cache, tokens = cache_on(device), prompt(LENGTH)
-    one, two = (engine(at, depot, model, cache=cache, device=device, codec=codec) for at in nodes)
-    raw = engine(nodes[0], depot, model, cache=cache, device=device)
-    assert one.get_stats()["namespace"] != raw.get_stats()["namespace"]
-    slots = places(cache.sizes, LENGTH)
-    for tensor in cache.tensors:
-        tensor.normal_()
-    there = [rows.view(cache.arrangement.dtype).float() for rows in cache.at(slots)]
-    one.store(tokens, None, cache.tensors, slots)
-    assert one.flush(SECONDS, through=True)
-    cache.poison()
-    assert bool(two.retrieve(tokens, None, cache.tensors, slots).all())
-    for rows, before in zip(cache.at(slots), there, strict=True):
-        back = rows.view(cache.arrangement.dtype).float()
-        assert 0 < (back - before).abs().max() < 0.05 * before.abs().max()
-    for tensor in cache.tensors:
-        tensor.fill_(float("nan"))
-    one.store(prompt(LENGTH, 2), None, cache.tensors, slots)
-    assert one.flush(SECONDS, through=True)
-    assert one.get_stats()["offload"]["dropped"]["codec"] == 5
-    assert two.lookup(prompt(LENGTH, 2)) == 0

@@ -19,11 +19,9 @@ from test_segments import mappings, open_fds
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import SegmentError
-from vcache_backend.integration import round_trip
 from vcache_backend.vram_pool import devices, pinned_pool, pinned_segment
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.segment import create, map_segment
 
 __all__ = ["cuda", "here", "served"]
@@ -244,24 +242,3 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     eventually(lambda: len(beats) > 3)
     assert beats[0] == beats[-1] == 3, "it is not tried again"
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
-
-
-def test_bytes_go_there_and_back_before_the_pool_is_there(served: Node, pieces: FakeCuda) -> None:
-    """A layout that is not understood must be seen even where the pool takes a minute to come."""
-    cache = Cache(FLASH, SIZES)
-
-    class Wrong(HostCopier):
-        def gather(self, kv, plan, slots, after=None):  # type: ignore[no-untyped-def]
-            finished = super().gather(kv, plan, slots, after)
-            slots[0].tensor[100] ^= 1
-            return finished
-
-    why = "gathered wrongly into the pool: layer 0"
-    for copier, wrong in ((HostCopier(), None), (Wrong(), why)):
-        made = served.engine("host:a", 0, layout_of(cache), copier=copier, kv_device="cuda:0")
-        session = made._session
-        assert isinstance(session.pool, PinnedPool)
-        answer = round_trip.through_pool(session, session.bind(cache.tensors))
-        assert answer is None if wrong is None else answer and wrong in answer
-    pieces.most_registered = 0
-    assert round_trip.through_pool(session, session.bind(cache.tensors)) is None

@@ -18,7 +18,7 @@ import vllm_cases
 from processes import PATIENT, eventually
 from vllm_cases import BLOCK, CHUNK, Node, Prompt, here, needs_vllm, new_tokens
 from vllm_models import write_model, write_states
-from vllm_objects import vllm_config
+from vllm_objects import comes_back, vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
@@ -35,14 +35,11 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.errors import LayoutError
-from vcache_backend.integration.round_trip import round_trip
 from vcache_backend.integration.vllm.model import compat, decision, groups, versions
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.integration.vllm.model.decision import decide
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
-from vcache_backend.vram_pool.copies.copier import HostCopier
-from vcache_backend.vram_pool.slots import SlotView
 
 __all__ = ["here"]
 
@@ -260,8 +257,7 @@ def test_latents_and_indexers_keys_are_one_table_that_comes_back(layout: str) ->
     kv = model_spec.describe(found, tensors, 10)
     nbytes = 2 * 64 * 3 * (656 + 132)
     assert (kv.chunk_bytes(128), len(kv.kinds)) == (nbytes, 2)
-    slot = SlotView.over(torch.zeros(nbytes, dtype=torch.uint8), local=True)
-    assert round_trip(kv, HostCopier(), slot, 128) is None
+    assert comes_back(kv, 128)
 
 
 def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_side() -> None:
@@ -293,8 +289,7 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
     block = sum(layers[f"0.{name}"].page_size_bytes for name in ("mla", "k")) * 2
     assert kv.page_bytes <= block == there.kv_cache_tensors[0].block_stride
     assert kv.blocks_in(512) == found.blocks
-    slot = SlotView.over(torch.zeros(kv.chunk_bytes(512), dtype=torch.uint8), local=True)
-    assert round_trip(kv, HostCopier(), slot, 512) is None
+    assert comes_back(kv, 512)
 
 
 def test_of_a_table_of_several_layers_each_is_looked_at() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import cpu_sleep
 import pytest
-from processes import eventually
 from vllm_cases import CHUNK, SCATTER, Instance, Node, here, meddled, needs_vllm, new_tokens
 
 __all__ = ["here"]
@@ -99,17 +98,3 @@ def test_a_load_fails_and_is_computed_where_vllm_did_not_wait(here: Node, b: Ins
             later.ask(below_the_engine, "sleep")
         later.ask(below_the_engine, "wake_up")
         assert later.finish("one")["one"].agrees(computed)
-
-
-def test_who_moves_a_wrong_byte_after_its_sleep_caches_nothing(here: Node, once: Instance) -> None:
-    """The round trip of every start is made on waking too."""
-    tokens = new_tokens(4 * CHUNK + 1)
-    computed = here.keep(once, tokens)
-    once.ask(sleep)
-    with meddled(once, SCATTER, "raise"):
-        once.ask(wake)
-    again = once.one(tokens)
-    assert (again.cached, again.agrees(computed)) == (0, True)
-    assert once.again(tokens).cached == 0, "nor has it stored it"
-    said = "caches nothing: after vLLM's sleep the byte round trip"
-    eventually(lambda: any(said in one.text for one in here.stats().reports))

@@ -108,7 +108,6 @@ class Serving:
     """The commands of an instance."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from vcache_backend.integration import amx
         from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
@@ -124,7 +123,7 @@ class Serving:
         settings |= {"kv_transfer_config": transfer} | arguments
         if settings["kv_transfer_config"] is None:
             # With a connector, it does this.
-            amx.permit()
+            torch.cpu._init_amx()
         if "kv_events_config" in settings:
             told = settings["kv_events_config"]
             settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **told)

@@ -8,8 +8,14 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from vcache_backend.vram_pool.copies.copier import HostCopier
+from vcache_backend.vram_pool.copies.planner import plan_blocks
+from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.slots import SlotView
 
 BLOCK, BLOCKS = 4, 12
 
@@ -76,3 +82,18 @@ def vllm_config(**changes: Any) -> Any:
 
 def caches(blocks: int = BLOCKS, block_size: int = BLOCK) -> dict[str, Tensor]:
     return {name: torch.zeros((blocks, 2, block_size, 16), dtype=torch.bfloat16) for name in LAYERS}
+
+
+def comes_back(kv: PagedKV, chunk_size: int) -> bool:
+    """Whether a chunk of random bytes, gathered into a slot and scattered from it, is as before, and
+    all other blocks are, too. Last block first: a copy that ignores block ids then shows.
+    """
+    slot = SlotView.over(torch.zeros(kv.chunk_bytes(chunk_size), dtype=torch.uint8), local=True)
+    pages = [page.random_(256) for kind in kv.kinds for page in kind.pages]
+    before, count = [page.clone() for page in pages], min(kv.blocks_in(chunk_size), kv.num_blocks)
+    plan, copier = plan_blocks(kv, chunk_size, np.arange(count - 1, -1, -1)), HostCopier()
+    copier.gather(kv, plan, [slot])
+    for page in pages:
+        page[:count] = ~page[:count]
+    copier.scatter(kv, plan, [slot])
+    return all(map(torch.equal, pages, before))

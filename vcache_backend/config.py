@@ -245,7 +245,6 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
 
 class OffloadConfig(_Section, frozen=True, kw_only=True):
     policy: Literal["off", "write_through"] = "off"
-    codec: Literal["raw", "fp8", "int8"] = "raw"
     promote: bool = True
     min_bandwidth: ByteSize | None = None
     staging_bytes: ByteSize = ByteSize(1 << 30)
@@ -272,11 +271,6 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
         if self.min_bandwidth is not None:
             return self.min_bandwidth
         return ByteSize(5 * 10**9) if on_gpu and self.mooncake.protocol == "tcp" else ByteSize(0)
-
-    @property
-    def loses(self) -> bool:
-        """Whether the offload tier is on and its codec is lossy."""
-        return self.policy != "off" and self.codec in ("fp8", "int8")
 
 
 class Config(_Section, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from logging.handlers import QueueHandler
+from io import TextIOWrapper
+from logging.handlers import QueueHandler, RotatingFileHandler
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,19 +19,24 @@ LAST_SECONDS = 1.0
 """How long the end of the process waits for the last lines."""
 
 
-class _Log(QueueHandler):
+class _File(RotatingFileHandler):
+    """A log of at most `LOG_BYTES`, with the earlier log as `.1`. It also holds all other output to
+    stderr, such as tracebacks. OSError."""
+
+    def _open(self) -> TextIOWrapper:
+        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, 2)
+        return open(fd, "a", errors="replace")
+
+
+class _Stderr(QueueHandler):
     """Writes to stderr in a separate thread: a terminal that is stopped (Ctrl-S), or a pipe without
-    a reader, delays no thread that logs. Uses no other handler of `logging`: the end of the process
-    would wait forever for the lock of a handler that writes forever.
+    a reader, delays no thread that logs. Uses neither QueueListener nor another handler: the end of
+    the process would wait forever for a thread, or for the lock of a handler, that writes
+    forever."""
 
-    path: stderr becomes a log at `path` of at most `LOG_BYTES`, with the earlier log as `.1`. The
-    log also holds all other output to stderr, such as tracebacks. OSError."""
-
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self) -> None:
         self._lines, self._left_out = SimpleQueue[logging.LogRecord | None](), 0
-        self._path = path
-        if path is not None:
-            _become_stderr(path)
         self._thread = threads.start(self._turn, "vcache-log")
         super().__init__(self._lines)  # from here on the end of the process calls `close`
 
@@ -54,22 +60,13 @@ class _Log(QueueHandler):
             return True
         line = f"{record.msg}\n".encode(errors="replace")
         with suppress(OSError):
-            if self._path is not None and os.fstat(2).st_size + len(line) > LOG_BYTES:
-                with suppress(FileNotFoundError):  # somebody has removed it
-                    self._path.replace(f"{self._path}.1")
-                _become_stderr(self._path)
             while line:
                 line = line[os.write(2, line) :]
         return False
 
 
-def _become_stderr(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.dup2(file, 2)
-    os.close(file)
-
-
 def begin(path: Path | None = None) -> None:
     """Set up logging in this process, from INFO on. path: a log of bounded size; None: stderr."""
     form = "%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, handlers=[_Log(path)])
+    handler = _Stderr() if path is None else _File(path, maxBytes=LOG_BYTES, backupCount=1)
+    logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])

@@ -149,10 +149,12 @@ def _supply_connector() -> None:
     def ours(config: Any, _: Any, engine: Any, *__: Any, **___: Any) -> Any:
         if engine != vllm or source.torch_device_type != "cpu" or not our_names(config):
             return THEIRS
-        from .. import amx
+        import torch
+
         from .unused import NoGPUConnector
 
-        amx.permit()
+        # A first model run that is small, as after a hit, uses AMX without asking Linux for it.
+        torch.cpu._init_amx()
         return NoGPUConnector()
 
     # Once more after an error, since LMCache's own raises on a CPU.

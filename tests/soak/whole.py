@@ -29,7 +29,6 @@ from benchmarks.processes import die_with_parent
 from benchmarks.vllm.scale import TINY, Scale
 from benchmarks.vllm.settings import llm, our_connector
 from benchmarks.vllm.weights import write_model
-from integration import amx
 
 from .answers import RANKED, Answer
 from .forked import Forked
@@ -184,7 +183,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
         # vLLM would inspect the model in a new process, which has to import vLLM first.
         registry._run_in_subprocess = lambda look: look()
         # With our connector, the connector does this.
-        amx.permit()
+        torch.cpu._init_amx()
     else:
         # Engines start often, so nothing is compiled.
         own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -13,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from multiprocessing import Pipe
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 15.0
 """The deadline of loading the library and opening the store (4.6 s at most, without a master)."""
+SEND_TIMEOUT = struct.pack("ll", 0, 50_000)
+"""A `timeval`. How long a process may leave a call unread before it is killed: it reads at once."""
 LAST_WORDS = 5
 """How many of the process's last lines of output are shown when it ends."""
 LAST_WORDS_SECONDS = 1.0
@@ -44,31 +47,26 @@ class OffloadProcess:
         """Start the process, which loads the library. memory: a memfd with all buffers that calls
         name. ConfigError if the library does not load, StoreDown."""
         self._connection, theirs = Pipe()
-        with theirs:
-            fds = [theirs.fileno(), *([memory] if memory >= 0 else [])]
-            settings = msgspec.json.encode(config)
-            arguments = [str(theirs.fileno()), str(os.getpid()), str(memory), settings.decode()]
+        with theirs, socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
+            settings = msgspec.json.encode(config).decode()
+            command = [sys.executable, "-P", "-m", "vcache_backend.offload.process"]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "vcache_backend.offload.process", *arguments],
-                pass_fds=fds,
+                [*command, str(theirs.fileno()), str(os.getpid()), str(memory), settings],
+                pass_fds=[theirs.fileno(), *([memory] if memory >= 0 else [])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
             )
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._numbers = count(1)
-        self._lock = threading.Lock()
+        self._numbers, self._lock = count(1), threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
         self._over = self._leaving = False
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        works = (self._send, self._log, self._listen)
-        self._sender, self._logger, listener = (
-            threading.Thread(target=work, daemon=True) for work in works
-        )
-        for thread in (self._sender, self._logger, listener):
-            thread.start()
+        self._logger = threading.Thread(target=self._log, daemon=True)
+        self._logger.start()
+        threading.Thread(target=self._listen, daemon=True).start()
         try:
             self.call("load", seconds=OPEN_SECONDS)
         except VCacheError:
@@ -84,15 +82,19 @@ class OffloadProcess:
         return self._process.pid
 
     def ask(self, verb: str, *arguments: Any) -> Future[Any]:
-        """Send a call. Never blocks. The future's result raises StoreDown."""
+        """Send a call. Waits at most `SEND_TIMEOUT`. The future's result raises StoreDown."""
         call: Future[Any] = Future()
-        number = next(self._numbers)
         with self._lock:
             if self._over:
                 call.set_exception(StoreDown("the offload process has ended"))
                 return call
+            number = next(self._numbers)
             self._calls[number] = call
-        self._outbox.put(msgspec.msgpack.encode([number, verb, arguments]))
+            try:
+                self._connection.send_bytes(msgspec.msgpack.encode([number, verb, arguments]))
+            except OSError:
+                # Half a message may be sent. The listener fails the call.
+                self._process.kill()
         return call
 
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
@@ -102,9 +104,8 @@ class OffloadProcess:
             return self.ask(verb, *arguments).result(seconds)
         except TimeoutError:
             self.kill()
-            raise StoreDown(
-                f"{verb}: no answer in {seconds:g} s; the offload process was killed"
-            ) from None
+            late = f"{verb}: no answer in {seconds:g} s; the offload process was killed"
+            raise StoreDown(late) from None
 
     def kill(self) -> None:
         """Kill the process and wait for its end. Running calls fail. Idempotent."""
@@ -112,43 +113,27 @@ class OffloadProcess:
         self._process.kill()
         self._process.wait()
 
-    # ---- the three threads
-
-    def _send(self) -> None:
-        """Send queued messages: no caller waits for a process that does not read."""
-        threads.repeat(self._send_one, "sending to the offload process")
-
-    def _send_one(self) -> bool:
-        message = self._outbox.get()
-        with suppress(OSError):
-            if message is not None:
-                self._connection.send_bytes(message)
-                return False
-        return True
+    # ---- the two threads
 
     def _listen(self) -> None:
         """Pass answers to callers until the process ends, and reap it."""
-        ends = False
-        with threads.survives("the answers of the offload process"):
-            try:
-                while not ends:
-                    number, error, answer = msgspec.msgpack.decode(self._connection.recv_bytes())
-                    # The caller reports the reason.
-                    ends = error is not None and error[0] in ("StoreLost", "ConfigError")
-                    self._leaving = self._leaving or ends
-                    call = self._calls.pop(number)
-                    if error is None:
-                        call.set_result(answer)
-                    else:
-                        call.set_exception(ERRORS.get(error[0], StoreDown)(error[1]))
-            except (OSError, EOFError, msgspec.DecodeError) as error:
-                log.debug("the offload process: %s", error)
+        ends, broken = False, (OSError, EOFError, msgspec.DecodeError)
+        with threads.survives("the answers of the offload process"), suppress(*broken):
+            while not ends:
+                number, error, answer = msgspec.msgpack.decode(self._connection.recv_bytes())
+                # The caller reports the reason.
+                ends = error is not None and error[0] in ERRORS
+                self._leaving |= ends
+                call = self._calls.pop(number)
+                if error is None:
+                    call.set_result(answer)
+                else:
+                    call.set_exception(ERRORS.get(error[0], StoreDown)(error[1]))
         # Also after an error: a process whose answers nobody reads is started again.
         self._process.kill()
         code = self._process.wait()
         with self._lock:
             self._over = True
-        self._outbox.put(None)
         self._logger.join(LAST_WORDS_SECONDS)
         said = " | ".join(self._last_words) or "it said nothing"
         last = f"the offload process ended ({code}): {said}"
@@ -156,7 +141,6 @@ class OffloadProcess:
             self._calls.popitem()[1].set_exception(StoreDown(last))
         if not self._leaving:
             log.warning("%s; it is started again", last)
-        self._sender.join()
         self._connection.close()
 
     def _log(self) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -36,46 +36,30 @@ NICENESS = 10
 niceness 19, a load waited 0.3 s beside computing threads."""
 
 
-class OffloadService:
-    """Runs the calls of one parent. Look-ups do not wait for transfers."""
+def serve(connection: Connection, store: Mooncake) -> None:
+    """Run the calls of the parent. Look-ups do not wait for transfers."""
+    sending = threading.Lock()
+    asks = ThreadPoolExecutor(THREADS, "ask")
+    # Linux changes the niceness of a thread only. The library moves bytes in its own threads, and
+    # the calling thread spins meanwhile (0.3.13): with few cores it would take their time.
+    transfers = ThreadPoolExecutor(THREADS, "transfer", os.nice, (NICENESS,))
 
-    def __init__(self, connection: Connection, store: Mooncake) -> None:
-        self._connection, self._sending = connection, threading.Lock()
-        self._store = store
-        asks = ThreadPoolExecutor(THREADS, "ask")
-        transfers = ThreadPoolExecutor(THREADS, "transfer", initializer=_step_back)
-        self._threads = dict.fromkeys(("load", "open", "exist", "remove", "remove_under"), asks)
-        self._threads |= dict.fromkeys(("put", "get"), transfers)
-
-    def serve(self) -> None:
-        while True:
-            number, verb, arguments = msgspec.msgpack.decode(self._connection.recv_bytes())
-            call = getattr(self._store, verb)
-            self._threads[verb].submit(self._answer, number, verb, call, arguments)
-
-    def _answer(
-        self, number: int, verb: str, call: Callable[..., Any], arguments: Sequence[Any]
-    ) -> None:
+    def make(number: int, verb: str, arguments: Sequence[Any]) -> None:
         error, answer = None, None
         try:
-            answer = call(*arguments)
-        except VCacheError as known:
-            error = [type(known).__name__, str(known)]
-        except Exception as unknown:  # noqa: BLE001
-            # The parent must not wait for an answer that never comes.
-            error = ["StoreDown", f"{verb}: {type(unknown).__name__}: {unknown}"]
-        if error is not None:
-            # The error may contain a file name that is not text.
-            error[1] = error[1].encode(errors="replace").decode()
-        with self._sending:
-            self._connection.send_bytes(msgspec.msgpack.encode([number, error, answer]))
+            answer = getattr(store, verb)(*arguments)
+        except Exception as raised:  # noqa: BLE001
+            # The parent must not wait for an answer that never comes. The error may contain a file
+            # name that is not text.
+            kind = type(raised).__name__
+            said = f"{raised}" if isinstance(raised, VCacheError) else f"{verb}: {kind}: {raised}"
+            error = kind, said.encode(errors="replace").decode()
+        with sending:
+            connection.send_bytes(msgspec.msgpack.encode([number, error, answer]))
 
-
-def _step_back() -> None:
-    """Lower this thread's priority. The library moves bytes in its own threads, and the calling
-    thread spins meanwhile (0.3.13). With few cores, the calling thread would take their time."""
-    # Linux changes the niceness of this thread only.
-    os.nice(NICENESS)
+    while True:
+        number, verb, arguments = msgspec.msgpack.decode(connection.recv_bytes())
+        (transfers if verb in ("get", "put") else asks).submit(make, number, verb, arguments)
 
 
 def _end_with(parent: int) -> None:
@@ -94,7 +78,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = msgspec.json.decode(sys.argv[4], type=MooncakeConfig)
     with suppress(OSError, EOFError):
-        OffloadService(Connection(fd), Mooncake(settings, memory)).serve()
+        serve(Connection(fd), Mooncake(settings, memory))
     # Skip the library's own clean-up: calls may be running.
     os._exit(0)
 

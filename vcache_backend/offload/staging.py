@@ -1,22 +1,23 @@
-"""Buffers of equal size in host memory, for chunks on their way to and from the store.
-
-The taker owns a buffer and gives it back after the store's call has returned."""
-
-# torch.cuda's runtime bindings have no types.
-# mypy: allow-untyped-calls
+"""Buffers of equal size in host memory, for chunks on their way to and from the store. A GPU's
+kernels read them where they lie, like a pool in host memory."""
 
 from __future__ import annotations
 
-import mmap
+import fcntl
 import os
-import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 
+from vcache_backend.offload.objects import HEADER_BYTES
 from vcache_backend.offload.verbs import Place
+from vcache_backend.seals import RESIZING
+from vcache_backend.vram_pool import host_segment, pinned_segment
+from vcache_backend.vram_pool.slots import SlotView
 
 ALIGNMENT = 4096
 
@@ -27,58 +28,51 @@ class Buffer(NamedTuple):
     place: Place
     memory: torch.Tensor
 
+    @property
+    def chunk(self) -> SlotView:
+        """The chunk of the object in the buffer, for a copier."""
+        return SlotView.over(self.memory[HEADER_BYTES:], local=False)
 
-class Staging:
-    """`count` buffers of `nbytes` bytes each, in a memfd. Sets the memfd's size."""
 
-    def __init__(self, fd: int, nbytes: int, count: int, pinned: bool) -> None:
-        """pinned: lock the pages, for a GPU's copies. RuntimeError or OSError: no memory."""
-        stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        os.ftruncate(fd, stride * count)
-        self._whole = torch.frombuffer(mmap.mmap(fd, stride * count), dtype=torch.uint8)
+def staging(fd: int, nbytes: int, count: int, ordinal: int | None) -> list[Buffer]:
+    """Make `count` buffers of `nbytes` bytes each in the memfd, whose size this sets. The buffers
+    keep the memory.
+
+    ordinal: of the GPU that copies, for which the pages are locked. SegmentError, OSError."""
+    stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    size = stride * count
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING)
+    if ordinal is None:
+        whole = host_segment.map_fd(fd, size)
         # Take the pages now, not during a request.
-        self._whole.zero_()
-        if pinned:
-            _cuda("cudaHostRegister", self._whole.data_ptr(), stride * count, 0)
-        self._pinned = pinned
-        starts = range(0, stride * count, stride)
-        self.buffers = [Buffer((at, nbytes), self._whole[at : at + nbytes]) for at in starts]
-
-    def close(self) -> None:
-        """Unlock the pages, after the last copy. Idempotent."""
-        pinned = self._pinned
-        self._pinned = False
-        if pinned:
-            _cuda("cudaHostUnregister", self._whole.data_ptr())
+        whole.zero_()
+    else:
+        # In one step: the driver's own copies, which write objects, may not cross steps.
+        whole = pinned_segment.map_fd(fd, size, ordinal, step=size)
+    return [Buffer((at, nbytes), whole[at : at + nbytes]) for at in range(0, size, stride)]
 
 
 class Ring:
-    """Buffers that callers take in turn. Any thread."""
+    """Buffers that callers take in turn, and give back once the store's call has returned. Any
+    thread."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.count, self._free = len(buffers), list(buffers)
-        self._returned = threading.Condition()
+        self.count = len(buffers)
+        self._free = SimpleQueue[Buffer]()
+        self.give(buffers)
 
     def take(self, count: int, seconds: float) -> list[Buffer]:
-        """Take `count` buffers at once; empty if too few become free within `seconds`."""
-        deadline = time.monotonic() + seconds
-        with self._returned:
-            while len(self._free) < count:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._returned.wait(left):
-                    return []
-            taken = self._free[-count:]
-            self._free = self._free[:-count]
+        """Take `count` buffers; empty if too few become free within `seconds`."""
+        taken, until = list[Buffer](), time.monotonic() + seconds
+        with suppress(Empty):
+            while len(taken) < count:
+                taken.append(self._free.get(timeout=max(until - time.monotonic(), 0.0)))
             return taken
+        self.give(taken)
+        return []
 
     def give(self, buffers: Sequence[Buffer]) -> None:
         """Return buffers without readers and writers."""
-        with self._returned:
-            self._free += buffers
-            self._returned.notify_all()
-
-
-def _cuda(name: str, *arguments: Any) -> None:
-    code = int(getattr(torch.cuda.cudart(), name)(*arguments))
-    if code:
-        raise RuntimeError(f"{name} failed with CUDA error {code}")
+        for buffer in buffers:
+            self._free.put(buffer)

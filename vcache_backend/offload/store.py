@@ -1,29 +1,26 @@
-"""The store behind a breaker. A background thread starts, watches and replaces the store's process.
-Calls have deadlines."""
+"""The store, which is left alone for a while after failures. A background thread starts, watches
+and replaces the store's process. Calls have deadlines."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 from vcache_backend import threads
+from vcache_backend.backoff import Backoff
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import ConfigError, VCacheError
-from vcache_backend.offload.breaker import Breaker
 from vcache_backend.offload.client import OPEN_SECONDS, OffloadProcess
+from vcache_backend.offload.objects import PROBE
 from vcache_backend.offload.verbs import FAILED, Place, StoreDown
 from vcache_backend.transfer.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-PROBE = "vcache1/probe"
-"""The name of an object that does not exist."""
 WATCH_SECONDS = 0.25
 CLOSE_SECONDS = 1.0
 
@@ -31,27 +28,24 @@ CLOSE_SECONDS = 1.0
 class Store:
     """Calls the store. Any thread. No failure of the store raises. Never usable in a forked child.
 
-    `usable` turns False when the breaker opens or the process ends, and True again when the
-    background thread has opened the store and got an answer."""
+    `usable` turns False after `failures` failed calls in a row or the end of the process, and True
+    again when the background thread has opened the store and got an answer."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats) -> None:
         self._config, self._stats = config, stats
         self._pid = os.getpid()
-        self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
-        """The memory of all buffers that calls read and write. `Staging` sets the size."""
-        self.breaker = Breaker(
-            config.failures, config.retry_seconds, config.longest_pause, time.monotonic
-        )
+        self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """The memory of all buffers that calls read and write. `staging` sets the size."""
         self._process: OffloadProcess | None = None
-        self._started = 0
-        self._late = Future[Any]()
-        """The last look-up that failed: until it is done, it is late, and no other is asked."""
-        self._late.set_result([])
-        self._suspect: Callable[[], None] | None = None
+        self._started = self._failed = 0
+        """How many processes were started, and how many calls in a row have failed."""
+        self._answers = False
+        self._pauses = Backoff(config.retry_seconds, config.longest_pause)
+        self._pause = 0.0
+        """Seconds before the store is tried again."""
         self._said = ""
-        self._tried = threading.Event()
-        self._wake = threading.Event()
-        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._tried, self._wake, self._stop = (threading.Event() for _ in range(3))
         self._keeper = threads.start(self._keep, "vcache-offload", stats.failed)
 
     @property
@@ -69,19 +63,15 @@ class Store:
         process = self._usable_process()
         if not names or process is None:
             return None
-        started, call = perf_counter(), self._late
+        started = perf_counter()
         try:
-            if not call.done():
-                raise StoreDown("another look-up is late already")
-            call = process.ask("exist", names)
-            exists = call.result(self._config.lookup_seconds)
+            exists = process.ask("exist", names).result(self._config.lookup_seconds)
         except (TimeoutError, StoreDown) as error:
-            self._late = call
             self.failed("lookup", str(error) or f"no answer in {self._config.lookup_seconds:g} s")
             return None
         self._stats.add_time("offload_lookup", perf_counter() - started)
-        self.breaker.succeeded()
-        return exists.index(False) if False in exists else len(exists)
+        self._failed = 0
+        return [*exists, False].index(False)
 
     def there(self, names: Sequence[str]) -> list[bool]:
         """Whether each object exists, within `call_seconds`. False without an answer."""
@@ -97,26 +87,20 @@ class Store:
         """Write objects within `call_seconds`. Returns STORED, FULL or FAILED for each."""
         return self._call("put", names, places) or [FAILED] * len(names)
 
-    def try_get(self, name: str, place: Place) -> None:
-        """Read one object, even if the breaker is open. Raises StoreDown."""
-        if self._process is not None:
-            self._process.call("get", [name], [place], seconds=self._config.call_seconds)
-
     def forget(self, name: str) -> None:
         """Remove an object in the background. Failures are ignored."""
-        process = self._usable_process()
-        if process is not None:
+        if (process := self._usable_process()) is not None:
             process.ask("remove", [name])
 
-    def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
-        """Count a failed or late call. again: repeats the call, or raises StoreDown; must succeed
-        before the store is used again."""
+    def failed(self, what: str, why: str) -> None:
+        """Count a failed or late call."""
         self._stats.failed(f"offload_{what}")
-        if again is not None:
-            self._suspect = again
-        if self.breaker.failed():
-            log.warning("the offload tier is left alone: %s: %s", what, why)
-            self._said = why
+        with self._lock:
+            self._failed += 1
+            if self._answers and self._failed >= self._config.failures:
+                self._answers, self._pause = False, self._pauses.next()
+                log.warning("the offload tier is left alone: %s: %s", what, why)
+                self._said = why
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
@@ -126,9 +110,9 @@ class Store:
 
     def _usable_process(self) -> OffloadProcess | None:
         process = self._process
-        if process is None or not process.alive or self.breaker.is_open:
+        if process is None or not (self._answers and process.alive) or os.getpid() != self._pid:
             return None
-        return process if os.getpid() == self._pid else None
+        return process
 
     def _call(self, verb: str, *arguments: Any) -> Any:
         """Make a call and return its answer; None without an answer."""
@@ -140,7 +124,7 @@ class Store:
         except StoreDown as error:
             self.failed(verb, str(error))
             return None
-        self.breaker.succeeded()
+        self._failed = 0
         return answer
 
     # ---- life
@@ -159,30 +143,29 @@ class Store:
             self.memory = -1
 
     def _keep(self) -> bool:
-        """A turn of the background thread: try the store if the breaker wants a trial. Returns
-        whether the thread is to end."""
+        """A turn of the background thread: watch the store while it answers, otherwise try it after
+        a pause. Returns whether the thread is to end."""
+        with self._lock:
+            # A process that ended is started again at once.
+            self._answers = self._answers and self._process is not None and self._process.alive
+        if self._answers:
+            self._wake.wait(WATCH_SECONDS)
+            self._wake.clear()
+        elif not self._stop.wait(self._pause):
+            self._pause = self._pauses.next()  # also after an exception
+            if self._try():
+                self._pauses.reset()
+                self._pause, self._failed = 0.0, 0
+                self._answers = True
+            self._tried.set()
         if self._stop.is_set():
             self._tried.set()
             if self._process is not None:
                 self._process.kill()
-            return True
-        if self._process is not None and not self._process.alive:
-            self.breaker.lost()
-        if self.breaker.trial_due():
-            answers = False
-            try:
-                answers = self._try()
-            finally:
-                self.breaker.tried(answers)
-                self._tried.set()
-        else:
-            self._wake.wait(WATCH_SECONDS)
-            self._wake.clear()
-        return False
+        return self._stop.is_set()
 
     def _try(self) -> bool:
-        """Start a missing process, and open the store. Returns whether the store answers, and the
-        last failed call succeeds now."""
+        """Start a missing process, and open the store. Returns whether the store answers."""
         try:
             if self._process is None or not self._process.alive:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)
@@ -191,8 +174,6 @@ class Store:
                 given = [f"{name}={value}" for name, value in settings.items() if value]
                 log.info("Mooncake: %s", " ".join(given))
             self._process.call("exist", [PROBE], seconds=self._config.call_seconds)
-            if self._suspect is not None:
-                self._suspect()
         except ConfigError as error:
             log.error("no offload tier: %s", error)
             self._stop.set()
@@ -202,7 +183,6 @@ class Store:
                 self._said = str(error)
                 log.warning("no offload tier: %s", error)
             return False
-        self._suspect = None
         self._said = ""
         log.info("the offload tier answers")
         return True

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vcache_backend.config import Config, OffloadConfig
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, of_ranks
-from vcache_backend.offload import codecs, objects
+from vcache_backend.offload import objects
 from vcache_backend.offload.objects import Format
-from vcache_backend.offload.read import Bound, Fetch, Reader, batch_chunks
-from vcache_backend.offload.staging import Ring, Staging
+from vcache_backend.offload.read import Fetch, Reader, batch_chunks
+from vcache_backend.offload.staging import Ring, staging
 from vcache_backend.offload.store import Store
-from vcache_backend.offload.write import DROPPED, WRITERS, Writer
+from vcache_backend.offload.write import DROPPED, Writer
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.devices import Device
@@ -50,10 +50,8 @@ class OffloadTier:
         self._settings, self._stats, self._store = config, stats, Store(config, stats)
         self._least, self._next_try = config.least_bandwidth(on_gpu), 0.0
         self.bandwidth: float | None = None
-        self._bound: Bound | None = None
         self._reader: Reader | None = None
         self._writer: Writer | None = None
-        self._staging: Staging | None = None
         self.promotes = config.promote
         self._store.wait(START_SECONDS)
 
@@ -62,14 +60,11 @@ class OffloadTier:
     ) -> None:
         """Make the buffers for chunks of these KV caches, once. views: maps slots.
 
-        ConfigError if memory is lacking, CodecError if the codec does not fit."""
-        if self._bound is not None:
+        ConfigError if memory is lacking."""
+        if self._reader is not None:
             return
-        settings = self._settings
-        codec = codecs.make(settings.codec, layout.dtype, layout.head_dim)
-        payload = chunk_bytes if codec is None else codec.payload_bytes(chunk_bytes)
-        codec_id = codec.id if codec else codecs.RAW_ID
-        form = Format(layout.namespace().fingerprint, codec_id, chunk_bytes, payload)
+        settings, store, stats = self._settings, self._store, self._stats
+        form = Format(layout.namespace().fingerprint, chunk_bytes)
         size = form.object_bytes
         count = min(settings.staging_bytes // size, 2 * MAX_BUFFERS)
         if count < 4:
@@ -77,19 +72,16 @@ class OffloadTier:
             given = int(settings.staging_bytes)
             raise ConfigError(f"offload.staging_bytes {need}; it is {given:,}")
         try:
-            pinned = device.ordinal is not None
-            self._staging = Staging(self._store.memory, size, count, pinned)
-        except (RuntimeError, OSError) as error:
+            buffers = staging(store.memory, size, count, device.ordinal)
+        except (SegmentError, OSError) as error:
             lacks = f"no {count * size:,} B of host memory for offload.staging_bytes"
             raise ConfigError(f"{lacks}: {error}") from error
-        self._bound = Bound(self._store, self._measured, self._stats, form, codec)
         # Reading gets the buffers that writing does not need.
-        buffers = self._staging.buffers
-        batch = min(batch_chunks(chunk_bytes), count // 2 // WRITERS)
-        shares = [buffers[at : at + batch] for at in range(0, WRITERS * batch, batch)]
-        self._reader = Reader(self._bound, Ring(buffers[WRITERS * batch :]), settings)
+        batch = min(batch_chunks(chunk_bytes), count // 2)
         client = Client(config.server.path, config.client, device.name, device.medium)
-        self._writer = Writer(self._bound, shares, client, views, device.ordinal)
+        ring, seconds = Ring(buffers[batch:]), settings.get_seconds
+        self._reader = Reader(store, stats, form, ring, seconds, self._measured)
+        self._writer = Writer(store, stats, form, buffers[:batch], client, views)
         log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
 
     # ---- look-ups
@@ -168,6 +160,4 @@ class OffloadTier:
             self._writer.close(seconds)
         self._store.close()
         if self._reader is not None:
-            self._reader.close(seconds)
-        if self._staging is not None:
-            self._staging.close()
+            self._reader.close()

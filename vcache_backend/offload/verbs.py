@@ -45,7 +45,7 @@ Place = tuple[int, int]
 
 
 class StoreDown(VCacheError):
-    """The store, or its connection, failed: the outcome is unknown. Counts against the breaker."""
+    """The store, or its connection, failed: the outcome is unknown."""
 
 
 class StoreLost(StoreDown):
@@ -78,8 +78,8 @@ class Mooncake:
         if self._is_open:
             return {}
         config = self._config
-        _check_master(config.master, config.rpc_seconds)
-        hostname = config.hostname or _way_out(config.master)
+        hostname = _way_to(config.master, config.rpc_seconds)
+        hostname = config.hostname or hostname
         environment = mooncake_environment(msgspec.structs.replace(config, hostname=hostname))
         # `setup` ignores unknown settings. Lend no memory: providers do, and outlive us. Scratch
         # memory is not needed.
@@ -184,23 +184,17 @@ def _load_library() -> Any:
     return store
 
 
-def _check_master(master: str, seconds: float) -> None:
-    """Check that a Mooncake master listens at HOST:PORT: it refuses 64 zero bytes, and hangs up.
-    StoreDown without a master."""
+def _way_to(master: str, seconds: float) -> str:
+    """Find the address of this host from which packets to `master`, HOST:PORT, leave. StoreDown
+    unless a Mooncake master listens there: it refuses 64 zero bytes, and hangs up."""
+    here = ""
     try:
         with socket.create_connection(split_address(master, "master"), seconds) as probe:
+            here = str(probe.getsockname()[0])
             probe.sendall(bytes(64))
             probe.recv(1)
     except ConnectionResetError:
-        return
+        pass
     except OSError as error:
         raise StoreDown(f"no answer from the master at {master}: {error}") from error
-
-
-def _way_out(master: str) -> str:
-    """Find the address of this host from which packets to `master` leave. Raises OSError."""
-    host, port = split_address(master, "master")
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    return here

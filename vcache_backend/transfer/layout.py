@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
 
 if TYPE_CHECKING:
@@ -102,11 +101,3 @@ class Namespace(NamedTuple):
 
     def __str__(self) -> str:
         return self.prefix.hex()
-
-
-def with_codec(layout: Layout, offload: OffloadConfig) -> Layout:
-    """Add the offload tier's codec to the layout if the codec is lossy, so that instances with
-    different codecs do not share chunks."""
-    codec = {"offload_codec": offload.codec} if offload.loses else {}
-    extra = {name: value for name, value in layout.extra.items() if name != "offload_codec"}
-    return msgspec.structs.replace(layout, extra=extra | codec)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from vcache_backend.backoff import Backoff
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NUMBER_BYTES, InstanceId, Publish
@@ -66,7 +67,7 @@ class Publisher(Outbox):
         self._tables = Tables(client)
         self._due = math.inf
         """When to publish all kept chunks again; infinite while the server has them."""
-        self._pause = outbox.RETRY_SECONDS
+        self._pauses = Backoff(outbox.RETRY_SECONDS, SLOWEST_SECONDS)
         super().__init__(client, stats.failed)
         client.on_return.append(self._returned)
 
@@ -117,7 +118,7 @@ class Publisher(Outbox):
         """Publish everything again: the server may be new. Runs in the client's thread."""
         with self._changed:
             self._due = 0.0
-            self._pause = outbox.RETRY_SECONDS
+            self._pauses.reset()
             self._changed.notify_all()
 
     def _has_work(self) -> bool:
@@ -146,15 +147,14 @@ class Publisher(Outbox):
             if bool(self._tell(publication)) != (self._due == math.inf):
                 # The server is gone, or the scheduler has not shown the generations yet. Or the
                 # server takes chunks now, and the pause may have grown long.
-                self._pause = outbox.RETRY_SECONDS
+                self._pauses.reset()
                 self._wait()
 
     def _is_due(self) -> bool:
         return time.monotonic() >= self._due
 
     def _wait(self) -> None:
-        self._due = min(self._due, time.monotonic() + self._pause)
-        self._pause = min(2 * self._pause, SLOWEST_SECONDS)
+        self._due = min(self._due, time.monotonic() + self._pauses.next())
 
     def _over(self, written: Mark) -> bool:
         """Whether the step is over. After a failed step, remove the queue's head."""

@@ -16,7 +16,7 @@ from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
-from vcache_backend.transfer.layout import Layout, with_codec
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.lease_client import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.transfer.store import Committer
@@ -30,7 +30,6 @@ from vcache_backend.vram_pool.slots import SlotView
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
-    from vcache_backend.offload.uploads import Uploader
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Session:
         if layout.chunk_size != config.engine.chunk_size:
             ours = f"engine.chunk_size is {config.engine.chunk_size}"
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, {ours}")
-        self.layout = layout = with_codec(layout, config.offload)
+        self.layout = layout
         self.namespace = layout.namespace()
         self.chunk_size, self.rank = layout.chunk_size, rank
         self._config = config
@@ -93,8 +92,6 @@ class Session:
         self.committer = Committer(self.client, self.stats, self.on_stored)
         self.leases = LeaseClient(self.client, self.committer, self.stats)
         self.miss = self.stats.miss
-        self.uploader: Uploader | None = None
-        """Copies the offload tier's chunks from host memory into KV caches; None without a tier."""
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -164,18 +161,15 @@ class Session:
         """Prepare the offload tier for these KV caches. If memory is lacking, go on without it."""
         if self.tier is None:
             return
-        from vcache_backend.offload.uploads import Uploader
-
         nbytes = kv.chunk_bytes(self.chunk_size)
         try:
-            self.uploader = Uploader(self.copier, kv, nbytes)
             self.tier.bind(self._config, self.layout, self.device, nbytes, self.views)
         except (VCacheError, RuntimeError) as error:
             log.error("no offload tier: %s", error)
             with suppress(VCacheError):
                 self.client.report("error", f"no offload tier: {error}")
             self.tier.close()
-            self.tier = self.uploader = None
+            self.tier = None
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
         """Begin to read the leading chunks that the pool lacks from the offload tier. None if the

@@ -213,16 +213,14 @@ class OffloadSource:
 
     def launch(self, chunk: int) -> Sequence[Part]:
         """Start the copy of the arrived chunks, from this number on. Returns the chunks' part."""
-        context, fetch, uploader = self._context, self._fetch, self._context.session.uploader
-        if fetch is None or uploader is None or self._next != chunk:
+        context, fetch = self._context, self._fetch
+        if fetch is None or self._next != chunk or not (arrived := fetch.ready()):
             return []
-        staged = fetch.ready(uploader.most)
-        if not staged:
-            return []
-        self._next += len(staged)
-        give_back = partial(fetch.give_back, staged)
-        part = _OffloadedPart(context, chunk, len(staged), fetch.epoch, give_back)
-        scatter = partial(uploader.scatter, context.places.kv, chunks=staged, after=context.mark)
+        self._next += len(arrived)
+        give_back = partial(fetch.give_back, arrived)
+        part = _OffloadedPart(context, chunk, len(arrived), fetch.epoch, give_back)
+        slots, copier = [one.chunk for one in arrived], context.session.copier
+        scatter = partial(copier.scatter, context.places.kv, slots=slots, after=context.mark)
         launch(context, [part], scatter)
         return [part]
 

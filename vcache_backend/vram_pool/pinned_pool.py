@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from vcache_backend import threads
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, pinned_segment
-from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment
-from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +33,6 @@ class PinnedPool(Pool):
     _busy = False
     """Whether the thread runs."""
     _thread: threading.Thread | None = None
-
-    @contextmanager
-    def trial(self, nbytes: int) -> Iterator[SlotView]:
-        """Memory like the pool's, to try copies before the pool is ready. SegmentError."""
-        with (
-            segments.create(self.device, nbytes) as owned,
-            segments.map_segment(owned.info, owned.fd, self.device) as mapped,
-        ):
-            yield SlotView.over(mapped.whole[:nbytes], local=False)
 
     def close(self) -> None:
         """See `Pool`. Also waits some seconds for the driver's work: the process must not end in

@@ -62,27 +62,28 @@ def _wait_for_room(nbytes: int) -> None:
         time.sleep(0.1)
 
 
-def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
+def map_fd(fd: int, nbytes: int, ordinal: int, step: int = 0) -> torch.Tensor:
     """Like `host_segment.map_fd`, and registers the memory with the driver: GPU `ordinal` uses the
     same address.
 
-    Takes some 0.2 s a GiB, step by step. A thread that launches work on a GPU waits for one step at
-    most; other threads do not wait. The mapping lasts as long as the tensor or a view of the
-    tensor; unmapping waits for the GPU's work. Raises SegmentError, which says what to change."""
+    Takes some 0.2 s a GiB, in steps of `step` bytes, or of `_STEP_BYTES`. A thread that launches
+    work on a GPU waits for one step at most; other threads do not wait. The mapping lasts as long
+    as the tensor or a view of the tensor; unmapping waits for the GPU's work. Raises SegmentError,
+    which says what to change."""
     host_segment.check(fd, nbytes)
     unallocated = nbytes - 512 * os.fstat(fd).st_blocks
     if unallocated > 0 and (available := devices.host_available()) < SPARE_BYTES + unallocated:
         free = f"{available:,} B of host memory are available"
         raise SegmentError(f"{unallocated:,} B of it are not allocated yet, and {free}")
-    driver = cuda_driver.load()
+    driver, step = cuda_driver.load(), step or _STEP_BYTES
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     held = np.frombuffer(memory, dtype=np.uint8)
     with ExitStack() as undo:
         context = driver.retain(ordinal)
         undo.callback(driver.release_context, ordinal)
         with driver.current(context), ExitStack() as registered:
-            for at in range(0, nbytes, _STEP_BYTES):
-                address, size = held.ctypes.data + at, min(_STEP_BYTES, nbytes - at)
+            for at in range(0, nbytes, step):
+                address, size = held.ctypes.data + at, min(step, nbytes - at)
                 # Allocate first, so that the driver holds its own lock only while it locks the
                 # pages.
                 _populate(address, size)
@@ -142,4 +143,4 @@ def _advice() -> str:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limit = f"raise the limit of locked memory (ulimit -l, here {soft >> 10:,} KiB), or "
     limit = "" if soft == resource.RLIM_INFINITY else limit
-    return f"{limit}set pool.segment_bytes lower"
+    return f"{limit}set pool.segment_bytes or offload.staging_bytes lower"

@@ -17,7 +17,6 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import Found, Heard
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
-from vcache_backend.transfer.layout import with_codec
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.stats import EngineStats
@@ -129,7 +128,6 @@ class Introduction:
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
         size = config.engine.chunk_size
         layout = model_spec.layout(self._model, shards, size, self._root)
-        layout = with_codec(layout, config.offload)
         namespace = layout.namespace()
         fields = layout.fields() | {"namespace": str(namespace)}
         self.client = Client(config.server.path, config.client, layout=fields, name=self._name)

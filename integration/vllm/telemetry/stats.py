@@ -29,7 +29,7 @@ FAILURES = (
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
-NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", "codec", OTHER)
+NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", OTHER)
 TIERS = ("own", "peer", "host", "resident", "store")
 """The places of loaded chunks: this worker's GPU, another GPU of the node, host memory, another
 instance's KV cache, the offload tier."""
@@ -101,7 +101,7 @@ COUNTERS = {
         "Chunks that were not stored; `exists` and `busy` are not failures.", "cause", NOT_STORED
     ),
     "offload_written_chunks": _Counter("Chunks written to the offload tier, counted by worker."),
-    "offload_written_bytes": _Counter("Bytes written to the offload tier, encoded."),
+    "offload_written_bytes": _Counter("Bytes written to the offload tier, with their headers."),
     "offload_dropped_chunks": _Counter(
         "Chunks that should have been written to the offload tier and were not.",
         "cause",

@@ -16,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from vcache_backend import threads
+from vcache_backend.backoff import Backoff
 from vcache_backend.config import ClientConfig, whole
 from vcache_backend.errors import (
     ProtocolError,
@@ -124,7 +125,7 @@ class Channel:
         self._try_connect()
         self._keeper: threading.Thread | None = None
         if reconnect:
-            self._pause = config.retry_seconds
+            self._pauses = Backoff(config.retry_seconds, config.longest_pause)
             self._keeper = threads.start(self._keep, "vcache-client")
 
     def __enter__(self) -> Self:
@@ -373,7 +374,7 @@ class Channel:
         """A turn of the thread: a heartbeat while connected, otherwise an attempt after a pause
         that grows. Returns whether the thread is to end."""
         if self._link is not None:
-            self._pause = self._config.retry_seconds
+            self._pauses.reset()
             self._wake.wait(self._config.heartbeat_seconds)
             self._wake.clear()
             if self._soon:
@@ -386,8 +387,7 @@ class Channel:
             return self._stop.is_set()
         if not self._late:
             self._complain()
-        self._stop.wait(self._pause)
-        self._pause = min(2 * self._pause, self._config.longest_pause)
+        self._stop.wait(self._pauses.next())
         if self._stop.is_set():
             return True
         if self._try_connect():

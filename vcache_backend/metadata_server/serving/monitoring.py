@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from vcache_backend.backoff import Backoff
 from vcache_backend.config import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -24,23 +25,23 @@ class MonitorProcess:
         self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor"]
         self._command += [str(config.path), config.metrics, *config.metrics_hosts]
         self._process: subprocess.Popen[bytes] | None = None
-        self._pause, self._again_at = AGAIN_SECONDS, 0.0
+        self._pauses, self._again_at = Backoff(AGAIN_SECONDS, LONGEST_SECONDS), 0.0
 
     def tick(self) -> None:
         """Start the process if it does not run. Called in every tick of the server."""
         if time.monotonic() < self._again_at:
             return
+        status = None if self._process is None else self._process.poll()
+        if self._process is not None and status is None:
+            return
+        pause = self._pauses.next()
         if self._process is not None:
-            status = self._process.poll()
-            if status is None:
-                return
-            self._pause = min(2 * self._pause, LONGEST_SECONDS)
             said = (
                 "server.metrics: its process ended with %d; it is started again now, and after %g s"
             )
-            log.error(said, status, self._pause)
+            log.error(said, status, pause)
             self.close()
-        self._again_at = time.monotonic() + self._pause
+        self._again_at = time.monotonic() + pause
         try:
             # The monitor ends when this pipe closes, and so when this process ends in any way.
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
