@@ -79,8 +79,8 @@ class Service:
                 return directory.acquire(client, keys)
             case m.Release(lease):
                 return m.Verdict(directory.leases.release(lease))
-            case m.Reserve(keys, nbytes, tenant):
-                return directory.reserve(client, keys, nbytes, tenant)
+            case m.Reserve(keys, nbytes):
+                return directory.reserve(client, keys, nbytes)
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix))
             case m.Abort(reservation):
