@@ -140,7 +140,6 @@ class Clients(RuleBasedStateMachine):
         """What is begun here takes several turns."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backlog, "AT_ONCE", 2)
-            patch.setattr(backlog, "SHARE", 1)
             yield
 
     @rule(work=st.integers(1, 3))

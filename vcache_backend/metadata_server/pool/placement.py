@@ -10,7 +10,6 @@ from operator import attrgetter
 
 import msgspec
 
-from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.messages import Location, Medium, Reads, SegmentId, SegmentState
 from vcache_backend.metadata_server.pool.allocator import padded
 from vcache_backend.metadata_server.pool.slots import Entry, Segment
@@ -27,7 +26,7 @@ SAME_SEGMENT = 64
 class Peer(msgspec.Struct):
     """A client's connection, `id` by number.
 
-    From the hello: the client's process, the process's user, parent and `processes.spawner`, the
+    From the hello: the client's process, the process's parent and `processes.spawner`, the
     preferred device, the instance's name and layout (empty for tools). From later messages:
     segments that the client cannot map, its reads, whether it has looked tokens up, its pace (see
     `OpenPromise`); `heard`: when its last message came (monotonic clock)."""
@@ -37,7 +36,6 @@ class Peer(msgspec.Struct):
     device: str
     medium: Medium
     name: str = ""
-    uid: int = 0
     parent: int = 0
     spawner: int = 0
     layout: dict[str, str] = {}
@@ -50,11 +48,6 @@ class Peer(msgspec.Struct):
     @property
     def namespace(self) -> str:
         return self.layout.get("namespace", "")
-
-    @property
-    def caller(self) -> Caller:
-        """The process or user whose limit of log lines applies."""
-        return Caller(self.uid, self.process.pid)
 
 
 class Placement:
