@@ -134,7 +134,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_clients: PositiveInt = 1024
     allow_uids: list[Id] = []
     metrics: str = ""
-    metrics_hosts: list[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]] = []
 
     def __post_init__(self) -> None:
         wanted = ""
