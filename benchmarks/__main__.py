@@ -14,14 +14,13 @@ try:
     import msgspec
     import torch
 
-    from . import copies, engine, metadata, turns
+    from . import copies, engine, metadata
     from .results import Report, Row
 except ModuleNotFoundError as absent:
     sys.exit(f"{absent.name} is not installed: pip install '/path/to/vcache[engine]'")
 
 SUBJECTS: dict[str, tuple[Callable[[], list[Row]], int]] = {
     "metadata": (metadata.run, 0),
-    "turns": (turns.run, 0),
     "copies": (copies.run, 1),
     "engine": (engine.run, 2),
 }
