@@ -19,7 +19,7 @@ import msgspec
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError, raising_as
-from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.descriptors import closing
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.ledger import Ledger
@@ -79,7 +79,7 @@ class Server:
         )
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
-        spin_seconds = processes.spin(few, many)
+        spin_seconds = wire.spin(few, many)
         self._clients = Clients(
             admission, self._epoll, self._service, self._watch, self._ledger, spin_seconds
         )

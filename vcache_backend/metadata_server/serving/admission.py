@@ -11,6 +11,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.serving.connection import Connection
+from vcache_backend.metadata_server.trust import peer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Admission:
         sock.setblocking(False)
         self._numbers += 1
         self._epoll.register(sock, select.EPOLLIN)
-        return Connection(sock, self._numbers, *processes.peer(sock))
+        return Connection(sock, self._numbers, *peer(sock))
 
     def listen_again(self) -> None:
         """Listen again, since descriptors or memory may be free again."""
