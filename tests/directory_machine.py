@@ -21,12 +21,9 @@ from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Loc
 from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.pool.quotas import tenant_id
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, Record
 
-SHARES = {"large": 0.5, "small": 0.2}
-TENANTS = ["", *SHARES, "a stranger"]
-LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14, quotas=SHARES)
+LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14)
 SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072)}
 SEGMENTS |= {"s2": ("gpu-0", 1536), "s3": ("gpu-2", 5200)}
 DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
@@ -143,7 +140,6 @@ class Clients(RuleBasedStateMachine):
         """What is begun here takes several turns."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backlog, "AT_ONCE", 2)
-            patch.setattr(backlog, "SHARE", 1)
             yield
 
     @rule(work=st.integers(1, 3))
@@ -197,19 +193,16 @@ class Clients(RuleBasedStateMachine):
 
     # ---- storing
 
-    @rule(pick=one_of, wanted=keys, nbytes=st.sampled_from(SIZES), tenant=st.sampled_from(TENANTS))
+    @rule(pick=one_of, wanted=keys, nbytes=st.sampled_from(SIZES))
     @precondition(lambda self: self.clients)
-    def reserve_many(
-        self, pick: int, wanted: list[ChunkKey], nbytes: int, tenant: str = ""
-    ) -> None:
+    def reserve_many(self, pick: int, wanted: list[ChunkKey], nbytes: int) -> None:
         for_sure = {key: self.model.live(key) is not None for key in wanted}
         before = self.model.live_keys()
         client = self.clients[pick % len(self.clients)]
         if self.refused_after_a_restart(client, wanted, nbytes):
             return
         self.model.touch(wanted)
-        used, own = self.model.used_by(tenant), self.own_chunk(tenant, nbytes)
-        reply = self.directory.reserve(client, wanted, nbytes, tenant_id(tenant) if tenant else b"")
+        reply = self.directory.reserve(client, wanted, nbytes)
         gone = before - self.visible()
         victims = [slot for slot in map(self.model.live, gone) if slot is not None]
         self.follow()
@@ -219,19 +212,7 @@ class Clients(RuleBasedStateMachine):
         for key, slot in zip(wanted, reply.slots, strict=True):
             assert slot != Refusal.EXISTS or for_sure[key]
         new = self.new_slots(reply.slots, wanted)
-        self.open_reservation(client, reply.reservation, new, tenant)
-        if tenant in SHARES:
-            limit = int(SHARES[tenant] * sum(place.end for place in self.model.usable().values()))
-            assert self.model.used_by(tenant) <= max(limit, used)
-            if used + room_of(nbytes) > limit:
-                assert {slot.tenant for slot in victims} <= {tenant}
-                assert new or not own or not {Refusal.FULL} & {*reply.slots}
-
-    def own_chunk(self, tenant: str, nbytes: int) -> bool:
-        """Whether a chunk of the tenant's may go for another one of this size."""
-        model, size = self.model, room_of(nbytes)
-        own = [slot for slot in model.coldest() if slot.tenant == tenant and model.evictable(slot)]
-        return any(room_of(slot.location.length) == size for slot in own)
+        self.open_reservation(client, reply.reservation, new)
 
     @rule(pick=one_of, key=st.sampled_from(ALL_KEYS), nbytes=st.sampled_from(SIZES))
     @precondition(lambda self: self.clients)
@@ -306,21 +287,19 @@ class Clients(RuleBasedStateMachine):
             assert victims == [coldest]
         assert len({slot.location.segment for slot in victims}) == 1
 
-    def open_reservation(self, client: Peer, id_: int, slots: list[Slot], tenant: str = "") -> None:
+    def open_reservation(self, client: Peer, id_: int, slots: list[Slot]) -> None:
         assert (id_ != 0) == bool(slots)
-        for slot in slots:
-            slot.tenant = tenant
         if slots:
             self.highest_id = max(self.highest_id, id_)
             self.model.reserved(id_, client, slots, self.clock.now)
             self.writers[id_] = client.process
 
-    @rule(pick=one_of, wanted=keys, nbytes=st.sampled_from(SIZES), tenant=st.sampled_from(TENANTS))
+    @rule(pick=one_of, wanted=keys, nbytes=st.sampled_from(SIZES))
     @precondition(lambda self: self.clients)
-    def store(self, pick: int, wanted: list[ChunkKey], nbytes: int, tenant: str = "") -> None:
+    def store(self, pick: int, wanted: list[ChunkKey], nbytes: int) -> None:
         """What a worker does nearly always: reserve, write, commit."""
         before = set(self.writers)
-        self.reserve_many(pick, wanted, nbytes, tenant)
+        self.reserve_many(pick, wanted, nbytes)
         for id_ in set(self.writers) - before:
             self.write(id_)
             visible = self.directory.commit(self.clients[pick % len(self.clients)], id_, [])

@@ -73,7 +73,6 @@ class Slot:
     location: Location
     token: int
     state: str
-    tenant: str = ""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -224,10 +223,6 @@ class Model:
         place = self.rested[slot.key]
         self.order.insert(sum(self.rested.get(key, place) < place for key in self.order), slot.key)
 
-    def used_by(self, tenant: str) -> int:
-        """Bytes of the slots that count for a tenant."""
-        return sum(room_of(s.location.length) for s in self.slots if s.tenant == tenant)
-
     def granted(self, id_: int, held: Held) -> None:
         self.leases[id_] = held
         for slot in held.slots:
@@ -366,7 +361,6 @@ class Model:
             self.void(id_)
         for slot in self.slots:
             slot.state = "resting" if slot.state == "live" else slot.state
-            slot.tenant = ""
         self.absent |= {name: Place(at.device, at.nbytes) for name, at in self.segments.items()}
         self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}

@@ -20,7 +20,6 @@ from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool import backlog, leases, reservations, segments
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
-from vcache_backend.metadata_server.pool.quotas import tenant_id
 from vcache_backend.metadata_server.pool.reservations import CLAIM_SECONDS
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
 from vcache_backend.metadata_server.succession import Predecessors
@@ -49,15 +48,10 @@ def lend(
 
 
 def put(
-    directory: Directory,
-    *keys: m.ChunkKey,
-    client: Peer = WRITER,
-    nbytes: int = KIB,
-    tenant: str = "",
+    directory: Directory, *keys: m.ChunkKey, client: Peer = WRITER, nbytes: int = KIB
 ) -> m.Reserved:
     """Store chunks as a worker does."""
-    of = tenant_id(tenant) if tenant else b""
-    reserved = directory.reserve(client, list(keys), nbytes, of)
+    reserved = directory.reserve(client, list(keys), nbytes)
     places = sum(isinstance(slot, m.Location) for slot in reserved.slots)
     assert directory.commit(client, reserved.reservation, []) == places
     return reserved
@@ -125,52 +119,6 @@ def test_leases_of_one_client_and_the_chunks_under_them_are_bounded(
     assert directory.acquire(OTHER, [A, B]).lease != 0
     directory.leases.release(first)
     assert directory.acquire(READER, [A, B]).lease != 0
-
-
-# ---- shares
-
-
-def test_a_tenant_at_its_share_evicts_its_own_chunk_one_below_the_coldest(clock: FakeClock) -> None:
-    directory = make(clock, quotas={"acme": 0.5})
-    lend(directory)
-    put(directory, A)
-    put(directory, B, C, tenant="acme")
-    assert directory.touch([B]) == 1
-    put(directory, D, tenant="acme")
-    assert there(directory, A, B, C, D) == [A, B, D], "its coldest, though there was room"
-    put(directory, C, E)
-    put(directory, chunk_key(5), tenant="acme")
-    assert there(directory, A, B, C, D, E, chunk_key(5)) == [C, D, E, chunk_key(5)]
-    (stats,) = directory.quotas.stats(4 * KIB)
-    assert stats == m.TenantStats("acme", 2 * KIB, 2 * KIB, 2)
-    refused = directory.reserve(WRITER, [A], 3 * KIB, tenant_id("acme"))
-    assert "the share of tenant 'acme'" in refused.reason
-
-
-@pytest.mark.parametrize(
-    ("others", "coldest", "left"), [(B, A, [A, B, E]), (C, D, [C, D, E])], ids=["behind", "ahead"]
-)
-def test_a_small_chunk_of_another_tenant_is_not_a_part_of_the_room(
-    clock: FakeClock, others: m.ChunkKey, coldest: m.ChunkKey, left: list[m.ChunkKey]
-) -> None:
-    """Chunks of several sizes: a run of adjacent ones goes, of the tenant alone."""
-    directory = make(clock, quotas={"acme": 0.75})
-    lend(directory)
-    for key in (A, B, C, D):
-        put(directory, key, tenant="" if key == others else "acme")
-    directory.touch([key for key in (A, B, C, D) if key != coldest])
-    put(directory, E, tenant="acme", nbytes=2 * KIB)
-    assert there(directory, A, B, C, D, E) == left
-
-
-def test_all_whom_nobody_named_have_one_share_and_no_table(clock: FakeClock) -> None:
-    directory = make(clock, quotas={"*": 0.25, "acme": 1.0})
-    lend(directory)
-    for number in range(100):
-        put(directory, chunk_key(number), tenant=f"stranger {number}")
-    put(directory, chunk_key(100))
-    assert there(directory, *map(chunk_key, range(101))) == [chunk_key(100)]
-    assert [stats.name for stats in directory.quotas.stats(0)] == ["*", "acme"]
 
 
 # ---- placement

@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 import msgspec
 import pytest
-from directory_machine import ALL_KEYS, DEVICES, LIMITS, SEGMENTS, SHARES, Clients, Ledger, one_of
+from directory_machine import ALL_KEYS, DEVICES, LIMITS, SEGMENTS, Clients, Ledger, one_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -171,7 +171,7 @@ class DirectoryMachine(Clients):
         # What the server would have taken by now.
         self.directory.records.clear()
         left = [table for table, items in tables(self.directory).items() if items]
-        assert not [one for one in left if not one.endswith("counters") and ".quotas" not in one]
+        assert not [one for one in left if not one.endswith("counters")]
 
     # ---- what always holds
 
@@ -223,18 +223,10 @@ class DirectoryMachine(Clients):
     @invariant()
     def the_order_of_eviction_is_the_order_of_use(self) -> None:
         live, segments = self.directory.contents.live, self.directory.segments.values()
-        orders = [list(order) for segment in segments for order in segment.orders.values()]
+        orders = [list(segment.order) for segment in segments]
         uses = {one.use: one.key for order in orders for one in order if live.get(one.key) is one}
         assert orders == [sorted(order, key=lambda entry: entry.use) for order in orders]
         assert [uses[use] for use in sorted(uses)] == self.model.order
-
-    @invariant()
-    def every_slot_counts_for_its_tenant(self) -> None:
-        counted = {stats.name: stats.used for stats in self.directory.quotas.stats(0)}
-        assert counted == {name: self.model.used_by(name) for name in SHARES}
-        for segment in self.directory.segments.values():
-            for tenant, order in segment.orders.items():
-                assert all(entry.tenant is tenant for entry in order)
 
     @invariant()
     def the_tables_are_as_large_as_they_should_be(self) -> None:

@@ -21,8 +21,8 @@ from vcache_backend.metadata_server.records import ProcessId
 
 A, B = instance_id(1), instance_id(2)
 KIB = 1024
-ALICE = Peer(1, ProcessId(10, 1), "gpu-0", "host", uid=1)
-BOB = Peer(2, ProcessId(20, 2), "gpu-0", "host", uid=1)
+ALICE = Peer(1, ProcessId(10, 1), "gpu-0", "host")
+BOB = Peer(2, ProcessId(20, 2), "gpu-0", "host")
 
 
 def coming(client: Client, count: int, promise: int = 0) -> m.Coming | None:

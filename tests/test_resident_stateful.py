@@ -319,4 +319,3 @@ class TestResidentsAgainstTheModel(ResidentMachine.TestCase):
     def little_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is left for later turns is left, however few chunks there are."""
         monkeypatch.setattr(backlog, "AT_ONCE", 1)
-        monkeypatch.setattr(backlog, "SHARE", 1)

@@ -19,7 +19,6 @@ from vcache_backend.errors import MAX_LINE_CHARS
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.serving.connection import TOO_MANY_FDS
 from vcache_backend.metadata_server.serving.layouts import MAX_COMPARED
 
 KIB = 1 << 10
@@ -210,23 +209,6 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
     made = eventually(lambda: (first := answered()) == answered() and first) - before
     assert 0 < made < sent, "what waits for its reader costs no turn"
     assert [greedy.receive()[0] for _ in range(sent)] == ["present"] * sent
-
-
-def test_unreceived_fds_leave_room_for_others(stage_: Stage, worker: Raw, memfd: int) -> None:
-    """Linux counts those on their way for the server's user: at its limit nobody gets any."""
-    instance, regions = b"i" * 16, 100
-    shape = ["host", "host", "x", [[1, 1, 64, 64]], 8, 16, [[0, 0]], [4096] * regions]
-    worker.ask("join", instance, b"n" * 8, 8, 1, 1, fds=(memfd,))
-    worker.ask("show_cache", instance, 0, shape, fds=(memfd,) * regions)
-    greedy = stage_.raw()
-    for _ in range(20):
-        greedy.send("open_cache", instance, 0)
-    eventually(lambda: worker.ask("stats")[9].get("OpenCache", [0])[0] == 20)
-    worker.ask("stats")  # its turn is over: all answers have left
-    answers = [greedy.receive() for _ in range(20)]
-    assert {answer[1] for answer in answers if answer[0] == "error"} == {TOO_MANY_FDS}
-    assert len(greedy.fds) < 2 * m.MAX_FDS + 2
-    assert greedy.ask("open_cache", instance, 0)[0] == "cache"
 
 
 def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:

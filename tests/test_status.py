@@ -5,7 +5,6 @@ read.
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from rich.console import Console
 
 from vcache_backend import status
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.monitor import metrics
 
 ID = m.SegmentId("0123456789ab")
 SEGMENT = m.SegmentInfo(ID, "GPU-3c1f", "cuda", 8 << 30, 6 << 30, chunks=1536, leased=3)
@@ -35,23 +33,6 @@ def text_of(renderable: Any, width: int = 160) -> str:
     with console.file:
         console.print(renderable)
     return console.export_text()
-
-
-def test_status_and_metrics_show_each_tenants_share() -> None:
-    stats = msgspec.structs.replace(STATS, tenants=[m.TenantStats("acme", 1 << 30, 2 << 30, 70)])
-    (line,) = (line for line in text_of(status.render(stats)).splitlines() if "acme" in line)
-    assert line.split() == ["acme", "1", "GiB", "2", "GiB", "70"]
-    samples: Any = SimpleNamespace(problem="", stats=stats)
-    assert {
-        sample.name: (sample.labels, sample.value)
-        for metric in metrics.ServerMetrics(samples).collect()
-        for sample in metric.samples
-        if "tenant" in sample.name
-    } == {
-        "vcache_tenant_used_bytes": ({"tenant": "acme"}, 1 << 30),
-        "vcache_tenant_limit_bytes": ({"tenant": "acme"}, 2 << 30),
-        "vcache_tenant_evicted_chunks_total": ({"tenant": "acme"}, 70),
-    }
 
 
 def test_the_first_line_says_who_shares_and_whether_it_works() -> None:

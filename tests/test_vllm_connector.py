@@ -13,7 +13,6 @@ import pytest
 import vllm_cases
 from processes import eventually
 from vllm_cases import BLOCK, CHUNK, Node, Prompt, Router, needs_vllm, new_tokens
-from vllm_models import TOKEN_BYTES
 
 pytestmark = needs_vllm
 
@@ -144,27 +143,3 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, router: Router) ->
     again = here.keep(here.a, new_tokens(3 * CHUNK))
     assert again.cached == 0
     eventually(lambda: here.a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3)
-
-
-# ---- tenants
-
-
-def test_a_tenant_makes_room_in_its_own_share(here: Node) -> None:
-    """Whether a request's salt or its parameter names the tenant."""
-    others = new_tokens(4 * CHUNK + 1)
-    here.keep(here.a, others)
-    (acme,) = here.stats().tenants
-    chunk, prompts = CHUNK * TOKEN_BYTES, [new_tokens(2 * CHUNK + 1) for _ in range(4)]
-    assert 2 * chunk <= acme.limit < 2 * len(prompts) * chunk
-    for prompt in prompts:
-        here.a.one(prompt, salt="acme")
-        here.chunks()
-    assert here.b.again(prompts[0], salt="acme", params=vcache(store=False)).cached == 0
-    assert here.b.again(prompts[-1], salt="acme").cached == 2 * CHUNK
-    here.a.one(named := new_tokens(2 * CHUNK + 1), params=vcache(tenant="acme"))
-    here.chunks()
-    (acme,) = here.stats().tenants
-    assert 0 < acme.used <= acme.limit
-    assert acme.evicted == 2 * (len(prompts) + 1) - acme.used // chunk
-    assert here.b.again(named).cached == 2 * CHUNK
-    assert here.b.again(others).cached == 4 * CHUNK

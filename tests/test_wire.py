@@ -170,13 +170,12 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
 
 
 BAD = b"\xc1"
-SENT_WITH_IT = {"no message": [BAD], "too long": [bytes(m.MAX_MESSAGE_BYTES + 1)]}
-SENT_WITH_IT |= {"unread": [BAD, BAD], "no descriptors": [BAD]}
 
 
-@pytest.mark.parametrize("what", SENT_WITH_IT)
-def test_a_socket_that_waits_to_close_holds_up_nothing(alone: Stage, memfd: int, what: str) -> None:
-    server, bystander, messages = alone.server(), alone.raw(), SENT_WITH_IT[what]
+@pytest.mark.parametrize("messages", [[BAD], [BAD, BAD]], ids=["read", "unread"])
+def test_a_close_that_waits_holds_up_nobody_else(alone: Stage, messages: list[bytes]) -> None:
+    """As one that frees much memory takes long. Here it is a socket that lingers."""
+    server, bystander = alone.server(), alone.raw()
     with alone.raw() as guest, socket.create_server(("127.0.0.1", 0)) as never_reads:
         with server.stopped(), socket.create_connection(never_reads.getsockname()) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 1000))
@@ -187,19 +186,8 @@ def test_a_socket_that_waits_to_close_holds_up_nothing(alone: Stage, memfd: int,
             for message in messages[:-1]:
                 guest.send_bytes(message)
             guest.send_bytes(messages[-1], (sock.fileno(),))
-            if what == "no descriptors":
-                server.descriptors(limit=3)
-        assert bystander.ask("touch", [A]) == ["count", 0]
-        server.descriptors(limit=1000)
-        assert bystander.ask("touch", [A], fds=(memfd,)) == ["count", 0]
-        eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
-
-
-def test_a_socket_is_no_memory_that_others_get(raw: Raw) -> None:
-    with socket.socket() as sock:
-        for device, medium in (("host", "host"), ("GPU-1", "cuda")):
-            reply = raw.ask("add_segment", "s", device, medium, 4096, fds=(sock.fileno(),))
-            assert "a socket" in reply[1]
+        for _ in range(100):
+            assert undisturbed(bystander)
 
 
 def test_requests_in_one_breath_are_answered_in_order_also_when_some_are_refused(raw: Raw) -> None:

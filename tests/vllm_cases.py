@@ -300,8 +300,6 @@ class Place:
         return pickle.loads(self._file.read_bytes())
 
 
-QUOTAS = {"acme": 0.004}
-"""Shares of the pool, by tenant."""
 NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
@@ -376,7 +374,7 @@ class Node:
 
     def serve(self) -> None:
         """Start the metadata server, or start it again."""
-        config = {"lease_seconds": LEASE_SECONDS, "quotas": QUOTAS}
+        config = {"lease_seconds": LEASE_SECONDS}
         within = IN_A_CONTAINER if self.isolated else ()
         self.server = self.undo.enter_context(processes.start_server(self.socket, config, within))
 

@@ -51,10 +51,6 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 """A uid or gid. 2^32 - 1 means none to the kernel."""
-TenantName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-MAX_TENANTS = 64
-"""The most tenants with a share: each has an order of eviction in each segment."""
 
 
 class ByteSize(int):
@@ -137,9 +133,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[Id] = []
-    quotas: dict[TenantName, Share] = {}
     metrics: str = ""
-    metrics_hosts: list[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]] = []
 
     def __post_init__(self) -> None:
         wanted = ""
@@ -158,9 +152,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
             raise ValueError(f"socket must be {wanted}, got {self.socket!r}")
         if self.metrics:
             split_address(self.metrics, "metrics")
-        if len(self.quotas) > MAX_TENANTS or not all(map(str.isprintable, self.quotas)):
-            wanted = f"shares of at most {MAX_TENANTS} tenants with printable names"
-            raise ValueError(f"quotas must be {wanted}")
 
     @property
     def path(self) -> Path:

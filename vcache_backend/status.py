@@ -167,7 +167,6 @@ def render(stats: m.ServerStats) -> RenderableType:
         _quarantined(stats),
         _reports(stats.reports),
         instances_table(stats.instances),
-        _tenants(stats.tenants),
     ]
     pool = [segments_table(stats.segments)] if stats.segments else []
     filled = [each for each in shown if each.row_count]
@@ -214,14 +213,6 @@ def instances_table(instances: Sequence[m.InstanceStats]) -> Table:
     return table(
         "Instances", ("instance", ">pid", "~port", "device", ">last heard", "~state"), rows
     )
-
-
-def _tenants(tenants: Sequence[m.TenantStats]) -> Table:
-    rows = [
-        (each.name, ByteSize(each.used).about, ByteSize(each.limit).about, f"{each.evicted:,}")
-        for each in tenants
-    ]
-    return table("Shares of the pool", ("~tenant", ">used", ">of", ">chunks evicted"), rows)
 
 
 def duration(seconds: float) -> str:

@@ -41,8 +41,8 @@ class LoadSpec(_Spec, frozen=True):
 
     keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
-    offload tier in the pool again. prefix, tenant: see `StoreSpec`, if `offload`. residents: chunks
-    in other instances' KV caches, numbered within the load. number: of the load, never used again;
+    offload tier in the pool again. prefix: see `StoreSpec`, if `offload`. residents: chunks in
+    other instances' KV caches, numbered within the load. number: of the load, never used again;
     0: load nothing and report a failure."""
 
     request_id: str
@@ -51,7 +51,6 @@ class LoadSpec(_Spec, frozen=True):
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
-    tenant: bytes = b""
     residents: list[ResidentRun] = []
     number: int = 0
 
@@ -60,12 +59,11 @@ class StoreSpec(_Spec, frozen=True):
     """A store: consecutive chunks of a request that this step completes.
 
     keys: the keys of rank 0. blocks: vLLM's block numbers of all chunks, in order. prefix: the keys
-    of all earlier chunks. tenant: see `Tracked`."""
+    of all earlier chunks."""
 
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
-    tenant: bytes = b""
 
 
 class PublicationSpec(msgspec.Struct, frozen=True):

@@ -88,9 +88,9 @@ class Client(Channel):
     def release(self, lease: int) -> bool:
         return self._call(m.Release(lease), m.Verdict).held
 
-    def reserve(self, keys: list[m.ChunkKey], nbytes: int, tenant: bytes = b"") -> m.Reserved:
+    def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
         """Reserve a slot for each key, or a refusal: FULL after the first `MAX_SLOTS` slots."""
-        reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes, tenant), m.Reserved)
+        reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes), m.Reserved)
         rest = len(keys) - m.MAX_KEYS
         if rest <= 0:
             return reserved

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 
 from vcache_backend import threads
+from vcache_backend.metadata_server.messages import Reply
 
 
 class Closer:
     """A thread that closes fds for the server's loop. A number stays taken until its fd is closed.
 
     Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
-    host memory. Closing a socket may wait for hours for a client that reads nothing, if the client
-    has set SO_LINGER."""
+    host memory."""
 
     def __init__(self) -> None:
         self._fds = SimpleQueue[int]()
         self.put = self._fds.put
-        self._thread = threads.start(self._turn, "vcache-closer")
-
-    def hurry(self) -> None:
-        """Interrupt the present close if other fds wait. (A signal ends a close that waits.)"""
-        if self._fds.qsize() and self._thread.ident is not None:
-            signal.pthread_kill(self._thread.ident, signal.SIGURG)
+        threads.start(self._turn, "vcache-closer")
 
     def _turn(self) -> None:
         with suppress(OSError):  # of the file's own flush: the fd is closed all the same
@@ -35,7 +30,7 @@ class Closer:
 
 @cache
 def closing() -> Closer:
-    """The thread of this process."""
+    """The thread of this process. RuntimeError if there are too many threads."""
     return Closer()
 
 
@@ -48,3 +43,7 @@ class Descriptor:
 
     def __del__(self) -> None:
         self._closing.put(self.fd)
+
+
+Answer = tuple[Reply, Sequence[Descriptor]]
+"""A reply, and the owners of its fds."""

@@ -7,11 +7,11 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from vcache_backend.errors import ConfigError
+from vcache_backend.metadata_server.trust import folder_fault
 
 FRESH_SECONDS = 3600.0
 """How often to touch the files, since cleaners of /tmp remove files that nobody touches."""
@@ -20,28 +20,6 @@ FRESH_SECONDS = 3600.0
 def beside(path: Path, suffix: str) -> Path:
     """The path of a socket's lock or log: no two sockets share a file."""
     return path.with_name(path.name + suffix)
-
-
-def folder_fault(path: Path, trusted: Collection[int]) -> str:
-    """Explain why a user outside of `trusted` could put a file at `path`, and what to do; or empty.
-
-    OSError if the folder does not exist."""
-    folder = path.parent
-    status = folder.lstat()
-    other = "set server.socket to a folder of your own"
-    if not stat.S_ISDIR(status.st_mode):
-        kind = "a link" if stat.S_ISLNK(status.st_mode) else "a file"
-        return f"{folder} is not a folder but {kind}; {other}, or remove {folder}"
-    if status.st_uid not in trusted:
-        return (
-            f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, "
-            f"or remove {folder}"
-        )
-    if status.st_mode & 0o022:
-        shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
-        mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
-        return f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}); {mend}"
-    return ""
 
 
 def make_folder(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -27,7 +27,7 @@ MAX_SLOTS = 1024
 """The most slots that one request reserves. Further keys are refused as FULL."""
 MAX_FDS = 253
 """The most fds of one message, by Linux's limit."""
-INSTANCE_BYTES = TENANT_BYTES = 16
+INSTANCE_BYTES = 16
 MAX_REGIONS = MAX_FDS
 """The most allocations of one worker's KV cache."""
 MAX_PLANES = 1024
@@ -362,13 +362,10 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
 class Reserve(Request, frozen=True, tag="reserve"):
     """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. Slots come from the
-    client's device, then from peers, then by eviction.
-
-    `tenant`: for whom the chunks count, see `quotas.tenant_id`; b"" for nobody."""
+    client's device, then from peers, then by eviction."""
 
     keys: Keys
     nbytes: Bytes
-    tenant: Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)] = b""
 
 
 class Commit(Request, frozen=True, tag="commit"):
@@ -776,16 +773,6 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
     total_us: float = 0.0
 
 
-class TenantStats(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant of `server.quotas`: the tenant's bytes of the pool, its limit, and how many of its
-    chunks were evicted."""
-
-    name: str
-    used: int
-    limit: int
-    evicted: int
-
-
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by
     request name. `reports`: the newest reports, oldest first.
@@ -812,7 +799,6 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     instances: list[InstanceStats] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
-    tenants: list[TenantStats] = []
 
 
 OfChunks = Reserve | Commit | Abort | Acquire | Renew | Release | Contains | Touch | Remove | Clear

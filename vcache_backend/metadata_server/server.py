@@ -19,11 +19,11 @@ import msgspec
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError, raising_as
-from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client_lines import ClientLines
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.descriptors import closing
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.ledger import Ledger
+from vcache_backend.metadata_server.line_limit import LineLimit
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.serving.admission import Admission
 from vcache_backend.metadata_server.serving.clients import Clients
@@ -37,8 +37,9 @@ BUSY_TICK_SECONDS = 0.05
 IDLE_TICK_SECONDS = 0.5
 PATH_SECONDS = 0.01
 """How often a busy server checks that the socket's path still leads to it."""
-EVENTS_A_TURN = 64
-"""The most connections to read from in one turn, one request each."""
+EVENTS_A_TURN = 16
+"""The most connections to answer in one turn, one request each. Epoll then reports the others
+first. A request takes a few milliseconds at most; no answer leaves before the turn's last."""
 SPARE_BYTES = 64 << 20
 """The address space that must be free. Without free address space, CPython's handling of a
 MemoryError may never end."""
@@ -53,14 +54,13 @@ class Server:
         self._config = config
         self._stopping = False
         self._looked = time.monotonic()
-        self.lines = ClientLines()
-        """A filter for the log's handlers."""
         with ExitStack() as undo:
             self._endpoint = Endpoint(config.path, open_to_others=bool(config.allow_uids))
             undo.callback(self._endpoint.close)
             self._endpoint.keep(msgspec.json.encode(config))
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch()
+            closing()  # its thread begins now, where a refusal is an error that the user sees
             self._make_parts(undo)
             self._undo = undo.pop_all()
 
@@ -79,7 +79,7 @@ class Server:
         )
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
-        spin_seconds = processes.spin(few, many)
+        spin_seconds = wire.spin(few, many)
         self._clients = Clients(
             admission, self._epoll, self._service, self._watch, self._ledger, spin_seconds
         )
@@ -102,17 +102,15 @@ class Server:
         directory, clients = self._directory, self._clients
         while not self._stopping:
             now = time.monotonic()
-            more = clients.waiting or directory.backlog
-            sleeps = not more and now >= clients.spin_until
+            sleeps = not directory.backlog and now >= clients.spin_until
             events = self._epoll.poll(max(0.0, next_tick - now) if sleeps else 0.0, EVENTS_A_TURN)
-            if not (events or more or now >= next_tick):
+            if not (events or directory.backlog or now >= next_tick):
                 # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()
                 continue
             for fd, mask in events:
                 clients.on_ready(fd, mask)
             directory.backlog.run(BACKLOG_STEPS)
-            clients.answer_some()
             if now >= next_tick:
                 self._tick()
                 next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
@@ -120,7 +118,6 @@ class Server:
             self._ledger.write(directory.records, directory.still)
             directory.records.clear()
             clients.send()
-            closing().hurry()
 
     def stop(self) -> None:
         """End `run` within a tick. May be called from a signal handler."""
@@ -180,18 +177,10 @@ def serve(config: ServerConfig) -> None:
     millions of chunks would stop the loop for a noticeable time."""
     server = Server(config)
     for handler in logging.getLogger().handlers:
-        handler.addFilter(server.lines)
+        handler.addFilter(LineLimit())
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    # Both signals interrupt a close that waits: SIGURG in the closer's thread, SIGALRM in this
-    # thread, which closes fds only when no descriptors are left.
-    for number in (signal.SIGURG, signal.SIGALRM):
-        signal.signal(number, lambda *_: None)
     if not os.isatty(2):  # in a terminal the server ends with the terminal
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
-    try:
-        server.run()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    server.run()

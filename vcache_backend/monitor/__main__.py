@@ -1,5 +1,4 @@
-"""Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor SOCKET HOST:PORT
-[NAME...]`, with further host names that clients may use.
+"""Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor SOCKET HOST:PORT`.
 
 The server starts this process if `server.metrics` is set. The process ends with its standard input,
 and so with the server."""
@@ -25,7 +24,7 @@ from vcache_backend.monitor.web import Web
 log = logging.getLogger("vcache_backend.monitor")
 
 
-def main(path: str, listen: str, *names: str) -> int:
+def main(path: str, listen: str) -> int:
     """Serve until standard input ends, or Ctrl-C. Returns the exit code: 1 if listening fails."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     log_format.begin()
@@ -33,7 +32,7 @@ def main(path: str, listen: str, *names: str) -> int:
     registry = CollectorRegistry()
     registry.register(ServerMetrics(samples))
     try:
-        web = Web(*split_address(listen, "metrics"), samples, registry, names)
+        web = Web(*split_address(listen, "metrics"), samples, registry)
     except (OSError, ValueError) as error:  # ValueError: no name of a host
         log.error("server.metrics: cannot listen at %s: %s", listen, error)
         return 1

@@ -10,7 +10,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vcache_backend.metadata_server.messages import Level, SegmentInfo, ServerStats, TenantStats
+from vcache_backend.metadata_server.messages import Level, SegmentInfo, ServerStats
 from vcache_backend.monitor.samples import Samples
 from vcache_backend.status import SILENT_SECONDS
 
@@ -81,7 +81,6 @@ class ServerMetrics(Collector):
         yield from _segments(stats.segments)
         yield from _instances(stats)
         yield from _reads(stats)
-        yield from _tenants(stats.tenants)
 
 
 def _whole(stats: ServerStats) -> Iterator[Metric]:
@@ -113,20 +112,6 @@ def _hits(hits: Mapping[str, tuple[int, int]], models: Mapping[str, str]) -> Ite
     found = [((name, models[name]), counts[1]) for name, counts in hits.items()]
     what = "Prompt tokens that instances asked for and found."
     yield _counters("namespace_found_tokens", what, labels, found)
-
-
-def _tenants(tenants: Sequence[TenantStats]) -> Iterator[Metric]:
-    """Only tenants of `server.quotas`: requests must not make series."""
-    if not tenants:
-        return
-    rows = [((tenant.name,), tenant) for tenant in tenants]
-    used = [(labels, tenant.used) for labels, tenant in rows]
-    yield _gauges("tenant_used_bytes", "A tenant's bytes of the pool.", ("tenant",), used)
-    limits = [(labels, tenant.limit) for labels, tenant in rows]
-    yield _gauges("tenant_limit_bytes", "The most that a tenant may have.", ("tenant",), limits)
-    evicted = [(labels, tenant.evicted) for labels, tenant in rows]
-    what = "A tenant's chunks that were evicted from the pool."
-    yield _counters("tenant_evicted_chunks", what, ("tenant",), evicted)
 
 
 def _requests(stats: ServerStats) -> Metric:

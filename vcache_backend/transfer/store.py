@@ -145,7 +145,6 @@ def store(
     beside: bool = False,
     fetched_in: int | None = None,
     holds: Callable[[], bool | None] | None = None,
-    tenant: bytes = b"",
 ) -> PendingStore | None:
     """Reserve slots, copy in one launch, and commit in the background. Runs in the worker's thread.
 
@@ -157,7 +156,7 @@ def store(
     wait for the copy, which reads the stream's writes so far; nothing may write into the blocks
     before the result's `completion`, see `Copier.fence`. fetched_in: the epoch in which the offload
     tier stored the chunks, if they came from the tier; in a later epoch they are not stored. holds:
-    see `PendingStore`. tenant: see `Reserve`.
+    see `PendingStore`.
 
     A commit publishes every slot of a reservation, so either all slots are written or the
     reservation is given back. After a RuntimeError (a launch that failed in torch) a copy may still
@@ -172,7 +171,7 @@ def store(
     mark, asked = session.copier.mark() if beside else None, time.monotonic()
     nbytes = places.kv.chunk_bytes(session.chunk_size)
     with stats.timed("reserve"):
-        reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes, tenant)
+        reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes)
     if fetched_in not in (None, reserved.epoch):
         # A reset came in between: these chunks are outdated.
         if reserved.reservation:

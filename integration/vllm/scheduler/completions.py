@@ -213,7 +213,7 @@ class Completions:
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
                 before = tracked.lookup.keys[:chunks]
-                meta.stores.append(StoreSpec(keys, blocks, before, tracked.tenant))
+                meta.stores.append(StoreSpec(keys, blocks, before))
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
         """Store or publish the chunks that the step completes. before: the tokens before the step.
@@ -241,5 +241,5 @@ class Completions:
         if keys := tracked.lookup.keys[first:ready]:
             blocks = groups.chunks(rows, first, ready)
             prefix = tracked.lookup.keys[:first]
-            meta.stores.append(StoreSpec(keys, blocks, prefix, tracked.tenant))
+            meta.stores.append(StoreSpec(keys, blocks, prefix))
         self.stored(tracked, ready)

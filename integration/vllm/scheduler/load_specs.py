@@ -45,7 +45,6 @@ class LoadSpecs:
             offload=offload,
             promote=promote and self._instance.publications is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
-            tenant=tracked.tenant if offload else b"",
             residents=answer.residents_of(first, stop) if answer is not None else [],
             number=next(self._numbers),
         )

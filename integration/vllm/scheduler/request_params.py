@@ -16,14 +16,12 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A request's settings.
 
     load, store: the request may load chunks, and store chunks. announced: another instance is
-    computing this prompt, so wait for its chunks, at most `wait_seconds`. tenant: its share of the
-    pool pays for the chunks; empty: the `cache_salt` is the tenant."""
+    computing this prompt, so wait for its chunks, at most `wait_seconds`."""
 
     load: bool = True
     store: bool = True
     announced: bool = False
     wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0
-    tenant: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
     @property
     def patience(self) -> float:

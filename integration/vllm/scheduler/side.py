@@ -15,7 +15,6 @@ import msgspec
 
 from vcache_backend.config import Config
 from vcache_backend.errors import MAX_LINE_CHARS, printable
-from vcache_backend.metadata_server.pool import quotas
 
 from ...doubts import Beginning, Doubts, Rows, beginning
 from ...served_at import served_at
@@ -358,10 +357,7 @@ class SchedulerSide:
             asked = request_params.NOTHING
         blocks = StoreState([array(NUMBERS) for _ in self._groups.sizes])
         loads = self._loads_allowed and asked.load and not computes
-        tenant = asked.tenant or request.cache_salt
-        tracked = Tracked(
-            request, asked, loads, quotas.tenant_id(tenant) if tenant else b"", store=blocks
-        )
+        tracked = Tracked(request, asked, loads, store=blocks)
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
         if tracked.store.complete_at < inf:

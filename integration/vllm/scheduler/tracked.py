@@ -182,7 +182,6 @@ class WaitState(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """The state of a vLLM request for `SchedulerSide` and its parts.
 
-    tenant: the tenant for which chunks count in the pool, see `quotas.tenant_id`; empty: none.
     loads: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
     hits. supplied: `local` and the tokens that we load. loading: a load is under way. due: a step
     that reaches fewer tokens completes nothing; only `Completions` writes `due`."""
@@ -190,7 +189,6 @@ class Tracked(msgspec.Struct):
     request: Any
     params: RequestParams
     loads: bool
-    tenant: bytes = b""
     local: int = 0
     supplied: int = 0
     loading: bool = False

@@ -59,15 +59,15 @@ class Stores:
         """Store the chunks that the step completes. The step's whole model run must be queued."""
         for spec in stores:
             keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
-            self._store("store", worker, keys, spec.blocks, prefix, tenant=spec.tenant)
+            self._store("store", worker, keys, spec.blocks, prefix)
 
     def promote(self, load: Loading) -> None:
         """Store chunks that a load has brought from the offload tier in the pool again."""
         worker, spec = load.worker, load.spec
         if chunks := load.to_promote():
             prefix, blocks = worker.session.own(spec.prefix), spec.blocks
-            how = {"tenant": spec.tenant, "fetched_in": load.epoch}
-            self._store("promote", worker, load.keys, blocks, prefix, chunks, **how)
+            keys, epoch = load.keys, load.epoch
+            self._store("promote", worker, keys, blocks, prefix, chunks, fetched_in=epoch)
 
     def save(
         self,

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
-from vcache_backend.metadata_server.endpoint import folder_fault
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.trust import folder_fault, peer
 
 
 class ServerLink:
@@ -31,7 +31,7 @@ class ServerLink:
         self._incoming.register(self._socket, select.POLLIN)
         self._either = select.poll()
         self._either.register(self._socket, select.POLLIN | select.POLLOUT)
-        self._spin = processes.spin(0.0002, 0.001)
+        self._spin = wire.spin(0.0002, 0.001)
 
     def open(
         self, path: Path, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
@@ -49,7 +49,7 @@ class ServerLink:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, within)
         self._socket.connect(str(path))
         self._socket.setblocking(False)
-        _, uid = processes.peer(self._socket)
+        _, uid = peer(self._socket)
         if uid not in self._trusted:
             raise ConnectionError(
                 f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set "

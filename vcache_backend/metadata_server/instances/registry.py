@@ -18,12 +18,10 @@ import msgspec
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client_lines import caused_by
-from vcache_backend.metadata_server.descriptors import Descriptor
+from vcache_backend.metadata_server.descriptors import Answer, Descriptor
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.serving.connection import Answer
 
 log = logging.getLogger(__name__)
 
@@ -311,5 +309,4 @@ def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:
     """Log a change of one part of an instance."""
     part = "scheduler" if rank == m.SCHEDULER else f"rank {rank}"
     who = f"{part} (pid {client.process.pid} on {client.device})"
-    with caused_by(client.caller):
-        log.info("instance %s: %s %s", instance.hex()[:8], who, what)
+    log.info("instance %s: %s %s", instance.hex()[:8], who, what)

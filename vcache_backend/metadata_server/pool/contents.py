@@ -14,7 +14,6 @@ from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, padded
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks, Space
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer, Placement
-from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.slots import Entry, Segment, remove
 from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
 
@@ -43,7 +42,7 @@ class Contents:
         for use, entry in enumerate(reversed(entries), self._uses):
             if entry.newer is not None:
                 remove(entry)
-                entry.segment.append(entry, use)
+                entry.segment.order.append(entry, use)
         self._uses += len(entries)
 
     def lying(self, chunks: dict[ChunkKey, Location]) -> Iterator[Live]:
@@ -79,7 +78,7 @@ class Contents:
             slots += len(entries)
             self.resting.put(entries)
             for use, entry in enumerate(entries, self._uses):
-                entry.segment.append(entry, use)
+                entry.segment.order.append(entry, use)
                 entry.segment.returning.append(entry)
             self._uses += len(entries)
             yield from repeat(None, len(entries))
@@ -116,23 +115,19 @@ class Contents:
                 raise ValueError(f"chunk {key.hex()} at {at} cannot be")
         return self.occupy(chunks, reservation)
 
-    def occupy(
-        self, chunks: dict[ChunkKey, Location], reservation: int, tenant: Tenant | None = None
-    ) -> list[Entry]:
-        """Mark slots from `room` as being written. The slots count for the tenant."""
+    def occupy(self, chunks: dict[ChunkKey, Location], reservation: int) -> list[Entry]:
+        """Mark slots from `room` as being written."""
         segments, entries = self.placement.segments, []
         length = size = 0
         for key, location in chunks.items():
             if location.length != length:
                 length, size = location.length, padded(location.length)
             segment, offset = segments[location.segment], location.offset
-            entry = Entry(key, location, segment, size, reservation, tenant=tenant)
+            entry = Entry(key, location, segment, size, reservation)
             segment.occupants.put(offset, entry)
             segment.ending.put(offset + size, entry)
             segment.reserved += reservation != 0
             entries.append(entry)
-        if tenant is not None:
-            tenant.used += sum(entry.size for entry in entries)
         return entries
 
     def publish(self, entries: list[Entry]) -> int:
@@ -145,7 +140,7 @@ class Contents:
             segment = entry.segment
             entry.reservation = 0
             segment.reserved -= 1
-            segment.append(entry, use)
+            segment.order.append(entry, use)
             if segment.state == "draining":
                 draining.append(entry)
             if resting and (before := resting.get(entry.key)) is not None:
@@ -169,27 +164,22 @@ class Contents:
                     self.live.put([entry])
             yield
 
-    def room(
-        self, nbytes: int, peer: Peer, wanted: int, allowed: int, tenant: Tenant | None = None
-    ) -> list[Location]:
+    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> list[Location]:
         """Find slots for up to `wanted` chunks: first in holes, then by evicting the least recently
-        used chunks. A tenant at its limit evicts its own chunks only.
+        used chunks.
 
         allowed: by how much the number of chunks may grow."""
         left, slots = MAX_SEARCH, list[Location]()
         while True:
-            share = self._share(tenant, nbytes, wanted) - len(slots)
-            while (most := min(allowed, wanted - len(slots), share)) > 0 and (
+            while (most := min(allowed, wanted - len(slots))) > 0 and (
                 free := self.placement.take(nbytes, peer, most)
             ):
                 allowed -= len(free)
-                share -= len(free)
                 slots += free
             if len(slots) == wanted or left <= 0:
                 return slots
             most = wanted - len(slots)
-            own, most = (None, min(most, share)) if share > 0 else (tenant, most)
-            victims, equal, looked = self.placement.victims(nbytes, most, peer, left, own)
+            victims, equal, looked = self.placement.victims(nbytes, most, peer, left)
             if not victims:
                 return slots
             left -= looked
@@ -222,7 +212,7 @@ class Contents:
                 if entry.doomed:
                     segment.free(entry)
                 else:
-                    segment.append(entry, use)
+                    segment.order.append(entry, use)
         self._uses += len(entries)
 
     # ---- chunks go
@@ -267,13 +257,6 @@ class Contents:
                     self.forget([entry])
                 yield
 
-    def _share(self, tenant: Tenant | None, nbytes: int, wanted: int) -> int:
-        """How many more chunks the tenant may have, up to `wanted`."""
-        if tenant is None:
-            return wanted
-        left = tenant.limit(self.placement.capacity()) - tenant.used
-        return min(wanted, left // padded(nbytes))
-
     def _evict(self, victims: list[Entry]) -> None:
         """Unlink chunks without readers. The caller frees or reuses their slots."""
         gone = self.live.drop(victims) + self.resting.drop(victims)
@@ -281,8 +264,6 @@ class Contents:
             segment = victim.segment
             remove(victim)
             segment.evictions += 1
-            if victim.tenant is not None:
-                victim.tenant.evicted += 1
         self.counters["evicted"] += len(gone)
         if gone:
             self.records.append(Gone(gone))

@@ -21,7 +21,6 @@ from vcache_backend.metadata_server.pool.epochs import Epochs
 from vcache_backend.metadata_server.pool.leases import Leases
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.promises import Promises
-from vcache_backend.metadata_server.pool.quotas import Quotas, Tenant
 from vcache_backend.metadata_server.pool.segments import SegmentDirectory, added
 from vcache_backend.metadata_server.pool.slots import Entry
 
@@ -41,7 +40,6 @@ class Directory(SegmentDirectory):
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
         super().__init__(limits, now, first_id)
         self._limits = limits
-        self.quotas = Quotas(limits.quotas)
         self.leases = Leases(limits.lease_seconds, now, self.contents.let_go)
         self.promises = Promises(self.backlog, self.counters, now)
         self.residents = ResidentDirectory(
@@ -108,11 +106,9 @@ class Directory(SegmentDirectory):
 
     # ---- writing
 
-    def reserve(
-        self, client: Peer, keys: list[m.ChunkKey], nbytes: int, tenant: bytes = b""
-    ) -> m.Reserved:
+    def reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
         """Reserve a slot of `nbytes` for each key: on the client's device, then on peers with room,
-        then by eviction. A tenant at its limit evicts only its own chunks.
+        then by eviction.
 
         A key gets a refusal instead if its chunk is stored or being written, or if it comes after
         the first `MAX_SLOTS` new keys."""
@@ -125,12 +121,11 @@ class Directory(SegmentDirectory):
         stored, busy = live.among(keys), self.reservations.among(keys)
         wanted = [key for key in dict.fromkeys(keys) if key not in stored and key not in busy]
         leading = [] if refusal is not None else wanted[: m.MAX_SLOTS]
-        payer = self.quotas.of(tenant)
         allowed = self._limits.max_chunks - self.contents.placement.occupied()
-        locations = self.contents.room(nbytes, client, len(leading), allowed, payer)
+        locations = self.contents.room(nbytes, client, len(leading), allowed)
         if refusal is None and len(locations) < len(wanted):
             refusal = m.Refusal.FULL
-            full = _full(nbytes, client.medium, payer)
+            full = _full(nbytes, client.medium)
             reason = full if len(locations) < len(leading) else _ENOUGH
         if refusal is not None:
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
@@ -143,7 +138,7 @@ class Directory(SegmentDirectory):
         )
         if not given:
             return m.Reserved(0, 0.0, slots, reason, epoch)
-        entries = self.contents.occupy(given, reservation, payer)
+        entries = self.contents.occupy(given, reservation)
         self.reservations.open(reservation, client.id, client.process, entries, self._now())
         self.records.append(records.Held(reservation, client.process, given))
         self.counters["reserved"] += len(given)
@@ -370,8 +365,6 @@ def _answers(
     return slots
 
 
-def _full(nbytes: int, medium: m.Medium, tenant: Tenant | None) -> str:
-    share = "" if tenant is None else f", or the share of tenant {tenant.name!r},"
-    full = f"every {medium} segment{share} is full"
-    taken = f"{full} of chunks that are leased, reserved or beside such"
+def _full(nbytes: int, medium: m.Medium) -> str:
+    taken = f"every {medium} segment is full of chunks that are leased, reserved or beside such"
     return f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} would have to go at once"

@@ -10,10 +10,8 @@ from operator import attrgetter
 
 import msgspec
 
-from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.messages import Location, Medium, Reads, SegmentId, SegmentState
 from vcache_backend.metadata_server.pool.allocator import padded
-from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.slots import Entry, Segment
 from vcache_backend.metadata_server.records import ProcessId
 
@@ -28,7 +26,7 @@ SAME_SEGMENT = 64
 class Peer(msgspec.Struct):
     """A client's connection, `id` by number.
 
-    From the hello: the client's process, the process's user, parent and `processes.spawner`, the
+    From the hello: the client's process, the process's parent and `processes.spawner`, the
     preferred device, the instance's name and layout (empty for tools). From later messages:
     segments that the client cannot map, its reads, whether it has looked tokens up, its pace (see
     `OpenPromise`); `heard`: when its last message came (monotonic clock)."""
@@ -38,7 +36,6 @@ class Peer(msgspec.Struct):
     device: str
     medium: Medium
     name: str = ""
-    uid: int = 0
     parent: int = 0
     spawner: int = 0
     layout: dict[str, str] = {}
@@ -51,11 +48,6 @@ class Peer(msgspec.Struct):
     @property
     def namespace(self) -> str:
         return self.layout.get("namespace", "")
-
-    @property
-    def caller(self) -> Caller:
-        """The process or user whose limit of log lines applies."""
-        return Caller(self.uid, self.process.pid)
 
 
 class Placement:
@@ -81,31 +73,23 @@ class Placement:
     def reuse(self, entries: list[Entry], nbytes: int) -> list[Location]:
         """Reuse the slots of evicted chunks of the same padded size, without making holes of them.
         The caller occupies the slots at once."""
-        for entry in entries:
-            entry.uncount()
         return [
             Location(e.location.segment, e.location.offset, nbytes, next(self.generations))
             for e in entries
         ]
 
     def victims(
-        self, nbytes: int, most: int, peer: Peer, left: int, own: Tenant | None
+        self, nbytes: int, most: int, peer: Peer, left: int
     ) -> tuple[list[Entry], bool, int]:
-        """Choose chunks of a peer's medium to evict for slots of `nbytes`; `own`: only this
-        tenant's chunks. Examines about `left` chunks at most.
+        """Choose chunks of a peer's medium to evict for slots of `nbytes`. Examines about `left`
+        chunks at most.
 
         If the least recently used chunk has the padded size, returns up to `most` chunks of that
         size. Otherwise returns neighbouring chunks that together leave one slot, or no chunks. Also
         returns whether each chunk leaves a slot, and how many chunks were examined."""
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
-        orders = [
-            order
-            for segment in self.usable(peer)
-            if size <= segment.capacity
-            for tenant, order in segment.orders.items()
-            if own in (None, tenant)
-        ]
+        orders = [segment.order for segment in self.usable(peer) if size <= segment.capacity]
         for entry in islice(heapq.merge(*orders, key=attrgetter("use")), left):
             if entry.size == size:
                 equal.append(entry)
@@ -114,7 +98,7 @@ class Placement:
             elif equal or attempts == MAX_WINDOW_ATTEMPTS or looked >= left:
                 break
             else:
-                run, wide = entry.segment.window(entry, size, left - looked, own)
+                run, wide = entry.segment.window(entry, size, left - looked)
                 attempts += 1
                 looked += len(run)
                 if wide:
@@ -126,9 +110,6 @@ class Placement:
         for segment in self.in_state("live"):
             if segment.medium == peer.medium and segment.id not in peer.avoids:
                 yield segment
-
-    def capacity(self) -> int:
-        return sum(segment.capacity for segment in self.in_state("live"))
 
     def occupied(self) -> int:
         """The number of occupied slots: chunks live or being written, removed chunks with readers,

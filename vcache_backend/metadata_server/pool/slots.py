@@ -17,7 +17,6 @@ from vcache_backend.metadata_server.messages import (
     SegmentState,
 )
 from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents
-from vcache_backend.metadata_server.pool.quotas import Tenant
 
 SLOT_TABLES = 16
 """Dicts for the slots of one segment."""
@@ -25,7 +24,7 @@ SLOT_TABLES = 16
 
 class Entry(msgspec.Struct, gc=False, eq=False):
     """An occupied slot of `size` bytes. `reservation`: 0 once the chunk is committed. `doomed`: the
-    chunk was removed while leased. `tenant`: the tenant whose share the slot counts against.
+    chunk was removed while leased.
 
     `use` grows with every use. `older`, `newer`: the neighbours in the `Order`, or None."""
 
@@ -39,12 +38,6 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     use: int = 0
     older: Entry | None = None
     newer: Entry | None = None
-    tenant: Tenant | None = None
-
-    def uncount(self) -> None:
-        """Take the slot off the tenant's account."""
-        if self.tenant is not None:
-            self.tenant.used -= self.size
 
     @property
     def end(self) -> int:
@@ -52,8 +45,8 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
 
 class Order:
-    """A tenant's chunks of a segment that may be evicted (committed, without readers), the least
-    recently used first.
+    """A segment's chunks that may be evicted (committed, without readers), the least recently used
+    first.
 
     A ring through the entries: a dict would at times be rebuilt for all entries."""
 
@@ -151,7 +144,7 @@ class Segment:
         self.state: SegmentState = info.state
         self.capacity = info.nbytes // ALIGNMENT * ALIGNMENT
         self.extents = Extents(info.nbytes)
-        self.orders: dict[Tenant | None, Order] = {}
+        self.order = Order()
         self.occupants = SlotTable(info.nbytes)
         self.ending = SlotTable(info.nbytes)
         self.staying: dict[int, Entry] = {}
@@ -172,13 +165,6 @@ class Segment:
             state=self.state,
         )
 
-    def append(self, entry: Entry, use: int) -> None:
-        """Make an entry, which is in no order, the most recent of its tenant."""
-        order = self.orders.get(entry.tenant)
-        if order is None:
-            order = self.orders[entry.tenant] = Order()
-        order.append(entry, use)
-
     def has(self, entry: Entry) -> bool:
         """Whether this very entry still has its slot."""
         return self.ending.get(entry.end) is entry
@@ -195,39 +181,32 @@ class Segment:
             del self.staying[offset]
         self.ending.pop(entry.end)
         remove(entry)
-        entry.uncount()
         self.reserved -= entry.reservation != 0
         self.extents.give(offset, entry.size)
 
     def let_go(self) -> None:
         """Break the cycle of a removed segment and its entries: there is no garbage collector."""
-        for entry in self.ending:
-            entry.uncount()
         for table in (self.occupants, self.staying, self.ending):
             table.clear()
-        for order in self.orders.values():
-            order.clear()
-        self.orders.clear()
+        self.order.clear()
         self.returning.clear()
 
-    def window(
-        self, first: Entry, size: int, most: int, own: Tenant | None
-    ) -> tuple[list[Entry], bool]:
-        """Return a run of at most `most` evictable occupants around `first` (`own`: only this
-        tenant's), and whether the run and the holes beside it span `size` bytes.
+    def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
+        """Return a run of at most `most` evictable occupants around `first`, and whether the run
+        and the holes beside it span `size` bytes.
 
         The run grows towards the end of the segment as far as possible, then towards the start."""
         run, end = [first], self.extents.hole_at(first.end)
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
             after = self.occupants.get(end)
-            if after is None or after.newer is None or own not in (None, after.tenant):
+            if after is None or after.newer is None:
                 break
             run.append(after)
             end = self.extents.hole_at(after.end)
         while end - start < size and len(run) < most:
             ahead = self.ending.get(start)
-            if ahead is None or ahead.newer is None or own not in (None, ahead.tenant):
+            if ahead is None or ahead.newer is None:
                 break
             run.append(ahead)
             start = self.extents.hole_before(ahead.location.offset)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Collection
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.serving.connection import Connection
+from vcache_backend.metadata_server.trust import peer
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +19,6 @@ SPARE_DESCRIPTORS = 64
 """Descriptors reserved for sockets, the ledger and /proc. A further `MAX_FDS`, at most a quarter of
 all descriptors, are reserved for fds of requests. Connections, their pidfds and segments get a
 third each of the rest."""
-OF_PROCESS = 8
-"""A process may have 1 / `OF_PROCESS` of all connections, and four in any case."""
 
 
 class Admission:
@@ -55,10 +52,9 @@ class Admission:
             return None
         self._complained = False
         sock.setblocking(False)
-        pid, uid = processes.peer(sock)
         self._numbers += 1
         self._epoll.register(sock, select.EPOLLIN)
-        return Connection(sock, self._numbers, Caller(uid, pid))
+        return Connection(sock, self._numbers, *peer(sock))
 
     def listen_again(self) -> None:
         """Listen again, since descriptors or memory may be free again."""
@@ -66,16 +62,13 @@ class Admission:
             self._listens = True
             self._epoll.register(self._listener, select.EPOLLIN)
 
-    def refusal(self, caller: Caller, others: Collection[Connection]) -> str:
-        """Why to turn a new connection away; empty if there is no reason."""
-        uid, pid = caller
+    def refusal(self, uid: int, connected: int) -> str:
+        """Why to turn a new connection of a user away; empty if there is no reason. connected: the
+        number of other connections."""
         if uid not in self._uids:
             allowed = "its own user and root; add the uid to server.allow_uids to let it in"
             return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
-        what = "server.max_clients, and the limit of descriptors (ulimit -n)"
-        if len(others) >= self._max_clients:
+        if connected >= self._max_clients:
+            what = "server.max_clients, and the limit of descriptors (ulimit -n)"
             return f"{self._max_clients} clients are connected; raise {what}"
-        own = sum(other.caller == caller for other in others) if pid else 0
-        if own >= max(4, self._max_clients // OF_PROCESS):
-            return f"pid {pid} has {own} connections: close some, or raise {what}"
         return ""

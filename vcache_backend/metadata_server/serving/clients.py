@@ -1,4 +1,4 @@
-"""All connections of a server, from received bytes to sent bytes. No client delays another."""
+"""All connections of a server, from received bytes to sent bytes. No call waits for a client."""
 
 from __future__ import annotations
 
@@ -14,24 +14,16 @@ import msgspec
 from vcache_backend.errors import ProtocolError, printable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
-from vcache_backend.metadata_server.client_lines import CALLER, caused_by
 from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.serving.admission import Admission
-from vcache_backend.metadata_server.serving.connection import Connection, Turns
+from vcache_backend.metadata_server.serving.connection import Connection
 from vcache_backend.metadata_server.serving.service import Service
 
 log = logging.getLogger(__name__)
 
-HELLO_SECONDS = 5.0
-"""A connection without a hello is closed after this time."""
-ACCEPTS_A_TURN = 16
-"""The most connections to accept in one turn: clients that connect and close in a loop fill the
-queue in which new clients wait."""
-TURN_SECONDS = 0.004
-"""After this time in one turn, further requests wait for the next turn."""
 FOLLOWED = (m.Find, m.Acquire, m.Reserve)
 """Requests after which the client soon sends another request, so that the loop should spin."""
 
@@ -55,16 +47,10 @@ class Clients:
         self._directory = service.directory
         self._connections: dict[int, Connection] = {}
         self._receiver = wire.Receiver()
-        self._turns = Turns()
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
         self._early = list[Connection]()
         """Connections whose hello is answered once an earlier server's ledger is known."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a request can be answered now."""
-        return bool(len(self._turns))
 
     @property
     def early(self) -> bool:
@@ -72,26 +58,16 @@ class Clients:
         return bool(self._early)
 
     def on_ready(self, fd: int, mask: int) -> None:
+        """Handle the event of one socket: accept a connection, answer a request, or hang up."""
         connection = self._connections.get(fd)
         if connection is not None:
             self._concerned[connection] = None
             if mask & select.EPOLLIN:
-                self._guarded(connection, self._read)
+                self._guarded(connection, self._serve)
             elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._disconnect(connection)
         elif fd == self._admission.fd:
-            for _ in range(ACCEPTS_A_TURN):
-                if not self._accept():
-                    break
-
-    def answer_some(self) -> None:
-        """Answer requests until the turn has taken `TURN_SECONDS`."""
-        began = now = time.perf_counter()
-        while now < began + TURN_SECONDS and (served := self._turns.next()) is not None:
-            self._guarded(served, self._answer)
-            before, now = now, time.perf_counter()
-            self._turns.charge(served, now - before)
-            self._concerned[served] = None
+            self._accept()
 
     def send(self) -> None:
         """Send as much as sockets take now. Then read from connections whose answers have left."""
@@ -114,12 +90,11 @@ class Clients:
 
     def tick(self) -> None:
         self._admission.listen_again()
-        while self._early:
-            self._turns.enter(self._early.pop())
-        now = time.monotonic()
-        for connection in list(self._connections.values()):
-            if connection.client is None and now > connection.accepted + HELLO_SECONDS:
-                self._disconnect(connection)
+        early, self._early = self._early, []
+        for connection in early:
+            if not connection.closed:
+                self._concerned[connection] = None
+                self._guarded(connection, self._answer)
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -127,26 +102,19 @@ class Clients:
 
     # ---- in
 
-    def _accept(self) -> bool:
-        """Accept the next connection. False if there is none."""
+    def _accept(self) -> None:
         connection = self._admission.accept()
         if connection is None:
-            return False
-        caller, others = connection.caller, self._connections.values()
-        refusal = self._admission.refusal(caller, others)
-        if caller.pid:
-            accounts = (other.account for other in others if other.caller == caller)
-            connection.account = next(accounts, connection.account)
+            return
+        refusal = self._admission.refusal(connection.uid, len(self._connections))
         self._connections[connection.sock.fileno()] = connection
         self._concerned[connection] = None
         self._directory.counters["clients_total"] += 1
         if refusal:
             self._refuse(connection, refusal)
-        return True
 
     def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
         """Run `what` for one connection. An error ends that connection only."""
-        caused = CALLER.set(connection.caller)
         try:
             what(connection)
         except BlockingIOError:
@@ -160,12 +128,11 @@ class Clients:
             else:
                 self._disconnect(connection)
         except Exception:
-            log.exception("a request of pid %d failed; it is disconnected", connection.caller.pid)
+            log.exception("a request of pid %d failed; it is disconnected", connection.pid)
             self._disconnect(connection)
-        finally:
-            CALLER.reset(caused)
 
-    def _read(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
+        """Read a request and answer it."""
         data, connection.fds = self._receiver.receive(connection.sock)
         if not data:
             self._disconnect(connection)
@@ -177,16 +144,14 @@ class Clients:
                 # The client's ledger may be among the missing fds.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             said = "the server has no descriptors left (ulimit -n) for what pid %d sends"
-            log.warning(said, connection.caller.pid)
+            log.warning(said, connection.pid)
         if connection.client is not None:
             connection.client.heard = time.monotonic()
         connection.request = bytes(data)
-        self._turns.enter(connection)
+        self._answer(connection)
 
     def _answer(self, connection: Connection) -> None:
-        data = connection.request
-        connection.request = None
-        assert data is not None
+        data, connection.request = connection.request, b""
         try:
             request = wire.request_decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -202,8 +167,7 @@ class Clients:
             raise ProtocolError(f"a packet is not a MessagePack message: {error}") from error
         if connection.client is None:
             if not self._greet(connection, request):
-                connection.request, connection.queued = data, True
-                connection.accepted = time.monotonic()
+                connection.request = data
                 self._early.append(connection)
             return
         if isinstance(request, FOLLOWED):
@@ -224,7 +188,7 @@ class Clients:
             )
         if len(connection.fds) > 2:
             raise ProtocolError(f"{len(connection.fds)} fds came along; a hello has 2 at most")
-        uid, pid = connection.caller
+        pid = connection.pid
         process = processes.identity(pid, request.token)
         pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
         hear = self._service.predecessors.hear
@@ -236,7 +200,7 @@ class Clients:
             self._watch.keep(process, Descriptor(pidfd))
         connection.close_fds()
         device, medium = request.device, request.medium
-        client = Peer(connection.number, process, device, medium, name=request.name, uid=uid)
+        client = Peer(connection.number, process, device, medium, name=request.name)
         connection.client = client
         mismatches = self._service.layouts.add(client, request.layout)
         _say(client, "connects")
@@ -249,9 +213,7 @@ class Clients:
 
     def _refuse(self, connection: Connection, message: str) -> None:
         """Send the reason, then close the connection, even if the client does not read."""
-        uid, pid = connection.caller
-        with caused_by(connection.caller):
-            log.warning("refused pid %d of uid %d: %s", pid, uid, message)
+        log.warning("refused pid %d of uid %d: %s", connection.pid, connection.uid, message)
         connection.queue(m.Error(message, fatal=True))
         connection.closing = True
 
@@ -274,6 +236,4 @@ def _say(client: Peer, what: str) -> None:
         at = f" at {printable(client.name)}" if client.name else ""
         who = f"pid {client.process.pid} on {client.device}"
         model, namespace = printable(client.layout["model"]), printable(client.namespace)
-        with caused_by(client.caller):
-            said = "an instance of %s, namespace %s%s (%s) %s"
-            log.info(said, model, namespace, at, who, what)
+        log.info("an instance of %s, namespace %s%s (%s) %s", model, namespace, at, who, what)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Container, Hashable
 
 from vcache_backend.errors import MAX_LINE_CHARS, MAX_SHOWN_CHARS, printable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.instances.registry import liveness, orphan
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -170,24 +169,22 @@ def _who(client: Peer) -> str:
 
 
 class Reports:
-    """The newest reports, at most `MAX_REPORTS`. A further report replaces the oldest report of the
-    client with the most reports. Each text is kept once for each connection, with its latest
-    time."""
+    """The newest reports, at most `MAX_REPORTS`. Each text is kept once for each connection, with
+    its latest time."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock
-        self._kept: dict[tuple[int, str], tuple[Caller, m.Reported]] = {}
+        self._kept: dict[tuple[int, str], m.Reported] = {}
 
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
         """Keep a report as one printable line. None if the connection has sent the line before."""
         line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
-        self._kept[client.id, line] = client.caller, reported
+        self._kept[client.id, line] = reported
         if len(self._kept) > MAX_REPORTS:
-            ((most, _),) = Counter(caller for caller, _ in self._kept.values()).most_common(1)
-            del self._kept[next(key for key, (caller, _) in self._kept.items() if caller == most)]
+            del self._kept[next(iter(self._kept))]
         return reported if earlier is None else None
 
     def newest_last(self) -> list[m.Reported]:
-        return [reported for _, reported in self._kept.values()]
+        return list(self._kept.values())

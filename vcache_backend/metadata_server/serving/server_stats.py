@@ -46,7 +46,6 @@ def server_stats(service: Service) -> m.ServerStats:
         instances=instances,
         reads=in_place.reads(layouts.clients.values()),
         hits=dict(layouts.hits),
-        tenants=directory.quotas.stats(directory.contents.placement.capacity()),
     )
     return fitting(stats)
 

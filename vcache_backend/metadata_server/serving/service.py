@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,12 +13,11 @@ import msgspec
 from vcache_backend.errors import Refused
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.descriptors import Descriptor
+from vcache_backend.metadata_server.descriptors import Answer, Descriptor
 from vcache_backend.metadata_server.instances.registry import InstanceRegistry
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.serving.connection import Answer
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
@@ -79,8 +76,8 @@ class Service:
                 return directory.acquire(client, keys)
             case m.Release(lease):
                 return m.Verdict(directory.leases.release(lease))
-            case m.Reserve(keys, nbytes, tenant):
-                return directory.reserve(client, keys, nbytes, tenant)
+            case m.Reserve(keys, nbytes):
+                return directory.reserve(client, keys, nbytes)
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix))
             case m.Abort(reservation):
@@ -122,8 +119,6 @@ class Service:
 
     def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
         """Answer rare requests, and requests that bring or fetch fds."""
-        if any(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in fds):
-            raise Refused("a socket came along, which is no memory")
         match request:
             case m.AddSegment():
                 return self._add_segment(client, request, fds), ()
