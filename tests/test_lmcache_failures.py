@@ -104,6 +104,7 @@ def test_no_method_raises_or_waits_for_ever_if_no_server_answers(pool: Pool, how
     else:
         engine.ask(wait_by, hasty(QUICK))
         pool.node.server.stop()
+    assert engine.lookup(chunks(2), "r") == 0
     assert engine.ask(every_method_for, chunks(2)) == {}
     assert engine.ask("healthy")
     if how == "hangs":
@@ -207,7 +208,7 @@ def test_chunks_removed_after_a_look_up_are_there_for_its_request_alone(served: 
     engine, other = served.engine(), served.engine()
     engine.store(chunks(5))
     assert engine.lookup(chunks(5), "r") == 5 * CHUNK
-    assert other.ask(remove, chunks(6), 2) == (True, 2)
+    assert other.ask(remove, chunks(5), 2) == 3
     assert engine.lookup(chunks(5), "later") == 2 * CHUNK
     # The look-up's lease keeps their places until it ends.
     assert engine.retrieve(chunks(5), request="r") == all_of(5 * CHUNK)
@@ -216,10 +217,11 @@ def test_chunks_removed_after_a_look_up_are_there_for_its_request_alone(served: 
     assert served.stats().chunks == 2
 
 
-def remove(inside: Inside, prompt: list[int], first: int) -> tuple[bool, int]:
-    """The chunk of this number, and then all from it on."""
-    keys = inside.keys(prompt)[first:]
-    return inside.backend.remove(keys[0]), inside.backend.batched_remove(keys)
+def remove(inside: Inside, prompt: list[int], first: int) -> int:
+    """All chunks from this number on."""
+    worker = inside.worker
+    names = worker._names(worker._hashes(prompt), TAGGED["request_configs"])
+    return worker.session.client.remove(names[first:])
 
 
 # ---- stepping aside

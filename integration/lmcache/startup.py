@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from vcache_backend.config import Config, OffloadConfig, hash_seed, load
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.paged import PagedKV
 
 from ..round_trip import through_pool
 from ..served_at import served_at
@@ -24,23 +22,18 @@ from ..vllm_memory import beside_vllm
 from . import checks, patches
 from .boundary import WORKER
 from .instance import Instance, discover, hash_probe
-from .patches import StepAside
 from .settings import read
-from .worker import PoolWorker
-
-if TYPE_CHECKING:
-    from .backend import VCacheBackend
+from .worker import LMCacheWorker
 
 log = logging.getLogger(__name__)
 
-_NO_TIER = (
-    "offload.policy is %s, but there is no offload tier behind LMCache, and nothing is offloaded: "
-    'start vLLM with "kv_connector":"VCacheConnector"'
-)
+
+class StepAside(VCacheError):
+    """The plugin must not work here. The message says why, and what to change."""
 
 
-def begin(config: Any, metadata: Any, backend: VCacheBackend) -> PoolWorker:
-    """Check LMCache and its settings, install the plugin, and join the pool. In the main thread.
+def begin(config: Any, metadata: Any, backend: Any) -> LMCacheWorker:
+    """Check LMCache and its settings, join the pool, and install the plugin. In the main thread.
 
     config, metadata: LMCache's. Raises StepAside, or any other error of the start."""
     # First, because LMCache needs an allocator even if the plugin steps aside: LMCache may have no
@@ -58,25 +51,35 @@ def begin(config: Any, metadata: Any, backend: VCacheBackend) -> PoolWorker:
     instance = discover(metadata, settings.connector.model)
     _refuse(checks.refusal(config, instance))
     _refuse(model_spec.seed(hash_seed()))
-    for line in checks.remarks(config, instance):
-        log.warning("%s", line)
-    patches.install(engine, backend, instance.adapter)
     if settings.connector.start_server:
         start.try_ensure(settings)
     if settings.offload.policy != "off":
-        log.warning("vcache: " + _NO_TIER, settings.offload.policy)
-    kv = instance.describe(config.chunk_size)
-    probe, algorithm = hash_probe(engine.token_database), config.pre_caching_hash_algorithm
-    return _join(settings, instance, kv, instance.layout(kv, config.chunk_size, probe, algorithm))
+        log.warning("%s", checks.NO_TIER)
+    # LMCache's `recreate_backend` makes a new backend of ours, even for another tier.
+    tiers = engine.storage_manager.storage_backends if engine.storage_manager is not None else {}
+    for before in list(tiers.values()):
+        if getattr(before, "is_vcache", False) and before is not backend:
+            before.close()
+    worker = _join(settings, config, instance, engine, backend)
+    try:
+        patches.install(engine, backend, worker, instance.adapter)
+    except BaseException:
+        worker.close()
+        raise
+    return worker
 
 
-def _join(settings: Config, instance: Instance, kv: PagedKV, layout: Layout) -> PoolWorker:
+def _join(
+    settings: Config, config: Any, instance: Instance, engine: Any, backend: Any
+) -> LMCacheWorker:
     """Connect, lend memory, and check that bytes come back from the pool unchanged.
 
     Raises StepAside or VCacheError."""
+    kv, size = instance.describe(config.chunk_size), config.chunk_size
+    probe = hash_probe(engine.token_database)
     session = Session(
         msgspec.structs.replace(settings, offload=OffloadConfig()),
-        layout,
+        instance.layout(kv, size, probe, config.pre_caching_hash_algorithm),
         over_budget=beside_vllm(instance.vllm_config),
         rank=instance.rank,
         kv_device=str(kv.device),
@@ -90,12 +93,12 @@ def _join(settings: Config, instance: Instance, kv: PagedKV, layout: Layout) -> 
     except BaseException:
         session.close()
         raise
-    size, trouble = settings.engine.chunk_size, session.client.trouble
+    trouble = session.client.trouble
     chunk = f"{kv.chunk_bytes(size):,} B a chunk of {size} tokens"
     server = f"not connected: {trouble}" if trouble else f"at {settings.server.path}"
     where = session.namespace, session.device, server
     log.info("vcache: %s, namespace %s, %s, server %s", chunk, *where)
-    return PoolWorker(session, kv, instance.ranks)
+    return LMCacheWorker(session, kv, instance, engine, backend)
 
 
 def say_stepped_aside(config: Any, metadata: Any, reason: str, error: Exception | None) -> None:
