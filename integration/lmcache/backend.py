@@ -54,8 +54,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def clear(self) -> int:
         """Reset the namespace for all instances. Returns the number of tokens removed."""
-        worker = self.worker
-        return 0 if worker is None else int(WORKER.run(worker.clear, nothing=0))
+        removed = WORKER.run(self.worker.clear) if self.worker is not None else None
+        return int(removed or 0) * int(self.config.chunk_size)
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
         return self

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -41,7 +41,6 @@ class LMCacheBoundary:
         self.half, self.off = half, ""
         self.config: Any = None
         self.on_off: list[Callable[[str], object]] = []
-        self._lock = Lock()
 
     def run(
         self,
@@ -93,12 +92,10 @@ class LMCacheBoundary:
     def give_up(self, ours: object, error: Exception) -> None:
         """Share nothing any more: `ours` has raised `error`. Never raises."""
         name = getattr(ours, "__qualname__", str(ours))
-        with self._lock:
-            first = not self.off
-            self.off = self.off or f"{name}: {type(error).__name__}: {error}"
-        if not first:
+        if self.off:
             log.debug("vcache: %s raised again", name, exc_info=error)
             return
+        self.off = f"{name}: {type(error).__name__}: {error}"
         log.error(
             "vcache: an error of vcache's own (%s), so LMCache's %s shares nothing any more. vLLM "
             "serves; restart it to share again, and please report this",

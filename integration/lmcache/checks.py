@@ -49,15 +49,11 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
     set_ones = [name for name in _REPLACED if getattr(lm_config, name, None)]
     for name in set_ones + ["audit_backend_enabled"] * bool(extra.get("audit_backend_enabled")):
         yield f"{name} replaces parts of LMCache that vcache needs: remove {name}"
-    wanted, ours = getattr(lm_config, "retrieve_locations", None), our_names(lm_config)
-    if wanted and not set(wanted) & set(ours):
-        yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
-    location = getattr(lm_config, "store_location", None)
-    if location and location not in ours:
-        yield (
-            f"store_location is {location}, and vcache fills no other tier than its own: "
-            f"set store_location: {ours[0]}"
-        )
+    ours = our_names(lm_config)
+    for name in ("retrieve_locations", "store_location"):
+        given = getattr(lm_config, name, None) or ours
+        if set(ours).isdisjoint([given] if isinstance(given, str) else given):
+            yield f"{name} is {given}, not vcache's own tier: add {ours[0]}, or remove {name}"
 
 
 def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str]:

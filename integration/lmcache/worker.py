@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from time import monotonic, sleep
 from typing import Any
@@ -50,14 +49,6 @@ _UNSCOPED = (
 )
 
 
-@dataclass
-class Hit:
-    """A look-up's hit: the keys of the leading loadable chunks, and a lease on the chunks."""
-
-    names: list[ChunkKey] = field(default_factory=list)
-    lease: Lease | None = None
-
-
 class LMCacheWorker:
     """Our parts of an engine's methods, called through `WORKER` (see `boundary`). A VCacheError is
     a miss. `look_up` runs in any thread, all other calls in the worker's main thread. `THEIRS`: the
@@ -77,8 +68,9 @@ class LMCacheWorker:
         self._size = session.chunk_size
         self._keys = TaggedHashKeys(session.namespace, session.rank)
         self._unscoped = False
-        self._hits: dict[str, Hit] = {}
-        self._keeping, self._storing = threading.Lock(), threading.Lock()
+        self._hits: dict[str, tuple[list[ChunkKey], Lease | None]] = {}
+        """By request: the keys of the chunks that a look-up has found, and a lease on them."""
+        self._storing = threading.Lock()
         self._launched: list[tuple[Load, npt.NDArray[np.int64], Sequence[int], int]] = []
         """The loads to be settled: load, slots of the request's tokens, first token of each chunk,
         number of leading tokens that are not written."""
@@ -94,10 +86,14 @@ class LMCacheWorker:
         self.closed = True
         self.session.close()
 
-    def clear(self) -> int:
-        """Reset the namespace for all instances and ranks. Returns how many tokens were removed."""
-        cleared = self._ask(self.session.client.clear, self.session.namespace.prefix, reset=True)
-        return (cleared or 0) * self._size
+    def clear(self, voided: float = 0.0) -> int | None:
+        """Reset the namespace for all instances and ranks, and store nothing more of steps with a
+        lower `Word.voided`. Returns how many chunks were removed; None after an error."""
+        client, prefix = self.session.client, self.session.namespace.prefix
+        with self._storing:
+            self._voided = max(self._voided, voided)
+            removed: int | None = self._ask(client.clear, prefix, reset=True)
+        return removed
 
     # ---- look-ups
 
@@ -109,55 +105,41 @@ class LMCacheWorker:
             return THEIRS
         configs = asked.get("request_configs") or {}
         if RESET in configs:
-            return self._reset(configs[RESET])
-        hit: Hit = self._ask(self._lookup, hashes, configs) or Hit()
-        with self._keeping:
-            ended = [self._hits.pop(request, None)]
-            if hit.names:
-                self._hits[request] = hit
-            else:
-                ended.append(hit)
-            if len(self._hits) > MOST_HITS:
-                ended.append(self._hits.pop(next(iter(self._hits))))
-        for before in ended:
-            self._end(before)
-        return len(hit.names) * self._size
+            return 0 if self.clear(configs[RESET]) is None else WAS_RESET
+        names, lease = self._ask(self._lookup, hashes, configs) or ([], None)
+        self.unpin(request)
+        if names:
+            self._hits[request] = names, lease
+        else:
+            self._release(lease)
+        for oldest in list(self._hits)[:-MOST_HITS]:
+            self.unpin(oldest)
+        return len(names) * self._size
 
     def unpin(self, lookup_id: str) -> Any:
         """End a look-up and release its chunks, retrieved or not."""
-        self._end(self._take(lookup_id))
+        _, lease = self._hits.pop(lookup_id, ([], None))
+        self._release(lease)
         return THEIRS
 
-    def _reset(self, voided: float) -> int:
-        """Reset the namespace, and store nothing more of earlier planned steps."""
-        with self._storing:
-            self._voided = max(self._voided, voided)
-            removed = self._ask(
-                self.session.client.clear, self.session.namespace.prefix, reset=True
-            )
-            return 0 if removed is None else WAS_RESET
-
-    def _lookup(self, hashes: Sequence[int], configs: Mapping[str, Any]) -> Hit:
+    def _lookup(
+        self, hashes: Sequence[int], configs: Mapping[str, Any]
+    ) -> tuple[list[ChunkKey], Lease | None]:
         """Look up the leading chunks that every rank can load, and lease this rank's part."""
-        names, client = self._names(hashes, configs), self.session.client
+        names, session, ranks = self._names(hashes, configs), self.session, self._instance.ranks
         asked = len(names)
-        if names and self._instance.ranks > 1:
-            names = names[: client.lookup(of_rank(names, 0), self._instance.ranks)]
-        lease, hit = self.session.leases.acquire(names) if names else None, Hit()
-        if lease is not None:
-            # The chunks that this worker can read; maps their segments.
-            hit = Hit(names[: len(self.session.views(lease.locations))], lease)
-        if self.session.rank == 0:  # every rank looks up
-            client.count(asked * self._size, len(hit.names) * self._size)
-        return hit
+        if names and ranks > 1:
+            names = names[: session.client.lookup(of_rank(names, 0), ranks)]
+        lease = session.leases.acquire(names) if names else None
+        # The chunks that this worker can read; maps their segments.
+        names = names[: len(session.views(lease.locations))] if lease is not None else []
+        if session.rank == 0:  # every rank looks up
+            session.client.count(asked * self._size, len(names) * self._size)
+        return names, lease
 
-    def _take(self, request: str | None) -> Hit | None:
-        with self._keeping:
-            return self._hits.pop(request, None) if request is not None else None
-
-    def _end(self, hit: Hit | None) -> None:
-        if hit is not None and hit.lease is not None and not self.closed:
-            self.session.leases.release(hit.lease)
+    def _release(self, lease: Lease | None) -> None:
+        if lease is not None and not self.closed:
+            self.session.leases.release(lease)
 
     # ---- loads
 
@@ -180,32 +162,29 @@ class LMCacheWorker:
     def _load(self, tokens: Any, first: int, kwargs: dict[str, Any]) -> int:
         """Launch the load of the chunks from number `first` on. Returns how many are being
         copied."""
-        size, hit = self._size, self._take(kwargs.get("req_id"))
+        size, leases = self._size, self.session.leases
+        hit = self._hits.pop(kwargs.get("req_id") or "", None)
         if hit is None:
             # No look-up was made, or the hit was dropped.
-            hit = Hit(self._names(self._hashes(tokens), kwargs.get("request_configs")))
-        try:
-            count = min(len(hit.names), len(tokens) // size)
-            if first >= count:
-                return 0
-            slots, skip = _slots(kwargs), int(kwargs.get("vllm_cached_tokens") or 0)
-            starts = range(first * size, count * size, size)
-            places = SlotPlaces(self._kv, size, slots, starts, skip, whole=True)
-            lease = self._lease_on(hit, first, count)
-            load = Load(self.session, places, hit.names[first:count], lease=lease)
-            reached = load.launch(COPY_SECONDS)
-            self._launched.append((load, slots, starts[:reached], skip))
-            return reached
-        finally:
-            self._end(hit)
-
-    def _lease_on(self, hit: Hit, first: int, count: int) -> Lease | None:
-        """Take the hit's lease, cut to these chunks. None if it is too short for a copy."""
-        lease, leases = hit.lease, self.session.leases
-        if lease is None or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
-            return None
-        hit.lease = None
-        return msgspec.structs.replace(lease, locations=lease.locations[first:count])
+            hit = self._names(self._hashes(tokens), kwargs.get("request_configs")), None
+        names, lease = hit
+        count = min(len(names), len(tokens) // size)
+        fits = lease is not None and first < count
+        if lease is None or not fits or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
+            self._release(lease)
+            lease = None
+        if first >= count:
+            return 0
+        if lease is not None:
+            # The load ends it.
+            lease = msgspec.structs.replace(lease, locations=lease.locations[first:count])
+        slots, skip = _slots(kwargs), int(kwargs.get("vllm_cached_tokens") or 0)
+        starts = range(first * size, count * size, size)
+        places = SlotPlaces(self._kv, size, slots, starts, skip, whole=True)
+        load = Load(self.session, places, names[first:count], lease=lease)
+        reached = load.launch(COPY_SECONDS)
+        self._launched.append((load, slots, starts[:reached], skip))
+        return reached
 
     def settle(self, blocks: set[int]) -> set[int]:
         """Wait for the launched loads, at a step's end. Returns `blocks` and the unfilled KV
@@ -250,10 +229,11 @@ class LMCacheWorker:
 
     def hear(self) -> None:
         """Hear the scheduler's word, at a step's beginning."""
-        if (word := self._word) is not None:
-            # In this order: another thread reads both.
-            self._voided = max(self._voided, word.voided)
-            self._number = max(self._number, word.number)
+        with self._storing:
+            if (word := self._word) is not None:
+                # In this order: another thread reads both.
+                self._voided = max(self._voided, word.voided)
+                self._number = max(self._number, word.number)
 
     def _confirms(self, word: Word) -> Callable[[], bool | None]:
         """Return a function that says whether this step's stores may be committed, see
