@@ -237,7 +237,7 @@ def spoil_the_slot() -> None:
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a wrong setting": ({"extra": {"pool": {"segment_byte": 5}}}, "`segment_bytes`"),
-    "a setting that cannot work": ({"use_layerwise": True}, "use_layerwise: false"),
+    "a setting that cannot work": ({"use_layerwise": True}, "remove use_layerwise"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "axes"),
     "a wrong byte on its way": ({"process": {"before": spoil_the_slot}}, "gathered wrongly"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmcache.v1.memory_management import MemoryAllocatorInterface
 from lmcache.v1.storage_backend.abstract_backend import (
     AllocatorBackendInterface,
     StoragePluginInterface,
@@ -15,7 +14,6 @@ from vcache_backend.errors import VCacheError
 from .. import logs
 from .boundary import WORKER
 from .startup import begin, say_stepped_aside
-from .unused import NoAllocator
 from .worker import LMCacheWorker
 
 
@@ -57,13 +55,14 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         removed = WORKER.run(self.worker.clear) if self.worker is not None else None
         return int(removed or 0) * int(self.config.chunk_size)
 
-    def get_allocator_backend(self) -> AllocatorBackendInterface:
+    def get_allocator_backend(self, *_: Any) -> VCacheBackend:
         return self
 
-    def get_memory_allocator(self, *_: Any) -> MemoryAllocatorInterface:
-        return NoAllocator()
+    get_memory_allocator = initialize_allocator = get_allocator_backend
 
-    initialize_allocator = get_memory_allocator
+    def memcheck(self) -> bool:
+        """As of an allocator: its books are right, being empty."""
+        return True
 
     def close(self) -> None:
         """Finish stores and leave the pool. The chunks stay in the pool."""

@@ -49,7 +49,7 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
     set_ones = [name for name in _REPLACED if getattr(lm_config, name, None)]
     for name in set_ones + ["audit_backend_enabled"] * bool(extra.get("audit_backend_enabled")):
         yield f"{name} replaces parts of LMCache that vcache needs: remove {name}"
-    ours = our_names(lm_config)
+    ours = our_names(lm_config) or ["vcache"]
     for name in ("retrieve_locations", "store_location"):
         given = getattr(lm_config, name, None) or ours
         if set(ours).isdisjoint([given] if isinstance(given, str) else given):

@@ -149,12 +149,11 @@ def _begin_step(
     and report nothing, and the request would be computed from stale blocks."""
 
     def with_metadata(forward_context: Any) -> Any:
-        if forward_context.attn_metadata is None:
-            requests = getattr(adapter._parent._get_connector_metadata(), "requests", ())
-            specs = [request.load_spec for request in requests]
-            if any(spec is not None and spec.can_load for spec in specs):
-                forward_context = copy.copy(forward_context)
-                forward_context.attn_metadata = {}
+        requests = getattr(adapter._parent._connector_metadata, "requests", ())
+        loads = any(request.load_spec and request.load_spec.can_load for request in requests)
+        if loads and forward_context.attn_metadata is None:
+            forward_context = copy.copy(forward_context)
+            forward_context.attn_metadata = {}
         return forward_context
 
     def start_load_kv(given: Any, *args: Any, **kwargs: Any) -> Any:

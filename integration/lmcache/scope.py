@@ -39,14 +39,15 @@ def give_scope(request: Any, adapters: Adapters) -> str:
 
     `UNCACHED`: a request without sampling parameters (pooling); with prompt embeddings (LMCache's
     key has only token ids); with a LoRA adapter whose weights cannot be identified (see
-    `Adapters`); with tags that JSON does not know. The parameters are copied, since other requests
+    `Adapters`); with tags that JSON does not know; that was refused before. The parameters are copied, since other requests
     may hold the same object."""
     if request.sampling_params is None:
         return UNCACHED
     params = copy.copy(request.sampling_params)
     given = (params.extra_args or {}).get(_PARAMS) or {}
     own = given if isinstance(given, Mapping) else {}
-    value = _scope_of(request, own, adapters) if own is given else UNCACHED
+    refused = own is not given or own.get(TAG) == UNCACHED
+    value = UNCACHED if refused else _scope_of(request, own, adapters)
     params.extra_args = {**(params.extra_args or {}), _PARAMS: {**own, TAG: value}}
     request.sampling_params = params
     return value

@@ -13,6 +13,7 @@ from vcache_backend.config import Config, OffloadConfig, hash_seed, load
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
 
 from ..round_trip import through_pool
@@ -39,66 +40,54 @@ def begin(config: Any, metadata: Any, backend: Any) -> LMCacheWorker:
     # First, because LMCache needs an allocator even if the plugin steps aside: LMCache may have no
     # host tier.
     patches.take_allocator_role()
-    WORKER.config = config
-    _refuse(WORKER.off)
-    _refuse(checks.version())
-    settings = read(config.extra_config or {}, config.chunk_size)
+    WORKER.config, size = config, config.chunk_size
+    _refuse(WORKER.off or checks.version())
+    settings = read(config.extra_config or {}, size)
     engine = patches.engine_of(metadata)
-    if engine is None:
-        raise StepAside(
-            "no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?"
-        )
+    _refuse("" if engine is not None else "no LMCache engine of this process has this plugin")
     instance = discover(metadata, settings.connector.model)
-    _refuse(checks.refusal(config, instance))
-    _refuse(model_spec.seed(hash_seed()))
+    _refuse(checks.refusal(config, instance) or model_spec.seed(hash_seed()))
     if settings.connector.start_server:
         start.try_ensure(settings)
     if settings.offload.policy != "off":
         log.warning("%s", checks.NO_TIER)
     # LMCache's `recreate_backend` makes a new backend of ours, even for another tier.
-    tiers = engine.storage_manager.storage_backends if engine.storage_manager is not None else {}
+    tiers = getattr(engine.storage_manager, "storage_backends", {})
     for before in list(tiers.values()):
         if getattr(before, "is_vcache", False) and before is not backend:
             before.close()
-    worker = _join(settings, config, instance, engine, backend)
+    kv, probe = instance.describe(size), hash_probe(engine.token_database)
+    layout = instance.layout(kv, size, probe, config.pre_caching_hash_algorithm)
+    session = _connect(settings, instance, layout, str(kv.device))
     try:
+        session.bind(instance.kvcaches, kv)
+        # Bytes must come back from the pool unchanged.
+        _refuse(through_pool(session, kv))
+        worker = LMCacheWorker(session, kv, instance, engine, backend)
         patches.install(engine, backend, worker, instance.adapter)
     except BaseException:
-        worker.close()
+        session.close()
         raise
+    trouble, chunk = session.client.trouble, f"{kv.chunk_bytes(size):,} B a chunk of {size} tokens"
+    server = f"not connected: {trouble}" if trouble else f"at {settings.server.path}"
+    where = session.namespace, session.device, server
+    log.info("vcache: %s, namespace %s, %s, server %s", chunk, *where)
     return worker
 
 
-def _join(
-    settings: Config, config: Any, instance: Instance, engine: Any, backend: Any
-) -> LMCacheWorker:
-    """Connect, lend memory, and check that bytes come back from the pool unchanged.
-
-    Raises StepAside or VCacheError."""
-    kv, size = instance.describe(config.chunk_size), config.chunk_size
-    probe = hash_probe(engine.token_database)
+def _connect(settings: Config, instance: Instance, layout: Layout, device: str) -> Session:
+    """Connect, and lend memory. VCacheError."""
     session = Session(
         msgspec.structs.replace(settings, offload=OffloadConfig()),
-        instance.layout(kv, size, probe, config.pre_caching_hash_algorithm),
+        layout,
         over_budget=beside_vllm(instance.vllm_config),
         rank=instance.rank,
-        kv_device=str(kv.device),
+        kv_device=device,
         name=served_at(instance.vllm_config),
     )
     if settings.connector.start_server:
         session.client.on_killed = partial(start.try_ensure, settings)
-    try:
-        session.bind(instance.kvcaches, kv)
-        _refuse(through_pool(session, kv))
-    except BaseException:
-        session.close()
-        raise
-    trouble = session.client.trouble
-    chunk = f"{kv.chunk_bytes(size):,} B a chunk of {size} tokens"
-    server = f"not connected: {trouble}" if trouble else f"at {settings.server.path}"
-    where = session.namespace, session.device, server
-    log.info("vcache: %s, namespace %s, %s, server %s", chunk, *where)
-    return LMCacheWorker(session, kv, instance, engine, backend)
+    return session
 
 
 def say_stepped_aside(config: Any, metadata: Any, reason: str, error: Exception | None) -> None:
