@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import importlib
 import json
 import logging
@@ -22,6 +21,7 @@ from typing import Any
 
 from vcache_backend.errors import ConfigError, printable
 
+from .hooks import replace
 from .lmcache import patches
 
 ARGUMENTS = "vllm.engine.arg_utils"
@@ -40,10 +40,8 @@ def register() -> None:
     # Only the front end has loaded this module. All other processes get the front end's
     # configuration.
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
-    create = getattr(made, "create_engine_config", None)
-    if callable(create):
-        # A class of vLLM, invisible to mypy.
-        setattr(made, "create_engine_config", _checking(create))  # noqa: B010
+    if callable(getattr(made, "create_engine_config", None)):
+        replace(made, "create_engine_config", _checking)
         # vLLM's parser meets an unknown key before there are engine arguments.
         _refuse(next(filter(None, map(mistake, _given(sys.argv))), ""))
 
@@ -63,7 +61,6 @@ def left_out() -> None:
 
 
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         fault = mistake(getattr(self, "kv_transfer_config", None))
         _refuse(fault)

@@ -21,10 +21,11 @@ from vllm_cases import CHUNK, Prompt
 from vllm_inside import POISON
 
 import vcache_backend
-from vcache_backend.integration.lmcache import boundary, doubts, patches
+from vcache_backend.integration import hooks
+from vcache_backend.integration.lmcache import boundary, patches, worker
 
 ROOT = Path(vcache_backend.__file__).resolve().parent.parent
-WITHIN = ("integration/lmcache/", "integration/doubts.py", "vcache_backend/transfer/")
+WITHIN = ("integration/lmcache/", "integration/hooks.py", "vcache_backend/transfer/")
 WITHIN += ("vcache_backend/metadata_server/client.py", "vcache_backend/metadata_server/calls/")
 LAST_LINES = ("integration/lmcache/boundary.py",)
 """What keeps exceptions on our side cannot raise itself."""
@@ -122,7 +123,7 @@ class Parts:
     """The objects of vLLM and LMCache, which stay, and ours, which are made anew."""
 
     def __init__(self, serving: Any) -> None:
-        doubts.MOST_SECONDS = 0.5
+        worker.MOST_SECONDS = 0.5
         self.serving, self.lines, self.cases = serving, Lines(), 0
         logging.getLogger("vcache_backend").addHandler(self.lines)
         scheduler = serving.llm.llm_engine.engine_core.engine_core.scheduler
@@ -150,7 +151,7 @@ class Parts:
         for owner in (self.connector, theirs, self.pool):
             ours = "build_connector_meta request_finished get_num_new_matched_tokens reset_cache "
             ours += "update_connector_output bind_gpu_block_pool weights_change weights_are "
-            for name in (ours + "get_new_blocks").split():
+            for name in (ours + "get_new_blocks cache_full_blocks").split():
                 vars(owner).pop(name, None)
         threading.settrace(tracer)
         sys.settrace(tracer)
@@ -168,7 +169,7 @@ class Parts:
             finally:
                 sys.settrace(None)
 
-        setattr(traced, patches._THEIRS, getattr(look_up, patches._THEIRS))
+        setattr(traced, hooks._THEIRS, getattr(look_up, hooks._THEIRS))
         self.engine.lookup = traced
 
     def rounds(self, salt: str, reset: bool = False) -> tuple[list[Any], int]:

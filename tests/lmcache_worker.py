@@ -27,7 +27,7 @@ from processes import SECONDS
 from vllm_objects import vllm_config
 
 from vcache_backend.integration.lmcache.backend import VCacheBackend
-from vcache_backend.integration.lmcache.doubts import Word
+from vcache_backend.integration.lmcache.scheduler import Word
 
 # LMCache's token database imports it for its hashes, where it is installed.
 with contextlib.suppress(ImportError):
@@ -78,13 +78,20 @@ class Inside:
         """Prefill, store all but the first `skip` tokens, and reuse the blocks at once. True when
         all is visible or given up: in the steps after it no load has failed.
         """
+        self.begin_step()
         slots, mask = self.prefill(tokens), torch.arange(len(tokens)) >= skip
         where = {"kvcaches": self.cache.tensors, "slot_mapping": slots}
         self.engine.store(tokens, mask=mask, offset=skip, **where, **TAGGED)
         self.cache.poison()
         for _ in range(3):
-            self.adapter.get_block_ids_with_load_errors()
+            self.begin_step()
         return self.flush()
+
+    def begin_step(self) -> None:
+        """Plan a step, and have the worker hear of it."""
+        parent = self.adapter._parent
+        parent._connector_metadata.vcache = Word(parent._connector_metadata.vcache.number + 1, 0)
+        self.adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
 
     def prefill(self, tokens: list[int]) -> torch.Tensor:
         slots = places(SMALL, len(tokens))
@@ -97,9 +104,11 @@ class Inside:
         return worker is None or bool(worker.session.flush(SECONDS))
 
     def lookup(self, tokens: list[int], request: str) -> int:
-        """Pinned if it is a request's, as LMCache's look-up server asks."""
+        """As LMCache's look-up server asks. request: empty: of nobody, and over at once."""
         if not request:
-            return int(self.engine.lookup(tokens, **TAGGED))
+            found = self.lookup(tokens, "nobody")
+            self.unpin("nobody")
+            return found
         chunks = list(self.engine.token_database.process_tokens(tokens, make_key=False))
         given: dict[str, Any] = {"hashes": [chunk_hash for _, _, chunk_hash in chunks]}
         given |= {"offsets": [end - start for start, end, _ in chunks], "lookup_id": request}
@@ -213,7 +222,7 @@ def adapter(setup: Setup, tensors: list[torch.Tensor]) -> Any:
     mla = setup.arrangement.name == "mla"
     config = vllm_config(**parallel, **of, model_config__use_mla=mla)
     made = SimpleNamespace(_vllm_config=config, _block_size=SMALL.block_size)
-    step = SimpleNamespace(vcache=Word(failures=0, doubtful=frozenset()))
+    step = SimpleNamespace(vcache=Word(0, 0))
     made._parent = SimpleNamespace(_connector_metadata=step)
     made.kv_caches = {f"layers.{number}": tensor for number, tensor in enumerate(tensors)}
     made.start_load_kv = lambda forward_context: None

@@ -235,7 +235,12 @@ def test_a_death_in_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet
 @pytest.mark.parametrize("reader", [LMCACHE], indirect=True)
 def test_an_exception_of_ours_behind_lmcache_shares_nothing(reader: Instance, case: Case) -> None:
     """Until the next reset, since blocks may be wrong that nobody follows."""
-    with meddled(reader, "vcache_backend.integration.doubts:Doubts.follow", "raise", times=1):
+    with meddled(
+        reader,
+        "vcache_backend.integration.lmcache.scheduler:LMCacheScheduler._tell",
+        "raise",
+        times=1,
+    ):
         case.right(reader.run(case.prompt, case.beside, together=True))
     case.unpolluted(reader)
     assert reader.again(case.tokens).cached == 0

@@ -104,6 +104,7 @@ def test_no_method_raises_or_waits_for_ever_if_no_server_answers(pool: Pool, how
     else:
         engine.ask(wait_by, hasty(QUICK))
         pool.node.server.stop()
+    assert engine.lookup(chunks(2), "r") == 0
     assert engine.ask(every_method_for, chunks(2)) == {}
     assert engine.ask("healthy")
     if how == "hangs":
@@ -111,14 +112,6 @@ def test_no_method_raises_or_waits_for_ever_if_no_server_answers(pool: Pool, how
         engine.ask(wait_by, QUICK)
         eventually(lambda: engine.lookup(chunks(2)) == 2 * CHUNK)
         assert engine.retrieve(chunks(2)) == all_of(2 * CHUNK)
-
-
-def every_method_for_garbage(inside: Inside) -> list[dict[str, Any]]:
-    good = inside.keys(chunks(1))
-    layers = good[0].split_layers(2)
-    garbage: list[tuple[list[Any], list[Any]]] = [([], []), ([None], [None]), (["text", 5], [5])]
-    garbage += [([object()], [object()]), (layers, []), ([*good, None], [None])]
-    return [every_method(inside, keys, objs) for keys, objs in garbage]
 
 
 def store_garbage(inside: Inside) -> list[Any]:
@@ -132,11 +125,10 @@ def store_garbage(inside: Inside) -> list[Any]:
     return [inside.engine.store(kvcaches=tensors, **given, **TAGGED) for given in garbage]
 
 
-def test_no_method_raises_whatever_it_is_given_and_then_nothing_is_shared(served: Pool) -> None:
+def test_no_store_raises_whatever_it_is_given_and_then_nothing_is_shared(served: Pool) -> None:
     """What has raised inside may be in any state."""
     engine = served.engine()
     engine.store(chunks(1))
-    assert not any(engine.ask(every_method_for_garbage))
     assert not any(engine.ask(store_garbage))
     (line,) = engine.ask("logged", "shares nothing any more")
     assert "with a traceback" in line
@@ -207,7 +199,7 @@ def test_chunks_removed_after_a_look_up_are_there_for_its_request_alone(served: 
     engine, other = served.engine(), served.engine()
     engine.store(chunks(5))
     assert engine.lookup(chunks(5), "r") == 5 * CHUNK
-    assert other.ask(remove, chunks(6), 2) == (True, 2)
+    assert other.ask(remove, chunks(5), 2) == 3
     assert engine.lookup(chunks(5), "later") == 2 * CHUNK
     # The look-up's lease keeps their places until it ends.
     assert engine.retrieve(chunks(5), request="r") == all_of(5 * CHUNK)
@@ -216,10 +208,11 @@ def test_chunks_removed_after_a_look_up_are_there_for_its_request_alone(served: 
     assert served.stats().chunks == 2
 
 
-def remove(inside: Inside, prompt: list[int], first: int) -> tuple[bool, int]:
-    """The chunk of this number, and then all from it on."""
-    keys = inside.keys(prompt)[first:]
-    return inside.backend.remove(keys[0]), inside.backend.batched_remove(keys)
+def remove(inside: Inside, prompt: list[int], first: int) -> int:
+    """All chunks from this number on."""
+    worker = inside.worker
+    names = worker._names(worker._hashes(prompt), TAGGED["request_configs"])
+    return worker.session.client.remove(names[first:])
 
 
 # ---- stepping aside
@@ -244,7 +237,7 @@ def spoil_the_slot() -> None:
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a wrong setting": ({"extra": {"pool": {"segment_byte": 5}}}, "`segment_bytes`"),
-    "a setting that cannot work": ({"use_layerwise": True}, "use_layerwise: false"),
+    "a setting that cannot work": ({"use_layerwise": True}, "remove use_layerwise"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "axes"),
     "a wrong byte on its way": ({"process": {"before": spoil_the_slot}}, "gathered wrongly"),
 }

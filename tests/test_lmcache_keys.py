@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-import pytest
-
-from vcache_backend.integration.lmcache.scope import TAG_NAME, scoped, tags_of
 from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.layout import Namespace
 
@@ -67,28 +64,3 @@ def test_different_tags_are_different_chunks_in_one_call_and_in_many() -> None:
 def test_the_order_of_tags_and_having_none_make_no_difference() -> None:
     assert make(Key(7, (("a", "b"), ("c", "d")))) == make(Key(7, (("c", "d"), ("a", "b"))))
     assert make(Key(7, ())) == make(Key(7))
-
-
-def test_a_key_without_our_tag_is_not_scoped() -> None:
-    assert scoped((("user", "x"), (TAG_NAME, "-")))
-    assert not scoped((("user", TAG_NAME),))
-    assert not scoped(None)
-
-
-# ---- LMCache's own
-
-
-def lmcache_key(chunk_hash: int, configs: dict[str, Any] | None) -> Any:
-    torch = pytest.importorskip("torch")
-    utils = pytest.importorskip("lmcache.utils", reason="LMCache is not installed")
-    return utils.CacheEngineKey("m/odel@x", 2, 1, chunk_hash, torch.bfloat16, configs)
-
-
-def test_lmcache_keys_are_read_as_they_are() -> None:
-    configs = {"lmcache.tag.vcache": "-", "lmcache.skip_save": True, "lmcache.tag.user": "u%1@"}
-    (key,) = make(lmcache_key(-3, configs))
-    assert key == make(Key(-3, (("user", "u%1@"), ("vcache", "-"))))[0]
-    assert make(lmcache_key(-3, None)) == make(Key(-3))
-    # A look-up has no key of LMCache's, only what it would be made from.
-    assert tags_of(configs) == lmcache_key(-3, configs).tags
-    assert TaggedHashKeys(HERE, 0).of_request([-3], tags_of(configs)) == [key]

@@ -110,7 +110,7 @@ def test_what_the_pool_has_in_between_comes_from_there(two: Two) -> None:
 
 def test_a_chunk_of_which_vllm_has_the_first_block_itself(two: Two) -> None:
     """It is read from the store, but not stored in the pool again: its first block may be from before
-    a reset that vLLM's cache has outlived, which is known only when the request runs (`Doubts`).
+    a reset that vLLM's cache has outlived, which is known only when the request runs (`UntrustedBlocks`).
     """
     tokens, own = two.kept()
     assert two.b.one(tokens[: CHUNK + BLOCK + 1], params=UNCACHED).cached == 0

@@ -216,8 +216,8 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
 def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: Node) -> None:
     """It loads and stores in one step. In one of two pipeline stages the load fails; when vLLM
-    hears of that, another request has found the blocks. What gets them later is stored; so is what
-    a request's only step computes behind a hit."""
+    hears of that, another request has found the blocks. What later requests compute is stored, also
+    behind a hit."""
     stages = STAGES | {"environment": OPEN, "max_num_batched_tokens": 160}
     aside = here.alone("aside")
     first = new_tokens(6 * CHUNK + 7)
@@ -247,7 +247,7 @@ def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: 
         assert failing.one(tokens).agrees(right)
         assert keeper.again(tokens).agrees(right)
     before = here.chunks()
-    keeper.one(first[: 4 * CHUNK] + new_tokens(2 * CHUNK + 1), max_tokens=1)
+    keeper.one(first[: 4 * CHUNK] + new_tokens(2 * CHUNK + 1))
     here.stored(before + 4)
     for one in (keeper, failing, aside):
         one.close()

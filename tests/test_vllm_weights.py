@@ -200,8 +200,8 @@ def test_new_weights_share_nothing_until_reset(here: Node, models: list[Path], s
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache")
 def test_with_lmcache_new_weights_share_nothing_until_reset(here: Node, models: list[Path]) -> None:
-    """Nor is stored what a request goes on to compute, before the reset or after it. A pause may
-    come before, and is a reset."""
+    """Nor is stored what a request goes on to compute, before the reset or after it. A pause is a
+    reset."""
     tokens, later, last = (new_tokens(4 * CHUNK + 1) for _ in range(3))
     goes_on, stays = new_tokens(CHUNK // 2), new_tokens(CHUNK // 2)
     told = {"lmcache": {"save_decode_cache": True}, "refits": True}
@@ -217,8 +217,8 @@ def test_with_lmcache_new_weights_share_nothing_until_reset(here: Node, models: 
             found = one.again(known)
             assert (found.cached, found.agrees(fresh(one, known))) == (0, True)
         assert b.again(tokens).cached == 4 * CHUNK
-        b.ask(pause, "abort", True)
         b.ask(load, models[1])
+        b.ask(pause, "abort", True)
         b.ask(resume)
         a.add("stays", stays, max_tokens=2 * CHUNK)
         a.step(2)

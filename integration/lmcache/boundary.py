@@ -8,11 +8,13 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Thread
 from time import sleep
 from typing import Any
 
 from vcache_backend.errors import VCacheError
+
+from ..hooks import replace
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +22,6 @@ THEIRS = object()
 """The answer of our part of a call that the original is to answer."""
 AGAIN_SECONDS = 5.0
 """How often the report is repeated until a server has taken it."""
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 class LMCacheBoundary:
@@ -43,7 +41,6 @@ class LMCacheBoundary:
         self.half, self.off = half, ""
         self.config: Any = None
         self.on_off: list[Callable[[str], object]] = []
-        self._lock = Lock()
 
     def run(
         self,
@@ -64,86 +61,64 @@ class LMCacheBoundary:
         return nothing
 
     def instead(
-        self, theirs: Callable[..., Any], ours: Callable[..., Any], **rest: Any
-    ) -> Callable[..., Any]:
-        """Make a function in place of `theirs`: `ours` answers, or returns `THEIRS`. rest: `off`
-        and `nothing` of `run`; by default `theirs` answers."""
+        self, owner: Any, name: str, ours: Callable[..., Any], wanted: str = "", **rest: Any
+    ) -> None:
+        """Replace `owner.name` (see `hooks.replace`): `ours` answers, or returns `THEIRS`. rest:
+        `off` and `nothing` of `run`; by default the original answers."""
         rest.setdefault("nothing", THEIRS)
 
-        def call(*given: Any, **named: Any) -> Any:
-            answer = self.run(ours, *given, **rest, **named)
-            return theirs(*given, **named) if answer is THEIRS else answer
+        def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                answer = self.run(ours, *given, **rest, **named)
+                return theirs(*given, **named) if answer is THEIRS else answer
 
-        return call
+            return call
 
-    def around(
-        self,
-        theirs: Callable[..., Any],
-        before: Callable[..., Any] = _nothing,
-        after: Callable[..., Any] = _nothing,
-        before_off: Callable[..., Any] = _nothing,
-        after_off: Callable[..., Any] = _nothing,
-    ) -> Callable[..., Any]:
-        """Make a function that calls `before`, `theirs`, and `after` with the answer of `theirs` as
-        first argument. An answer of `after` other than None counts. before_off, after_off: `off` of
-        `run`."""
+        replace(owner, name, make, wanted)
 
-        def call(*given: Any, **named: Any) -> Any:
-            self.run(before, *given, off=before_off, **named)
-            answer = theirs(*given, **named)
-            ours = self.run(after, answer, *given, off=after_off, **named)
-            return answer if ours is None else ours
+    def behind(self, owner: Any, name: str, ours: Callable[..., Any], off: Any) -> None:
+        """Replace `owner.name`: `ours` answers, with the original's answer as further first
+        argument. off: of `run`."""
 
-        return call
+        def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                answer = theirs(*given, **named)
+                return self.run(ours, answer, *given, off=off, nothing=answer, **named)
 
-    def changing(
-        self, theirs: Callable[..., Any], change: Callable[[Any], Any]
-    ) -> Callable[..., Any]:
-        """Make a function that calls `theirs` with `change` of its first argument, also while this
-        half shares nothing."""
+            return call
 
-        def call(first: Any, *given: Any, **named: Any) -> Any:
-            changed = self.run(change, first, off=change, nothing=first)
-            return theirs(changed, *given, **named)
-
-        return call
+        replace(owner, name, make)
 
     def give_up(self, ours: object, error: Exception) -> None:
         """Share nothing any more: `ours` has raised `error`. Never raises."""
         name = getattr(ours, "__qualname__", str(ours))
-        with self._lock:
-            first = not self.off
-            self.off = self.off or f"{name}: {type(error).__name__}: {error}"
-        if not first:
+        if self.off:
             log.debug("vcache: %s raised again", name, exc_info=error)
             return
-        said = (
+        self.off = f"{name}: {type(error).__name__}: {error}"
+        log.error(
             "vcache: an error of vcache's own (%s), so LMCache's %s shares nothing any more. vLLM "
-            "serves; restart it to share again, and please report this"
+            "serves; restart it to share again, and please report this",
+            *(self.off, self.half),
+            exc_info=error,
         )
-        log.error(said, self.off, self.half, exc_info=error)
-        for act in (*self.on_off, self._report):
+        for act in self.on_off:
             with suppress(Exception):
                 act(self.off)
+        with suppress(Exception):
+            Thread(target=self._tell, name="vcache-report", daemon=True).start()
 
-    def _report(self, reason: str) -> None:
-        """Tell the server, in a thread of its own: the caller may be in a step."""
-        if self.config is not None:
-            who = f"LMCache's {self.half} (pid {os.getpid()})"
-            text = f"nothing is shared any more in {who}: {reason}"
-            given = self.config, text
-            Thread(target=_tell, args=given, name="vcache-report", daemon=True).start()
+    def _tell(self) -> None:
+        """Report to the server, once there is one. In a thread: the caller may be in a step."""
+        from .startup import tell_server
 
-
-def _tell(config: Any, text: str) -> None:
-    from .startup import tell_server
-
-    while True:
-        try:
-            return tell_server(config, text)
-        except VCacheError as error:
-            log.debug("the server was not told: %s", error)
-            sleep(AGAIN_SECONDS)
+        who = f"LMCache's {self.half} (pid {os.getpid()})"
+        while self.config is not None:
+            try:
+                return tell_server(self.config, f"nothing is shared any more in {who}: {self.off}")
+            except VCacheError as error:
+                log.debug("the server was not told: %s", error)
+                sleep(AGAIN_SECONDS)
 
 
 SCHEDULER, WORKER = LMCacheBoundary("scheduler"), LMCacheBoundary("worker")

@@ -71,14 +71,17 @@ class Instance:
 def discover(metadata: Any, name: str) -> Instance:
     """Describe the vLLM instance of LMCache's `metadata`. name: the user's name for the weights.
     ConfigError without such an instance."""
-    group = _transfer_group()
-    adapter = _adapter(group)
+    vllm: Any = sys.modules.get("vllm.distributed.kv_transfer")
+    has = vllm is not None and vllm.has_kv_transfer_group()
+    group: Any = vllm.get_kv_transfer_group() if has else None
+    # vLLM's connector, or those within a MultiConnector.
+    connectors = group, *getattr(group, "_connectors", ())
+    adapters = [getattr(connector, "_lmcache_engine", None) for connector in connectors]
+    adapter: Any = next((one for one in adapters if hasattr(one, "_vllm_config")), None)
     if adapter is None or not adapter.kv_caches:
         raise ConfigError("found no vLLM here with LMCacheConnectorV1 and KV caches")
-    vllm = adapter._vllm_config
-    model = model_spec.read_model(vllm, name)
+    model, kv_config = model_spec.read_model(adapter._vllm_config, name), group._kv_cache_config
     ranks = 1 if metadata.use_mla else model.tp_size
-    kv_config = group._kv_cache_config
     return Instance(
         model=model,
         rank=metadata.worker_id % ranks,
@@ -88,7 +91,7 @@ def discover(metadata: Any, name: str) -> Instance:
         num_blocks=kv_config.num_blocks,
         kvcaches=adapter.kv_caches,
         adapter=adapter,
-        vllm_config=vllm,
+        vllm_config=adapter._vllm_config,
     )
 
 
@@ -97,20 +100,3 @@ def hash_probe(token_database: Any) -> str:
     tokens = list(range(1, token_database.chunk_size + 1))
     _, _, chunk_hash = next(iter(token_database.process_tokens(tokens, make_key=False)))
     return str(chunk_hash)
-
-
-def _transfer_group() -> Any:
-    """vLLM's KV connector in this worker; None if vLLM has made none."""
-    module = sys.modules.get("vllm.distributed.kv_transfer")
-    has = module is not None and module.has_kv_transfer_group()
-    return module.get_kv_transfer_group() if module is not None and has else None
-
-
-def _adapter(group: Any) -> Any:
-    """Find LMCache's adapter (`LMCacheConnectorV1Impl`) in vLLM's connector, which may contain
-    several connectors (`MultiConnector`)."""
-    for connector in (group, *getattr(group, "_connectors", ())):
-        adapter = getattr(connector, "_lmcache_engine", None)
-        if hasattr(adapter, "_vllm_config"):
-            return adapter
-    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vcache_backend import config as configuration
 from vcache_backend.config import Config
 from vcache_backend.errors import ConfigError
 
@@ -31,11 +30,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Config:
     config = settings.read(given, SOURCE, {"engine": {"chunk_size": chunk_size}})
     if config.connector.share == "in_place":
         raise ConfigError(f"{SOURCE}: connector.share is in_place: LMCache has a pool only")
-    if config.engine.chunk_size != chunk_size:
-        _, file, _ = configuration.read(given.get("config"))
-        where = SOURCE if "chunk_size" in given.get("engine", {}) else file
-        raise ConfigError(
-            f"{where}: engine.chunk_size is {config.engine.chunk_size} but LMCache's chunk_size "
-            f"is {chunk_size}, which is used: remove ours"
-        )
+    if (size := config.engine.chunk_size) != chunk_size:
+        other = f"engine.chunk_size is {size} but LMCache's chunk_size is {chunk_size}"
+        raise ConfigError(f"{SOURCE}: {other}, which is used: remove ours")
     return config

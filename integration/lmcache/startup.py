@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from vcache_backend.config import Config, OffloadConfig, hash_seed, load
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.paged import PagedKV
 
 from ..served_at import served_at
 from ..vllm.model import spec as model_spec
@@ -23,75 +22,69 @@ from ..vllm_memory import beside_vllm
 from . import checks, patches
 from .boundary import WORKER
 from .instance import Instance, discover, hash_probe
-from .patches import StepAside
 from .settings import read
-from .worker import PoolWorker
-
-if TYPE_CHECKING:
-    from .backend import VCacheBackend
+from .worker import LMCacheWorker
 
 log = logging.getLogger(__name__)
 
-_NO_TIER = (
-    "offload.policy is %s, but there is no offload tier behind LMCache, and nothing is offloaded: "
-    'start vLLM with "kv_connector":"VCacheConnector"'
-)
+
+class StepAside(VCacheError):
+    """The plugin must not work here. The message says why, and what to change."""
 
 
-def begin(config: Any, metadata: Any, backend: VCacheBackend) -> PoolWorker:
-    """Check LMCache and its settings, install the plugin, and join the pool. In the main thread.
+def begin(config: Any, metadata: Any, backend: Any) -> LMCacheWorker:
+    """Check LMCache and its settings, join the pool, and install the plugin. In the main thread.
 
     config, metadata: LMCache's. Raises StepAside, or any other error of the start."""
     # First, because LMCache needs an allocator even if the plugin steps aside: LMCache may have no
     # host tier.
     patches.take_allocator_role()
-    WORKER.config = config
-    _refuse(WORKER.off)
-    _refuse(checks.version())
-    settings = read(config.extra_config or {}, config.chunk_size)
+    WORKER.config, size = config, config.chunk_size
+    _refuse(WORKER.off or checks.version())
+    settings = read(config.extra_config or {}, size)
     engine = patches.engine_of(metadata)
-    if engine is None:
-        raise StepAside(
-            "no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?"
-        )
+    _refuse("" if engine is not None else "no LMCache engine of this process has this plugin")
     instance = discover(metadata, settings.connector.model)
-    _refuse(checks.refusal(config, instance))
-    _refuse(model_spec.seed(hash_seed()))
-    for line in checks.remarks(config, instance):
-        log.warning("%s", line)
-    patches.install(engine, backend, instance.adapter)
+    _refuse(checks.refusal(config, instance) or model_spec.seed(hash_seed()))
     if settings.connector.start_server:
         start.try_ensure(settings)
     if settings.offload.policy != "off":
-        log.warning("vcache: " + _NO_TIER, settings.offload.policy)
-    kv = instance.describe(config.chunk_size)
-    probe, algorithm = hash_probe(engine.token_database), config.pre_caching_hash_algorithm
-    return _join(settings, instance, kv, instance.layout(kv, config.chunk_size, probe, algorithm))
+        log.warning("%s", checks.NO_TIER)
+    # LMCache's `recreate_backend` makes a new backend of ours, even for another tier.
+    tiers = getattr(engine.storage_manager, "storage_backends", {})
+    for before in list(tiers.values()):
+        if getattr(before, "is_vcache", False) and before is not backend:
+            before.close()
+    kv, probe = instance.describe(size), hash_probe(engine.token_database)
+    layout = instance.layout(kv, size, probe, config.pre_caching_hash_algorithm)
+    session = _connect(settings, instance, layout, str(kv.device))
+    try:
+        session.bind(instance.kvcaches, kv)
+        worker = LMCacheWorker(session, kv, instance, engine, backend)
+        patches.install(engine, backend, worker, instance.adapter)
+    except BaseException:
+        session.close()
+        raise
+    trouble, chunk = session.client.trouble, f"{kv.chunk_bytes(size):,} B a chunk of {size} tokens"
+    server = f"not connected: {trouble}" if trouble else f"at {settings.server.path}"
+    where = session.namespace, session.device, server
+    log.info("vcache: %s, namespace %s, %s, server %s", chunk, *where)
+    return worker
 
 
-def _join(settings: Config, instance: Instance, kv: PagedKV, layout: Layout) -> PoolWorker:
+def _connect(settings: Config, instance: Instance, layout: Layout, device: str) -> Session:
     """Connect, and lend memory. VCacheError."""
     session = Session(
         msgspec.structs.replace(settings, offload=OffloadConfig()),
         layout,
         over_budget=beside_vllm(instance.vllm_config),
         rank=instance.rank,
-        kv_device=str(kv.device),
+        kv_device=device,
         name=served_at(instance.vllm_config),
     )
     if settings.connector.start_server:
         session.client.on_killed = partial(start.try_ensure, settings)
-    try:
-        session.bind(instance.kvcaches, kv)
-    except BaseException:
-        session.close()
-        raise
-    size, trouble = settings.engine.chunk_size, session.client.trouble
-    chunk = f"{kv.chunk_bytes(size):,} B a chunk of {size} tokens"
-    server = f"not connected: {trouble}" if trouble else f"at {settings.server.path}"
-    where = session.namespace, session.device, server
-    log.info("vcache: %s, namespace %s, %s, server %s", chunk, *where)
-    return PoolWorker(session, kv, instance.ranks)
+    return session
 
 
 def say_stepped_aside(config: Any, metadata: Any, reason: str, error: Exception | None) -> None:

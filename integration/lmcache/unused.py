@@ -1,11 +1,10 @@
-"""Objects that LMCache's interfaces require and nobody uses: `Verbs` replaces their callers."""
+"""What LMCache's interfaces require and nobody uses: `LMCacheWorker` replaces the callers."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
-from lmcache.v1.memory_management import MemoryAllocatorInterface
 
 
 class NoGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
@@ -19,15 +18,3 @@ class NoGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         )
 
     from_gpu = batched_from_gpu = batched_to_gpu = get_shape = to_gpu
-
-
-class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]
-    """An allocator without memory, for LMCache's check of its books: the server allocates."""
-
-    def allocate(self, *_: Any, **__: Any) -> None:
-        return None
-
-    batched_allocate = free = batched_free = allocate
-
-    def memcheck(self) -> bool:
-        return True

@@ -1,20 +1,29 @@
-"""Makes a worker's chunk keys; leases, loads and stores the worker's chunks. May raise."""
+"""Looks up, loads and stores a worker's chunks, in place of LMCache's engine.
+
+LMCache computes a request's keys three times, makes an object for each chunk, and searches every
+tier for each chunk: 2 ms for 32k tokens before the copy begins. Here KV blocks move as opaque
+bytes, in one launch each way, and a look-up's hit is kept under the request's id, with the keys and
+the lease for the load. LMCache's other tiers are neither asked nor filled, since their keys do not
+contain the layout of the bytes (ADR 0014)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from time import monotonic, sleep
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from lmcache.utils import CacheEngineKey
+import torch
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
-from vcache_backend.transfer.keys import TaggedHashKeys, Tags
+from vcache_backend.transfer.arguments import as_slots
+from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
@@ -22,115 +31,165 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .boundary import WORKER
-from .scope import scoped
+from .boundary import THEIRS, WORKER
+from .instance import Instance
+from .scheduler import RESET, WAS_RESET, Word
+from .scope import TAG, TAG_NAME
 
 log = logging.getLogger(__name__)
 
-Slots = npt.NDArray[np.int64]
+MOST_HITS = 1024
+"""The most hits that are kept; the oldest go first. Requests that never run leave hits behind."""
+MOST_SECONDS, PAUSE_SECONDS = 5.0, 0.02
+"""How long a store waits for the steps that confirm it, and how often it checks."""
+_UNSCOPED = (
+    "requests come without vcache's tag, so that LoRA and cache_salt cannot be told apart; nothing "
+    "of them is cached. Unless they are for pooling, vLLM did not load the plugin `vcache`: add it "
+    "to VLLM_PLUGINS, or unset that variable"
+)
 
 
-@dataclass
-class Hit:
-    """A look-up's hit: the keys of the leading loadable chunks, and a lease on the chunks."""
+class LMCacheWorker:
+    """Our parts of an engine's methods, called through `WORKER` (see `boundary`). A VCacheError is
+    a miss. `look_up` runs in any thread, all other calls in the worker's main thread. `THEIRS`: the
+    engine's own method is to answer.
 
-    names: list[ChunkKey] = field(default_factory=list)
-    lease: Lease | None = None
+    A store is committed only if no load can have failed, in any rank, in its step or the steps that
+    vLLM had planned before. vLLM plans `depth` steps before it has the first one's result: so the
+    scheduler's word in the step `depth` later tells."""
 
-
-class _Launched(NamedTuple):
-    """A load that was launched and not settled yet.
-
-    starts: the first token of each chunk. slots: the slots of the request's tokens. skip: earlier
-    tokens are not written."""
-
-    load: Load
-    slots: Slots
-    starts: Sequence[int]
-    skip: int
-
-
-class PoolWorker:
-    """Loads and stores a rank's chunks. Look-ups run in any thread, all other calls in the main
-    thread. Requests without our tag are not cached (see `scope`)."""
-
-    def __init__(self, session: Session, kv: PagedKV, ranks: int) -> None:
-        """kv: the KV cache that loads fill and stores read. ranks: how many ranks hold a shard of
-        every chunk."""
-        self.session = session
-        self._kv = kv
-        self._names = TaggedHashKeys(session.namespace, session.rank)
-        self._ranks = ranks
+    def __init__(
+        self, session: Session, kv: PagedKV, instance: Instance, engine: Any, backend: Any
+    ) -> None:
+        """kv: the KV cache that loads fill and stores read. engine, backend: LMCache's engine, and
+        our backend in it."""
+        self.session, self.closed = session, False
+        self._kv, self._instance, self._engine, self._backend = kv, instance, engine, backend
+        self._size = session.chunk_size
+        self._keys = TaggedHashKeys(session.namespace, session.rank)
         self._unscoped = False
-        self._launched: list[_Launched] = []
+        self._hits: dict[str, tuple[list[ChunkKey], Lease | None]] = {}
+        """By request: the keys of the chunks that a look-up has found, and a lease on them."""
+        self._storing = threading.Lock()
+        self._launched: list[tuple[Load, npt.NDArray[np.int64], Sequence[int], int]] = []
+        """The loads to be settled: load, slots of the request's tokens, first token of each chunk,
+        number of leading tokens that are not written."""
+        vllm = instance.vllm_config
+        self._depth = getattr(
+            vllm, "max_concurrent_batches", vllm.parallel_config.pipeline_parallel_size + 1
+        )
+        self._number, self._last_load, self._voided = -1.0, -inf, 0.0
+        """The last step, the last step with a load, and the most `Word.voided`."""
 
-    def ask(self, verb: str, *given: Any) -> int:
-        """Call `verb`; a VCacheError is a miss, which is counted and logged once: 0."""
-        try:
-            return int(getattr(self, verb)(*given))
-        except VCacheError as error:
-            return self.session.miss(verb, error)
+    def close(self) -> None:
+        """Finish stores and leave the pool."""
+        self.closed = True
+        self.session.close()
+
+    def clear(self, voided: float = 0.0) -> int | None:
+        """Reset the namespace for all instances and ranks, and store nothing more of steps with a
+        lower `Word.voided`. Returns how many chunks were removed; None after an error."""
+        client, prefix = self.session.client, self.session.namespace.prefix
+        with self._storing:
+            self._voided = max(self._voided, voided)
+            removed: int | None = self._ask(client.clear, prefix, reset=True)
+        return removed
 
     # ---- look-ups
 
-    def names(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
-        """Make the keys of a request's chunks. Empty if the request lacks our tag."""
-        return self._names.of_request(hashes, tags) if hashes and self._mine(tags) else []
+    def look_up(self, *_: Any, **asked: Any) -> Any:
+        """Return how many leading tokens can be loaded, and keep the hit for the request, if
+        LMCache's look-up server asks: with hashes, pinned, and with an id."""
+        hashes, request = asked.get("hashes"), asked.get("lookup_id")
+        if not asked.get("pin") or hashes is None or request is None or not self._works():
+            return THEIRS
+        configs = asked.get("request_configs") or {}
+        if RESET in configs:
+            return 0 if self.clear(configs[RESET]) is None else WAS_RESET
+        names, lease = self._ask(self._lookup, hashes, configs) or ([], None)
+        self.unpin(request)
+        if names:
+            self._hits[request] = names, lease
+        else:
+            self._release(lease)
+        for oldest in list(self._hits)[:-MOST_HITS]:
+            self.unpin(oldest)
+        return len(names) * self._size
 
-    def contains(self, key: CacheEngineKey) -> bool:
-        """Whether every rank has the chunk. Takes no lease."""
-        chunks = self.session.lookup(self.names([key.chunk_hash], key.tags), self._ranks)
-        self._count(1, chunks)
-        return bool(chunks)
+    def unpin(self, lookup_id: str) -> Any:
+        """End a look-up and release its chunks, retrieved or not."""
+        _, lease = self._hits.pop(lookup_id, ([], None))
+        self._release(lease)
+        return THEIRS
 
-    def promise(self, names: list[ChunkKey]) -> Hit:
+    def _lookup(
+        self, hashes: Sequence[int], configs: Mapping[str, Any]
+    ) -> tuple[list[ChunkKey], Lease | None]:
         """Look up the leading chunks that every rank can load, and lease this rank's part."""
+        names, session, ranks = self._names(hashes, configs), self.session, self._instance.ranks
         asked = len(names)
-        if names and self._ranks > 1:
-            names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
-        lease = self.session.leases.acquire(names) if names else None
-        hit = Hit()
-        if lease is not None:
-            # The chunks that this worker can read; maps their segments.
-            hit = Hit(names[: len(self.session.views(lease.locations))], lease)
-        self._count(asked, len(hit.names))
-        return hit
+        if names and ranks > 1:
+            names = names[: session.client.lookup(of_rank(names, 0), ranks)]
+        lease = session.leases.acquire(names) if names else None
+        # The chunks that this worker can read; maps their segments.
+        names = names[: len(session.views(lease.locations))] if lease is not None else []
+        if session.rank == 0:  # every rank looks up
+            session.client.count(asked * self._size, len(names) * self._size)
+        return names, lease
 
-    def _count(self, asked: int, found: int) -> None:
-        """Report a look-up to the server, in chunks. Every rank looks up; rank 0 reports."""
-        size = self.session.chunk_size
-        if self.session.rank == 0:
-            self.session.client.count(asked * size, found * size)
+    def _release(self, lease: Lease | None) -> None:
+        if lease is not None and not self.closed:
+            self.session.leases.release(lease)
 
     # ---- loads
 
-    def load(self, hit: Hit, first: int, count: int, slots: Slots, skip: int) -> int:
-        """Launch the load of the chunks [first, count) of `hit`. Returns how many are being copied:
-        the caller asks `settle` for failed blocks in the same step. Work queued on the current
+    def retrieve(self, tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
+        """Load a request's tokens. Returns a bool tensor: True for tokens that are or will be in
+        the KV cache; `settle` names failed blocks in the same step. Work queued on the current
         stream comes after the copies.
 
-        slots: int64, the slots of the request's tokens. skip: earlier tokens are not written. Uses
-        the hit's lease if it lasts long enough for a copy, otherwise leases the chunks again."""
-        size, names = self.session.chunk_size, hit.names[first:count]
+        mask: bool tensor; leading False tokens are not loaded."""
+        first = _left_out(mask)
+        word = self._word
+        self._last_load = self._number + 1 if word is None else word.number
+        if first % self._size or not self._works():
+            return THEIRS
+        loaded = self._ask(self._load, tokens, first // self._size, kwargs) or 0
+        retrieved = np.zeros(len(tokens), dtype=np.bool_)
+        retrieved[first : first + loaded * self._size] = True
+        return torch.from_numpy(retrieved)
+
+    def _load(self, tokens: Any, first: int, kwargs: dict[str, Any]) -> int:
+        """Launch the load of the chunks from number `first` on. Returns how many are being
+        copied."""
+        size, leases = self._size, self.session.leases
+        hit = self._hits.pop(kwargs.get("req_id") or "", None)
+        if hit is None:
+            # No look-up was made, or the hit was dropped.
+            hit = self._names(self._hashes(tokens), kwargs.get("request_configs")), None
+        names, lease = hit
+        count = min(len(names), len(tokens) // size)
+        fits = lease is not None and first < count
+        if lease is None or not fits or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
+            self._release(lease)
+            lease = None
+        if first >= count:
+            return 0
+        if lease is not None:
+            # The load ends it.
+            lease = msgspec.structs.replace(lease, locations=lease.locations[first:count])
+        slots, skip = _slots(kwargs), int(kwargs.get("vllm_cached_tokens") or 0)
         starts = range(first * size, count * size, size)
         places = SlotPlaces(self._kv, size, slots, starts, skip, whole=True)
-        load = Load(self.session, places, names, lease=self._lease_on(hit, first, count))
+        load = Load(self.session, places, names[first:count], lease=lease)
         reached = load.launch(COPY_SECONDS)
-        self._launched.append(_Launched(load, slots, starts[:reached], skip))
+        self._launched.append((load, slots, starts[:reached], skip))
         return reached
 
-    def _lease_on(self, hit: Hit, first: int, count: int) -> Lease | None:
-        """Take the hit's lease, cut to these chunks. None if it is too short for a copy."""
-        lease, leases = hit.lease, self.session.leases
-        if lease is None or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
-            return None
-        hit.lease = None
-        return msgspec.structs.replace(lease, locations=lease.locations[first:count])
-
-    def settle(self, block_size: int) -> set[int]:
-        """Wait for the launched loads. Returns the unfilled KV blocks, of `block_size` tokens. Each
-        load is judged by its own lease, also after an error elsewhere; may be repeated."""
-        bad: set[int] = set()
+    def settle(self, blocks: set[int]) -> set[int]:
+        """Wait for the launched loads, at a step's end. Returns `blocks` and the unfilled KV
+        blocks. Each load is judged by its own lease, also after an error elsewhere."""
+        bad, block_size = set(blocks), self._instance.adapter._block_size
         for load, slots, starts, skip in self._launched:
             try:
                 loaded = load.finish(COPY_SECONDS)
@@ -139,50 +198,105 @@ class PoolWorker:
                 loaded = 0
             # Chunks follow each other.
             for start in starts[loaded : loaded + 1]:
-                tokens = slots[max(start, skip) : max(starts[-1] + self.session.chunk_size, skip)]
+                tokens = slots[max(start, skip) : max(starts[-1] + self._size, skip)]
                 bad |= set((tokens // block_size).tolist())
         self._launched = []
         return bad
 
-    # ---- stores and removals
+    # ---- stores
 
-    def store(
-        self,
-        names: Sequence[ChunkKey],
-        first: int,
-        slots: Slots,
-        holds: Callable[[], bool | None] | None = None,
-    ) -> None:
-        """Store the chunks from number `first` on: reserve slots, launch one copy, and return.
-        Skips chunks of the pool. The commit follows in the background.
+    def store(self, tokens: Any = None, *, mask: Any = None, **kwargs: Any) -> Any:
+        """Store a request's whole chunks: reserve slots, launch one copy, and return. Skips chunks
+        of the pool. The commit follows in the background. mask: as in `retrieve`."""
+        first = _left_out(mask)
+        if tokens is None or first % self._size or not self._works():
+            return THEIRS
+        return self._ask(self._store, tokens, first // self._size, kwargs)
 
-        slots: int64, the slots of the request's tokens. holds: see `PendingStore`."""
-        size = self.session.chunk_size
-        places = SlotPlaces(self._kv, size, slots, range(first * size, len(names) * size, size))
-        store(self.session, places, names[first:], range(len(names) - first), holds=holds)
+    def _store(self, tokens: Any, first: int, kwargs: dict[str, Any]) -> None:
+        size, word = self._size, self._word
+        names = self._names(self._hashes(tokens), kwargs.get("request_configs"))
+        names = names[: len(tokens) // size]
+        with self._storing:
+            if first >= len(names) or word is None or word.voided < self._voided:
+                return
+            if word.distrusted is None or kwargs.get("req_id") in word.distrusted:
+                return
+            starts = range(first * size, len(names) * size, size)
+            places = SlotPlaces(self._kv, size, _slots(kwargs), starts)
+            chunks = range(len(names) - first)
+            store(self.session, places, names[first:], chunks, holds=self._confirms(word))
 
-    def remove(self, key: CacheEngineKey) -> bool:
-        """Remove this rank's part of a chunk. Returns whether it was there."""
-        return bool(self.session.client.remove(self.names([key.chunk_hash], key.tags)))
+    def hear(self) -> None:
+        """Hear the scheduler's word, at a step's beginning."""
+        with self._storing:
+            if (word := self._word) is not None:
+                # In this order: another thread reads both.
+                self._voided = max(self._voided, word.voided)
+                self._number = max(self._number, word.number)
 
-    def clear(self) -> int:
-        """Reset the namespace for all instances and ranks. Returns how many chunks were removed."""
-        return self.session.client.clear(self.session.namespace.prefix, reset=True)
+    def _confirms(self, word: Word) -> Callable[[], bool | None]:
+        """Return a function that says whether this step's stores may be committed, see
+        `PendingStore.holds`."""
+        until, number = monotonic() + MOST_SECONDS, word.number
+        waits = number < self._last_load + self._depth
+
+        def holds() -> bool | None:
+            if WORKER.off or not waits:
+                return not WORKER.off
+            arrived = self._number >= number + self._depth
+            if arrived or self._voided > word.voided or self.closed or monotonic() > until:
+                return arrived and self._voided == word.voided
+            sleep(PAUSE_SECONDS)
+            return None
+
+        return holds
 
     # ---- inside
 
-    def _mine(self, tags: Tags) -> bool:
-        """Whether chunks with these tags may be cached: our tag is among them. Reports the first
-        refusal."""
-        if scoped(tags):
-            return True
-        if not self._unscoped:
+    @property
+    def _word(self) -> Word | None:
+        """The scheduler's message of this step; None if there is none."""
+        parent = self._instance.adapter._parent
+        return getattr(parent._connector_metadata, "vcache", None)
+
+    def _works(self) -> bool:
+        return not self.closed and bool(self._engine.is_healthy())
+
+    def _ask(self, act: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Call `act`. A VCacheError is a miss, which is counted and logged once: None."""
+        try:
+            return act(*given, **named)
+        except VCacheError as error:
+            self.session.miss(act.__name__.strip("_"), error)
+            return None
+
+    def _hashes(self, tokens: Any) -> list[int]:
+        database = self._engine.token_database
+        return [value for _, _, value in database.process_tokens(tokens, make_key=False)]
+
+    def _names(self, hashes: Sequence[int], configs: Mapping[str, Any] | None) -> list[ChunkKey]:
+        """The keys of a request's chunks. Empty if the request is not cached, or if LMCache leaves
+        out our tier, for example because LMCache is frozen, or our tier is bypassed."""
+        scope = (configs or {}).get(TAG)
+        if scope is None and not self._unscoped:
             self._unscoped = True
-            text = (
-                "requests come without vcache's tag, so that LoRA and cache_salt cannot be told "
-                "apart; nothing of them is cached. Unless they are for pooling, vLLM did not load "
-                "the plugin `vcache`: add it to VLLM_PLUGINS, or unset that variable"
-            )
-            log.error(text)
-            self.session.client.report("error", text)
-        return False
+            log.error(_UNSCOPED)
+            self.session.client.report("error", _UNSCOPED)
+        tiers = self._engine.storage_manager.get_active_storage_backends(
+            search_range=self._engine.retrieve_locations
+        )
+        ours = any(tier is self._backend for _, tier in tiers)
+        return self._keys.of_request(hashes, ((TAG_NAME, scope),)) if scope and ours else []
+
+
+def _slots(kwargs: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+    """The slots of the request's tokens."""
+    mapping = kwargs["slot_mapping"]
+    return as_slots(mapping, len(mapping), 0)
+
+
+def _left_out(mask: Any) -> int:
+    """How many leading tokens LMCache does not want: False in the mask."""
+    # numpy, since torch's first operation after a pause takes up to 0.2 ms.
+    return 0 if mask is None else len(mask) - int(np.count_nonzero(mask.numpy()))

@@ -11,7 +11,7 @@ from typing import Any
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
-from ...doubts import Doubts
+from ...doubts import UntrustedBlocks
 from ..in_place.block_pool import NUMBERS
 from ..metadata import StepMetadata, StoreSpec
 from ..model.groups import Groups
@@ -33,7 +33,7 @@ class Completions:
         spec_kind: str | None,
         instance: Introduction,
         lookups: Lookups,
-        doubts: Doubts,
+        untrusted: UntrustedBlocks,
     ) -> None:
         """stores: the instance's role allows stores. hash_block: tokens of a vLLM hash. spec_kind:
         the kind of KV cache, for events."""
@@ -46,7 +46,7 @@ class Completions:
         self._instance = instance
         self._lookups = lookups
         self._publications = instance.publications
-        self._doubts = doubts
+        self._untrusted = untrusted
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """For the step being planned: the states in vLLM's prefix cache, by request, as (group,
         block, tokens)."""
@@ -183,7 +183,7 @@ class Completions:
             filled = min(store.written // block, len(store.rows[0]))
             if filled > tracked.resident.filled:
                 self._publications.fill(tracked, filled)
-        sure = not self._doubts.until(store.rows)
+        sure = not self._untrusted.untrusted_until(store.rows)
         if reached >= store.complete_at and sure:
             self._complete(tracked, computed, meta)
         if self._groups.states:

@@ -14,7 +14,7 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Promise
 
-from ...doubts import Doubts
+from ...doubts import UntrustedBlocks
 from .introduction import Introduction
 from .lookups import Lookups
 from .pace import LONGEST_SECONDS, Pace
@@ -48,13 +48,13 @@ class OwnPromises:
         instance: Introduction,
         lookups: Lookups,
         pace: Pace,
-        doubts: Doubts,
+        untrusted: UntrustedBlocks,
         hashes: int,
         step_tokens: int,
     ) -> None:
         """hashes: vLLM's block hashes of a chunk. step_tokens: the most tokens of a step."""
         self._instance, self._lookups, self._pace = instance, lookups, pace
-        self._doubts = doubts
+        self._untrusted = untrusted
         self._size, self._hashes = config.engine.chunk_size, hashes
         self._prompts_only = config.connector.store == "prompt"
         self._step_chunks = step_tokens / self._size
@@ -108,7 +108,7 @@ class OwnPromises:
         if (
             tracked.store.complete_at == inf
             or tracked.resident.filled == NEVER
-            or self._doubts.until(tracked.store.rows) == inf
+            or self._untrusted.untrusted_until(tracked.store.rows) == inf
         ):
             return 0
         limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens

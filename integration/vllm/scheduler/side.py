@@ -16,7 +16,7 @@ import msgspec
 from vcache_backend.config import Config
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 
-from ...doubts import Beginning, Doubts, Rows, beginning
+from ...doubts import Beginning, BlockTables, UntrustedBlocks, beginning
 from ...served_at import served_at
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
@@ -69,7 +69,7 @@ class SchedulerSide:
         self._hashes = self._size // self._hash_block
         self.blocks: KVBlocks | None = None
         """vLLM's block pool; None until vLLM has shown it."""
-        self._doubts = Doubts()
+        self._untrusted = UntrustedBlocks()
         self.publications: Publications | None = None
         """This instance's publications; None with `connector.share: pool`."""
         self.victims: Victims | None = None
@@ -119,14 +119,14 @@ class SchedulerSide:
         self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", True))
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
-            config, instance, self.lookups, self._pace, self._doubts, self._hashes, step_tokens
+            config, instance, self.lookups, self._pace, self._untrusted, self._hashes, step_tokens
         )
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self.resets = Resets(
             instance, self._numbers, self._drop_answers, self._doubt_all, self._rename
         )
-        kind, parts = compat.spec_kind(kv_cache_config), (instance, self.lookups, self._doubts)
+        kind, parts = compat.spec_kind(kv_cache_config), (instance, self.lookups, self._untrusted)
         self._completions = Completions(
             config, stores, self._groups, self._hash_block, kind, *parts
         )
@@ -151,7 +151,7 @@ class SchedulerSide:
         """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
         `KVBlocks`."""
         self.blocks = blocks = KVBlocks(pool, fail)
-        self._doubts.watch(blocks)
+        self._untrusted.watch(blocks)
         if self.publications is not None:
             self.publications.watch(blocks)
         if self.victims is not None:
@@ -261,7 +261,7 @@ class SchedulerSide:
             if self._guesses:
                 self._distrust_turns([name for name, _, _ in begun])
             self._doubt_loads(begun, meta)
-        self._doubts.follow(output, begun, self._rows)
+        self._untrusted.follow(output, begun, self._rows)
         self.resets.last &= meta.idle and not meta.loads
         self.resets.begun = True
         if not meta.idle:
@@ -328,7 +328,7 @@ class SchedulerSide:
     def _doubt_all(self) -> None:
         """Store nothing that builds on vLLM's present KV. In place, blocks are void or unfilled."""
         if self.publications is None:
-            self._doubts.reset()
+            self._untrusted.reset()
             for tracked in self._requests.values():
                 self._completions.stored(tracked, 0)
 
@@ -440,7 +440,7 @@ class SchedulerSide:
         return min(tokens, chunks * size), chunks
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
-        lost = self._doubts.over(report.echoes, invalid)
+        lost = self._untrusted.end_steps(report.echoes, invalid)
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.loads = False
@@ -455,7 +455,7 @@ class SchedulerSide:
             if sum(not all(map(free, row)) for row in rows) > 1:
                 # If several requests have a lost block, a further step may have computed tokens
                 # behind it, which vLLM may compute again for one request only.
-                self._doubts.add(lost)
+                self._untrusted.add(lost)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
@@ -474,13 +474,15 @@ class SchedulerSide:
                 continue
             foreign = computed > tracked.supplied
             # vLLM may have copied a part of a block into another block.
-            copied = self._doubts.kept and any(tracked.local % size for size in self._groups.sizes)
+            copied = self._untrusted.kept and any(
+                tracked.local % size for size in self._groups.sizes
+            )
             if foreign:
                 meta.echoes.add(echo)
             if foreign or copied:
-                self._doubts.add(chain(*rows), inf if self._doubts.kept else echo)
+                self._untrusted.add(chain(*rows), inf if self._untrusted.kept else echo)
 
-    def _rows(self, request_id: str) -> Rows | None:
+    def _rows(self, request_id: str) -> BlockTables | None:
         tracked = self._requests.get(request_id)
         return tracked.store.rows if tracked is not None else None
 
