@@ -21,7 +21,7 @@ import torch
 from benchmarks.processes import die_with_parent, stopped
 
 S = TypeVar("S")
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 class Forked(Generic[S]):

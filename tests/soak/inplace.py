@@ -181,6 +181,9 @@ class Owner(Instance):
         self.step("handed out")
         written = Written(self.settings.control == "published early")
         self.publish(keys, blocks, generations, written)
+        if written.over:
+            # As long as a step of a model may take.
+            time.sleep(0.02)
         self._write(keys, blocks)
         if self._late:
             self.table.void(blocks)
