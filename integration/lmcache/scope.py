@@ -39,8 +39,8 @@ def give_scope(request: Any, adapters: Adapters) -> str:
 
     `UNCACHED`: a request without sampling parameters (pooling); with prompt embeddings (LMCache's
     key has only token ids); with a LoRA adapter whose weights cannot be identified (see
-    `Adapters`); with tags that JSON does not know; that was refused before. The parameters are copied, since other requests
-    may hold the same object."""
+    `Adapters`); with tags that JSON does not know; that was refused before. The parameters are
+    copied, since other requests may hold the same object."""
     if request.sampling_params is None:
         return UNCACHED
     params = copy.copy(request.sampling_params)
