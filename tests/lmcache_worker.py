@@ -87,10 +87,10 @@ class Inside:
             self.begin_step()
         return self.flush()
 
-    def begin_step(self) -> None:
-        """Plan a step, and have the worker hear of it."""
-        parent = self.adapter._parent
-        parent._connector_metadata.vcache = Word(parent._connector_metadata.vcache.number + 1, 0)
+    def begin_step(self, *more: Any) -> None:
+        """Plan a step, and have the worker hear of it. more: of `Word`, behind the number."""
+        step = self.adapter._parent._connector_metadata
+        step.vcache = Word(step.vcache.number + 1, *(more or (step.vcache.voided,)))
         self.adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
 
     def prefill(self, tokens: list[int]) -> torch.Tensor:
