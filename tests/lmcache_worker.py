@@ -91,7 +91,7 @@ class Inside:
         """Plan a step, and have the worker hear of it. more: of `Word`, behind the number."""
         step = self.adapter._parent._connector_metadata
         step.vcache = Word(step.vcache.number + 1, *(more or (step.vcache.voided,)))
-        self.adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
+        self.adapter.get_block_ids_with_load_errors()
 
     def prefill(self, tokens: list[int]) -> torch.Tensor:
         slots = places(SMALL, len(tokens))
