@@ -4,7 +4,6 @@ raised, nothing hangs, no byte is wrong.
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -293,13 +292,13 @@ def planned_after(inside: Inside, word: tuple[Any, ...]) -> None:
     inside.begin_step(*word)
 
 
-@pytest.mark.parametrize("word", [(0, frozenset("r")), (0, None), (math.inf, None)])
+@pytest.mark.parametrize("word", [(0, frozenset("r")), (0, None)])
 def test_of_a_distrusted_request_nothing_is_stored(served: Pool, word: tuple[Any, ...]) -> None:
     engine = served.engine()
     assert engine.ask(store_distrusted, chunks(1), word)
     assert served.stats().chunks == 0
     engine.store(chunks(1))
-    assert served.stats().chunks == (word[0] == 0)
+    assert served.stats().chunks == 1
 
 
 def store_distrusted(inside: Inside, tokens: list[int], word: tuple[Any, ...]) -> bool:

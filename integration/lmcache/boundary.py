@@ -104,7 +104,7 @@ class LMCacheBoundary:
 
     def give_up(self, ours: object, error: Exception) -> None:
         """Share nothing any more: `ours` has raised `error`. Never raises."""
-        name = getattr(ours, "__qualname__", str(ours))
+        name = getattr(getattr(ours, "func", ours), "__qualname__", str(ours))
         if self.off:
             log.debug("vcache: %s raised again", name, exc_info=error)
             return
