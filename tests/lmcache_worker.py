@@ -87,11 +87,11 @@ class Inside:
             self.begin_step()
         return self.flush()
 
-    def begin_step(self) -> None:
-        """Plan a step, and have the worker hear of it."""
-        parent = self.adapter._parent
-        parent._connector_metadata.vcache = Word(parent._connector_metadata.vcache.number + 1, 0)
-        self.adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
+    def begin_step(self, *more: Any) -> None:
+        """Plan a step, and have the worker hear of it. more: of `Word`, behind the number."""
+        step = self.adapter._parent._connector_metadata
+        step.vcache = Word(step.vcache.number + 1, *(more or (step.vcache.voided,)))
+        self.adapter.get_block_ids_with_load_errors()
 
     def prefill(self, tokens: list[int]) -> torch.Tensor:
         slots = places(SMALL, len(tokens))

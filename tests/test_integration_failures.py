@@ -234,10 +234,10 @@ def test_a_death_in_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet
 @with_lmcache
 @pytest.mark.parametrize("reader", [LMCACHE], indirect=True)
 def test_an_exception_of_ours_behind_lmcache_shares_nothing(reader: Instance, case: Case) -> None:
-    """Until the next reset, since blocks may be wrong that nobody follows."""
+    """In this process."""
     with meddled(
         reader,
-        "vcache_backend.integration.lmcache.scheduler:LMCacheScheduler._tell",
+        "vcache_backend.integration.lmcache.worker:LMCacheWorker._lookup",
         "raise",
         times=1,
     ):

@@ -215,6 +215,99 @@ def remove(inside: Inside, prompt: list[int], first: int) -> int:
     return worker.session.client.remove(names[first:])
 
 
+# ---- what the scheduler distrusts
+
+
+def store_in_step(inside: Inside, tokens: list[int], loaded: list[int], words: list[Any]) -> bool:
+    """Load one prompt and store another in a step, and begin further steps with these words.
+    Whether all is visible or given up."""
+    from vcache_backend.integration.lmcache import worker
+
+    worker.MOST_SECONDS = SECONDS
+    inside.begin_step()
+    if loaded:
+        inside.load(loaded, None, places(SMALL, len(loaded), 1), "r")
+        inside.adapter.get_block_ids_with_load_errors()
+    slots = inside.prefill(tokens)
+    where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots, "req_id": "r"}
+    inside.engine.store(tokens, **where, **TAGGED)
+    for word in words:
+        inside.begin_step(*word)
+    return bool(inside.worker.session.flush(0.5))
+
+
+def depth(inside: Inside) -> int:
+    return inside.worker._depth
+
+
+def test_a_store_beside_a_load_is_found_once_the_scheduler_knows_that_no_load_has_failed(
+    served: Pool,
+) -> None:
+    """In no rank, in the step or those planned before. A failed load is known `depth` steps later at
+    the latest. After that stores need not wait."""
+    engine, loaded = served.engine(), chunks(1)
+    engine.store(loaded)
+    before, steps = served.stats().chunks, engine.ask(depth)
+    fine, failed = [(0,)] * steps, [(0,)] * (steps - 1) + [(1,)]
+    assert not engine.ask(store_in_step, chunks(1, family=2), loaded, fine[1:])
+    assert served.stats().chunks == before
+    engine.ask(next_step)
+    eventually(lambda: served.stats().chunks == before + 1)
+    assert engine.ask(store_in_step, chunks(1, family=3), loaded, failed)
+    assert served.stats().chunks == before + 1
+    assert engine.ask(store_in_step, chunks(1, family=4), [], [])
+    assert served.stats().chunks == before + 2
+
+
+def next_step(inside: Inside) -> None:
+    inside.begin_step()
+
+
+def reset_in_step(inside: Inside, tokens: list[int]) -> tuple[int, bool]:
+    """A reset is asked for when a step was planned, before the step stores."""
+    from vcache_backend.integration.lmcache.scheduler import RESET
+
+    inside.begin_step()
+    asked = {"hashes": [1], "offsets": [CHUNK], "lookup_id": RESET, "request_configs": {RESET: 1}}
+    answer = inside.engine.lookup(pin=True, **asked)
+    slots = inside.prefill(tokens)
+    where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots, "req_id": "r"}
+    inside.engine.store(tokens, **where, **TAGGED)
+    return answer, inside.flush()
+
+
+def test_a_step_that_was_planned_before_a_reset_stores_nothing(served: Pool) -> None:
+    engine = served.engine()
+    engine.store(chunks(2))
+    assert engine.ask(reset_in_step, chunks(2, family=2)) == (1, True)
+    assert served.stats().chunks == 0
+    assert engine.ask(store_in_step, chunks(1), [], []), "planned before it, too"
+    assert served.stats().chunks == 0
+    engine.ask(planned_after, (1, frozenset("r")))
+    assert engine.ask(store_in_step, chunks(1), [], [])
+    assert served.stats().chunks == 1
+
+
+def planned_after(inside: Inside, word: tuple[Any, ...]) -> None:
+    inside.begin_step(*word)
+
+
+@pytest.mark.parametrize("word", [(0, frozenset("r")), (0, None)])
+def test_of_a_distrusted_request_nothing_is_stored(served: Pool, word: tuple[Any, ...]) -> None:
+    engine = served.engine()
+    assert engine.ask(store_distrusted, chunks(1), word)
+    assert served.stats().chunks == 0
+    engine.store(chunks(1))
+    assert served.stats().chunks == 1
+
+
+def store_distrusted(inside: Inside, tokens: list[int], word: tuple[Any, ...]) -> bool:
+    inside.begin_step(*word)
+    where = {"kvcaches": inside.cache.tensors, "slot_mapping": inside.prefill(tokens)}
+    inside.engine.store(tokens, req_id="r", **where, **TAGGED)
+    return inside.flush()
+
+
 # ---- stepping aside
 
 

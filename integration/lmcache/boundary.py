@@ -89,9 +89,22 @@ class LMCacheBoundary:
 
         replace(owner, name, make)
 
+    def changing(self, owner: Any, name: str, change: Callable[..., Any], wanted: str) -> None:
+        """Replace `owner.name`: the original gets `change` of its first argument, also while this
+        half shares nothing."""
+
+        def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
+            def call(first: Any, *given: Any, **named: Any) -> Any:
+                changed = self.run(change, first, off=change, nothing=first)
+                return theirs(changed, *given, **named)
+
+            return call
+
+        replace(owner, name, make, wanted)
+
     def give_up(self, ours: object, error: Exception) -> None:
         """Share nothing any more: `ours` has raised `error`. Never raises."""
-        name = getattr(ours, "__qualname__", str(ours))
+        name = getattr(getattr(ours, "func", ours), "__qualname__", str(ours))
         if self.off:
             log.debug("vcache: %s raised again", name, exc_info=error)
             return

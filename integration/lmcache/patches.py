@@ -133,35 +133,23 @@ def install(engine: Any, backend: Any, worker: LMCacheWorker, adapter: Any) -> N
     if engine.storage_manager is not None:
         # LMCache's `recreate_backend` goes on allocating from the earlier backend.
         engine.storage_manager.allocator_backend = backend
-    replace(adapter, "start_load_kv", partial(_begin_step, adapter, worker), "forward_context")
-    # Also while nothing is shared.
+    # Also while nothing is shared: loads that LMCache plans must be reported as failed.
+    load = partial(_with_metadata, adapter)
+    WORKER.changing(adapter, "start_load_kv", load, "forward_context")
     WORKER.behind(adapter, "get_block_ids_with_load_errors", worker.settle, worker.settle)
     # Keep slot mappings on the host, where copies are planned. The adapter would move them to the
     # GPU, behind the forward pass.
     adapter.device = importlib.import_module("torch").device("cpu")
 
 
-def _begin_step(
-    adapter: Any, worker: LMCacheWorker, theirs: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wrap `start_load_kv`, which vLLM calls in every step: hear the scheduler's word, and replace
-    attention metadata of None if requests have loads.
+def _with_metadata(adapter: Any, forward_context: Any) -> Any:
+    """Replace attention metadata of None if requests have loads.
 
     Under full CUDA graphs vLLM passes None. LMCache, which only checks for None, would then load
     and report nothing, and the request would be computed from stale blocks."""
-
-    def with_metadata(forward_context: Any) -> Any:
-        requests = getattr(adapter._parent._connector_metadata, "requests", ())
-        loads = any(request.load_spec and request.load_spec.can_load for request in requests)
-        if loads and forward_context.attn_metadata is None:
-            forward_context = copy.copy(forward_context)
-            forward_context.attn_metadata = {}
-        return forward_context
-
-    def start_load_kv(given: Any, *args: Any, **kwargs: Any) -> Any:
-        WORKER.run(worker.hear)
-        # Also while nothing is shared: loads that LMCache plans must be reported as failed.
-        context = WORKER.run(with_metadata, given, off=with_metadata, nothing=given)
-        return theirs(context, *args, **kwargs)
-
-    return start_load_kv
+    requests = getattr(adapter._parent._connector_metadata, "requests", ())
+    loads = any(request.load_spec and request.load_spec.can_load for request in requests)
+    if loads and forward_context.attn_metadata is None:
+        forward_context = copy.copy(forward_context)
+        forward_context.attn_metadata = {}
+    return forward_context

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,14 +56,14 @@ class LMCacheScheduler:
         self._blocks: KVBlocks | None = None
         self.stopped, self._number, self._voided = False, 0, 0
         self._distrusted: frozenset[str] = frozenset()
-        run, instead = SCHEDULER.run, SCHEDULER.instead
+        instead = SCHEDULER.instead
         instead(adapter, "get_num_new_matched_tokens", self._match, off=self._miss, nothing=0)
         instead(adapter, "request_finished", self._forget)
         instead(connector, "update_connector_output", self._hear, off=self._hear)
         SCHEDULER.behind(adapter, "build_connector_meta", self._tell, _stop_workers)
-        connector.bind_gpu_block_pool = lambda pool: run(self._watch, pool)
-        connector.reset_cache = lambda: run(self._reset, nothing=False)
-        connector.weights_change = lambda: run(self._stop)
+        connector.bind_gpu_block_pool = partial(SCHEDULER.run, self._watch)
+        connector.reset_cache = partial(SCHEDULER.run, self._reset, nothing=False)
+        connector.weights_change = partial(SCHEDULER.run, self._stop)
         connector.weights_are = lambda name: None
 
     # ---- requests

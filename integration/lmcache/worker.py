@@ -189,6 +189,7 @@ class LMCacheWorker:
     def settle(self, blocks: set[int]) -> set[int]:
         """Wait for the launched loads, at a step's end. Returns `blocks` and the unfilled KV
         blocks. Each load is judged by its own lease, also after an error elsewhere."""
+        WORKER.run(self._hear)
         bad, block_size = set(blocks), self._instance.adapter._block_size
         for load, slots, starts, skip in self._launched:
             try:
@@ -227,8 +228,8 @@ class LMCacheWorker:
             chunks = range(len(names) - first)
             store(self.session, places, names[first:], chunks, holds=self._confirms(word))
 
-    def hear(self) -> None:
-        """Hear the scheduler's word, at a step's beginning."""
+    def _hear(self) -> None:
+        """Hear the scheduler's word in a step."""
         with self._storing:
             if (word := self._word) is not None:
                 # In this order: another thread reads both.
