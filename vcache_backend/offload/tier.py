@@ -135,14 +135,14 @@ class OffloadTier:
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Write chunks that are now in the pool, in the background. Never blocks."""
-        if self._writer is not None:
-            self._writer.offer(keys)
+        if (writer := self._writer) is not None:
+            writer.offer(keys)
 
     # ---- the rest
 
     def flush(self, seconds: float) -> bool:
         """Wait until all offered chunks are written or dropped; False after `seconds`."""
-        return self._writer is None or self._writer.flush(seconds)
+        return (writer := self._writer) is None or writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
         counted = self._stats.counted("offload_")
@@ -161,3 +161,5 @@ class OffloadTier:
         self._store.close()
         if self._reader is not None:
             self._reader.close()
+        # The staging memory goes with the last load that uses it.
+        self._reader = self._writer = None

@@ -60,6 +60,7 @@ class Writer:
         self._waiting: deque[ChunkKey] = deque()
         self._changed = threading.Condition()
         self._stop = threading.Event()
+        self._stream: torch.cuda.Stream | None = None
         self._thread = threads.start(self._turn, "vcache-offload-write", stats.failed)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
@@ -140,13 +141,25 @@ class Writer:
             names = [objects.name(key, leased.epoch) for key in wanted]
             views = self._views(leased.locations)
             for name, view, buffer in zip(names, views, self._buffers, strict=False):
-                _copy(view.tensor[: self._format.chunk_bytes], buffer.chunk.tensor)
+                self._copy(view.tensor[: self._format.chunk_bytes], buffer.chunk.tensor)
                 self._format.seal(buffer.memory.numpy(), name)
                 sealed.append((name, buffer.place))
             if not self._client.release(leased.lease):
                 sealed = []
         self._dropped("gone", stored.count(False) - len(sealed))
         return sealed
+
+    def _copy(self, chunk: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a chunk into host memory, and wait for the copy."""
+        if chunk.device.type != "cuda":
+            # In one piece: torch's pieces would each wait 5 ms for the interpreter.
+            np.copyto(target.numpy(), chunk.numpy())
+            return
+        # Beside the work of all other streams.
+        self._stream = self._stream or torch.cuda.Stream(chunk.device)
+        with torch.cuda.stream(self._stream):
+            target.copy_(chunk, non_blocking=True)
+        self._stream.synchronize()
 
     def _put(self, sealed: Sequence[tuple[str, Place]]) -> None:
         outcomes: Sequence[str] = []
@@ -166,15 +179,3 @@ class Writer:
     def _dropped(self, reason: str, chunks: int) -> None:
         if chunks > 0:
             self._stats.count(**{f"offload_dropped_{reason}": chunks})
-
-
-def _copy(chunk: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a chunk into host memory, and wait for the copy."""
-    if chunk.device.type != "cuda":
-        # In one piece: torch's pieces would each wait 5 ms for the interpreter.
-        np.copyto(target.numpy(), chunk.numpy())
-        return
-    # Beside the model's stream. A new stream is one of torch's pool.
-    with torch.cuda.device(chunk.device), torch.cuda.stream(torch.cuda.Stream()) as _:
-        target.copy_(chunk, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
