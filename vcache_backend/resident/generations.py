@@ -63,12 +63,6 @@ def packed(counters: UInt64s, blocks: Blocks) -> bytes:
     return b"".join([counters[part].tobytes() for part in _parts(blocks)])
 
 
-def put(values: npt.NDArray[Any], blocks: Blocks, value: float) -> None:
-    """Set these blocks' values. Keeps the interpreter. Raises IndexError."""
-    for part in _parts(blocks):
-        values[part] = value
-
-
 def _parts(blocks: Blocks) -> list[npt.NDArray[np.intp]]:
     """Split blocks into parts of `MOST_ALONE`. numpy takes less time for its own type of index."""
     # Each part by itself: numpy would lend the interpreter to convert all blocks at once.

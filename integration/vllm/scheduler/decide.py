@@ -12,7 +12,7 @@ from .tracked import Answer, AnswerState, Wait
 
 LAST_SECONDS = 0.025
 """How long after a wait's bound the server's last answer may come."""
-UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 0.02, 2.0
+UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 0.05, 2.0
 """The time for a chunk if the owner has measured none, and the longest that an owner may report."""
 SLACK_SECONDS = 0.1
 """A part of each wait's bound: publication, look-up, and the owner's step under way."""

@@ -25,8 +25,6 @@ log = logging.getLogger("vllm.vcache")
 LATER_SECONDS = 0.02
 """How long a promise waits, so that the sending thread does not take the interpreter from the step
 being planned."""
-
-
 LEAST_MEASURED, RECENT = 4, 8
 """The fewest chunks of a prompt that is measured, and how many prompts the rate is the mean of."""
 LONGEST_SECONDS = 60.0
