@@ -22,7 +22,6 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
