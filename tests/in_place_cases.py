@@ -37,7 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
-from vcache_backend.integration.vllm.scheduler import lookups, tracked
+from vcache_backend.integration.vllm.scheduler import decide, lookups, tracked
 from vcache_backend.metadata_server.messages import Publish
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
@@ -58,6 +58,9 @@ def scheduling(folder: Path) -> Iterator[Node]:
         patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
         patch.setattr(lookups, "LATE_SECONDS", SECONDS)
         patch.setattr(tracked, "FRESH_SECONDS", SECONDS)
+        # No model runs, so the time of steps says nothing.
+        for name in ("UNKNOWN_CHUNK_SECONDS", "LONGEST_CHUNK_SECONDS"):
+            patch.setattr(decide, name, 60.0)
         made.serve()
         write_model(made.path.parent / "model")
         yield made
@@ -96,14 +99,13 @@ class Engine:
         arguments: dict[str, Any] | None = None,
         lends: int = 0,
         role: str = "kv_both",
-        paced: bool = False,
         states: int | None = None,
         asynchronous: bool = False,
         **connector: Any,
     ) -> None:
-        """arguments: of vLLM's. lends: bytes, to the pool. paced: it computes a hit where that is
-        sooner. states: which of two block tables has states; None if there is one table, without.
-        asynchronous: it may plan a step before the last one is over. connector: settings."""
+        """arguments: of vLLM's. lends: bytes, to the pool. states: which of two block tables has
+        states; None if there is one table, without. asynchronous: it may plan a step before the
+        last one is over. connector: settings."""
         self.here = here
         # The model is written while this process runs.
         ours = {"share": "in_place", "min_hit_tokens": CHUNK, "model": "tiny", **connector}
@@ -135,10 +137,6 @@ class Engine:
         self.scheduler = kind_of(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
-        self.pace = self.half._pace
-        if not paced:
-            # No model runs, so the time of steps says nothing.
-            self.pace.computes = lambda chunks: False
         self.metas: list[StepMetadata] = []
         self.rows: list[dict[str, set[int]]] = []
         """By step, and by request: the blocks that vLLM gives it."""

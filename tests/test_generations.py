@@ -101,7 +101,6 @@ def test_another_thread_does_not_run_while_the_scheduler_reads_and_writes_many_b
     try:
         for _ in range(10):
             seen = turns[0]
-            generations.put(counters, blocks, 4)
             assert generations.packed(counters, blocks) == counters.tobytes()
             switched += turns[0] != seen
     finally:

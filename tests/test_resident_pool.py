@@ -4,10 +4,8 @@ notices nothing.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -90,7 +88,7 @@ class Watched:
 
     def end(self, tracked: Tracked, blocks: list[Any]) -> None:
         """The request ends."""
-        self.duplicates.finished(tracked, 4)
+        self.duplicates.finished(tracked)
         self.pool.free_blocks(reversed(blocks))
 
     def changed(self, before: Any) -> list[int]:
@@ -98,28 +96,17 @@ class Watched:
         return [int(block) for block in np.flatnonzero(self.view.counters != before)]
 
 
-def used(blocks: Any, local: int = 0) -> Tracked:
-    """A request with these blocks, which has found so many tokens here."""
-    store = StoreState([array(NUMBERS, blocks)])
-    return Tracked(None, DEFAULT, loads=True, local=local, store=store)
+def used(blocks: Any) -> Tracked:
+    """A request with these blocks."""
+    return Tracked(None, DEFAULT, may_load=True, store=StoreState([array(NUMBERS, blocks)]))
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """Here also what was used a moment ago may be given up."""
-    monkeypatch.setattr(duplicates, "YOUNG", inf)
+def watched() -> Iterator[Watched]:
     made = Watched()
     yield made
     made.generations.close()
     made.owner.close()
-
-
-def test_requests_that_have_ended_do_not_stay_in_memory(watched: Watched) -> None:
-    """Also while vLLM has blocks that hold nothing, so that no copy is given up."""
-    requests = [used([1, 2]) for _ in range(100)]
-    for tracked in requests:
-        watched.duplicates.finished(tracked, 4)
-    assert sum(sys.getrefcount(tracked.store.rows[0]) > 2 for tracked in requests) <= 32
 
 
 def freed(watched: Watched, chunks: list[int]) -> list[Any]:
@@ -129,58 +116,13 @@ def freed(watched: Watched, chunks: list[int]) -> list[Any]:
     return blocks
 
 
-def twice(watched: Watched, chunks: list[int]) -> list[Any]:
-    """The same, and another request has found them here and has ended at once."""
-    tracked, blocks = watched.read(chunks)
-    watched.end(tracked, blocks)
-    watched.pool.touch(blocks)
-    watched.end(tracked, blocks)
-    return blocks
-
-
 def fill_up(watched: Watched, count: int) -> list[Any]:
     """A request of its own has computed so many blocks, and has ended."""
     blocks, _ = watched.take(count)
     watched.known(blocks)
-    watched.duplicates.finished(used([block.block_id for block in blocks]), 4)
+    watched.duplicates.finished(used([block.block_id for block in blocks]))
     watched.pool.free_blocks(reversed(blocks))
     return blocks
-
-
-class Clock:
-    now = 1000.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the rule of young copies goes by. A copy stays while it is a tenth as old."""
-    made = Clock()
-    monkeypatch.setattr(duplicates, "YOUNG", 10)
-    monkeypatch.setattr(duplicates, "monotonic", lambda: made.now)
-    return made
-
-
-def test_a_copy_that_was_used_twice_shortly_before_stays(watched: Watched, clock: Clock) -> None:
-    """It is needed again before what was last used far longer ago."""
-    fill_up(watched, BLOCKS - 1 - EACH)
-    clock.now = 1091.0
-    copy = twice(watched, [0])
-    clock.now = 1100.0
-    watched.take(1)
-    assert all(block.block_hash is not None for block in copy)
-    clock.now = 1102.0
-    watched.take(1)
-    assert copy[-1].block_hash is None
-
-
-def test_a_copy_that_was_used_once_leaves_however_lately(watched: Watched, clock: Clock) -> None:
-    """What a request has just ended with is not needed more often for it."""
-    own = fill_up(watched, BLOCKS - 1 - EACH)
-    clock.now = 1100.0
-    copy = freed(watched, [0])
-    watched.take(1)
-    assert copy[-1].block_hash is None
-    assert all(block.block_hash is not None for block in own)
 
 
 def test_the_copy_that_was_used_last_leaves_last(watched: Watched) -> None:
@@ -194,19 +136,6 @@ def test_the_copy_that_was_used_last_leaves_last(watched: Watched) -> None:
     assert all(block.block_hash is None for block in other)
     watched.take(EACH)
     assert all(block.block_hash is None for block in blocks)
-
-
-def test_what_would_leave_instead_is_what_vllm_still_finds(watched: Watched, clock: Clock) -> None:
-    """vLLM puts each request's last block, which is not full, before all others."""
-    fill_up(watched, BLOCKS - 2 - EACH)
-    clock.now = 1095.0
-    copy = twice(watched, [0])
-    clock.now = 1100.0
-    last, _ = watched.take(1)
-    watched.duplicates.finished(used([last[0].block_id]), 4)
-    watched.pool.free_blocks(last)
-    watched.take(2)
-    assert all(block.block_hash is not None for block in copy)
 
 
 def test_of_two_that_would_give_the_same_up_at_once_one_keeps_it(watched: Watched) -> None:
@@ -253,14 +182,18 @@ def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_
     monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
     tracked, blocks = watched.read([0, 1, 2, 3])
     own = fill_up(watched, BLOCKS - 1 - len(blocks))
+    looked, together = list[int](), watched.blocks.together
+    monkeypatch.setattr(
+        watched.blocks, "together", lambda last, *more: looked.append(last) or together(last, *more)
+    )
     watched.take(1)
-    assert watched.duplicates.count == 2
+    assert len(looked) == 1 + 2
     watched.take(1)
-    assert watched.duplicates.count == 0
+    assert len({*looked}) == watched.duplicates.count == 4
     watched.end(tracked, blocks)
     watched.take(1)
     nameless = [block.block_hash is None for block in own + blocks]
-    expected = [False] * (len(own) - 2) + [True] * 2 + [False] * (len(blocks) - 1) + [True]
+    expected = [False] * (len(own) - 2) + [True] * 2 + [False] * (len(blocks) - 2) + [True] * 2
     assert nameless == expected
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.errors import Refused
-from vcache_backend.integration.vllm.in_place import duplicates
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.own_promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.published_chunks import BLOCK_BYTES
@@ -165,12 +163,11 @@ def kept(engine: Engine, tokens: list[int]) -> int:
     ids=["nothing else", "and from its end", "until its owner lost it"],
 )
 def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_own_alone(
-    shared: Make, monkeypatch: pytest.MonkeyPatch, more: int, lost: bool, left: tuple[int, int]
+    shared: Make, more: int, lost: bool, left: tuple[int, int]
 ) -> None:
     """Else both have the same, and half as much. Until then there are blocks that hold nothing, and
     it stays. vLLM finds what is left of a prefix.
     """
-    monkeypatch.setattr(duplicates, "YOUNG", inf)
     owner, reader = shared(), shared()
     own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     computed(owner, both)
@@ -194,8 +191,8 @@ def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(shared
     blocks = engine.half.blocks
     hashes = [blocks.pool.blocks[number].block_hash for number in blocks.head(blocks.free)]
     assert len({hash_ for hash_ in hashes if hash_}) < blocks.free - hashes.count(None)
-    assert blocks.vacant(hashes.count(None))[0] == hashes.count(None)
-    assert blocks.vacant(hashes.count(None) + 1)[0] == hashes.count(None)
+    assert blocks.vacant(hashes.count(None)) == hashes.count(None)
+    assert blocks.vacant(hashes.count(None) + 1) == hashes.count(None)
 
 
 def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None:
@@ -215,10 +212,7 @@ def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None
 
 
 @pytest.mark.parametrize("why", ["its role", "no server"])
-def test_who_could_not_load_a_chunk_again_keeps_it(
-    shared: Make, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    monkeypatch.setattr(duplicates, "YOUNG", inf)
+def test_who_could_not_load_a_chunk_again_keeps_it(shared: Make, why: str) -> None:
     owner, other = shared(), shared(role="kv_producer" if why == "its role" else "kv_both")
     own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     computed(owner, both)

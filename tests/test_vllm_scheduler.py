@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vcache_backend.integration.vllm.boundary import AwaitedLoads
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
-from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked, waits
+from vcache_backend.integration.vllm.scheduler import lookups, own_promises, side, tracked, waits
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import QUEUED_SECONDS, Find, Promise
 
@@ -292,36 +292,8 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
-@pytest.mark.parametrize(("theirs", "own"), [(0.001, 0.005), (40, 30)], ids=["faster", "alike"])
-def test_who_is_not_much_slower_is_waited_for(engine: Engine, theirs: float, own: float) -> None:
-    """faster: it is waited for also where this instance would compute the chunks in a moment.
-    alike: equal instances measure this, since a prompt takes one step or two."""
-    engine.pace.chunk_seconds = own
-    with engine.here.client() as owner:
-        tokens = begun(owner, engine, 2, theirs, 60)
-        request = engine.add(tokens)
-        engine.step()
-        assert request.num_computed_tokens == 0
-    eventually(lambda: engine.step() and request.num_computed_tokens > 0)
-
-
-def test_who_measured_nothing_believes_no_owner_that_a_chunk_takes_an_hour(engine: Engine) -> None:
-    """It would wait for hours, as long as the owner says again that it computes."""
-    with engine.here.client() as owner:
-        tokens = begun(owner, engine, 2, 3600, 600)
-        request = engine.add(tokens)
-
-        def computed() -> bool:
-            begun(owner, engine, 2, 3600, 600, tokens)
-            engine.step()
-            return request.num_computed_tokens > 0
-
-        eventually(computed, every=0.1)
-
-
 def test_of_two_that_begin_together_one_waits_before_either_has_computed(engine: Engine) -> None:
     """On a slow machine what a queued request has promised has passed to the second by then."""
-    engine.pace.chunk_seconds = 60
     with engine.here.client() as owner:
 
         def waits_too() -> bool:
@@ -329,7 +301,7 @@ def test_of_two_that_begin_together_one_waits_before_either_has_computed(engine:
             owner.find(Find(keys, promise=1))
             request = engine.add(tokens)
             engine.step()
-            waits = engine.tracked(request).wait.since > 0
+            waits = engine.tracked(request).wait.wait is not None
             engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
             return waits
 
@@ -339,7 +311,6 @@ def test_of_two_that_begin_together_one_waits_before_either_has_computed(engine:
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: Engine) -> None:
     """By a request that vLLM could schedule now, and stores what it computes. The owner's request
     waits for it in turn."""
-    engine.pace.chunk_seconds = 60
     with engine.here.client() as owner, engine.here.client() as asking:
         tokens, keys = asked(engine)
         owner.find(Find(keys, promise=1))
@@ -365,8 +336,6 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
 def test_who_lacks_blocks_asks_again_before_it_computes_what_it_promised(make: Make) -> None:
     """Another one may have begun it meanwhile."""
     short, other = make(share="pool", blocks=14), make(share="pool")
-    for each in (short, other):
-        each.pace.chunk_seconds = 60
     running = short.add(new_tokens(7 * BLOCK - 4), max_tokens=200)
     short.step()
     tokens, keys = asked(short)
@@ -405,105 +374,30 @@ def coming(asking: Client, engine: Engine, request: Request) -> tuple[int, bool]
     return None if found is None else (found.chunks, found.begun)
 
 
-@pytest.mark.parametrize(("ahead", "chunks"), [(False, 9), (True, 2), (True, 9)])
-def test_behind_a_step_under_way_a_wait_may_be_longer(make: Make, ahead: bool, chunks: int) -> None:
-    """But no more than twice as long as computing, which decides whether to wait at all. The slowest
-    recent prompt says how long that takes, unless it took far longer than the mean."""
-    engine = make(asynchronous=ahead)
-    engine.pace.chunk_seconds, engine.pace.look = 60, lambda: None
-    with engine.here.client() as owner:
-        cases = (0, 90, True), (0, 96, False), (80, 90, True), (80, 96, False), (600, 96, True)
-        for number, (slowest, theirs, waits) in enumerate(cases):
-            engine.pace.recent = [slowest]
-            seconds = 1.1 * max(60, min(slowest, 90)) * CHUNKS
-            prompt = engine.add(new_tokens(chunks * CHUNK))
-            engine.step()
-            request = engine.add(begun(owner, engine, number, theirs, 600))
-            engine.step()
-            wait = engine.tracked(request).wait
-            assert bool(wait.since) == waits
-            under_way = min(seconds, 60 * chunks) if ahead else 0
-            assert not waits or wait.until - wait.since == pytest.approx(seconds + under_way)
-            for each in (prompt, request):  # The next step is that of the next prompt alone.
-                engine.scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_pace_leaves_a_step_under_way_out(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
-    """A step that is planned ahead begins behind it, when the next one is planned. Few chunks say
-    little."""
-    clock, live = FakeClock(), SimpleNamespace(request=SimpleNamespace(num_output_tokens=0))
-    monkeypatch.setattr(pace, "monotonic", clock)
-    measures, prompt = pace.Pace({}, CHUNK, ahead, loads_wait=False), {"x": 32 * CHUNK}
-
-    def measured(chunks: int, seconds: float) -> float:
-        live.request.num_output_tokens = 0
-        measures.planned(prompt, 32 * CHUNK, goes_on=False)
-        measures.begun(live, chunks)
-        if ahead:
-            clock.advance(100)
-            measures.planned({"x": 1}, 1, goes_on=True)
-        clock.advance(seconds)
-        live.request.num_output_tokens = 1
-        measures.planned(prompt, 32 * CHUNK, goes_on=False)
-        return measures.chunk_seconds
-
-    assert measured(32, 64) == measures.slowest == 2
-    assert measures.under_way() == (64 if ahead else 0)
-    assert measured(4, 40) < 2 + 8 * pace.CHUNK_WEIGHT / 4
-    assert measured(32, 320) > 2 + 8 * pace.CHUNK_WEIGHT / 2
-    assert measures.slowest == 10
-    # A first request that compiles is soon forgotten.
-    measures = pace.Pace({}, CHUNK, ahead, loads_wait=False)
-    assert measured(4, 200) == 50
-    assert min(measured(4, 4) for _ in range(20)) < 2
-    assert measures.slowest == 1
-
-
-def test_an_owner_that_brings_nothing_is_not_waited_for_again_and_again(
+def test_a_promise_says_how_fast_the_last_prompts_were_computed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three of its steps, if each wait is shorter. For whoever takes its promise over, only
-    the time after that counts. Who brings something is trusted again."""
-    clock, bound = FakeClock(), waits.LONGER * CHUNKS
-    monkeypatch.setattr(waits, "monotonic", clock)
+    """From their first step to their first token. A first prompt that compiles is forgotten, and one
+    of few chunks says little."""
+    clock, asking = FakeClock(), engine.here.client()
+    monkeypatch.setattr(own_promises, "monotonic", clock)
 
-    def waited(
-        tokens: list[int],
-        ends: Callable[[], None] = lambda: None,
-        seconds: float = bound + 0.01,
-        **wishes: Any,
-    ) -> bool:
-        engine.pace.chunk_seconds = 1
-        request = engine.add(tokens, **wishes)
+    def told(seconds: float, chunks: int = CHUNKS) -> float:
+        """What the promise of a prompt says, which then takes so long."""
+        request = engine.add(new_tokens(chunks * CHUNK + 3), max_tokens=2)
         engine.step()
-        waits = engine.tracked(request).wait.since > 0
-        ends()
+        eventually(lambda: coming(asking, engine, request) == (chunks, True))
+        found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
         clock.advance(seconds)
-        loads = eventually(lambda: engine.step().loads or request.num_computed_tokens > 0)
-        if loads is not True:
-            engine.step(finished_recving={request.request_id})
         engine.finish(request)
-        return waits
+        return float(found.chunk_seconds)
 
-    with engine.here.client() as owner, engine.here.client() as other:
-        tokens = begun(owner, engine, 0, 1, 1)
-
-        def takes_over() -> None:
-            owner.promise(Promise(1, []))
-            begun(other, engine, 0, 1, 1, tokens)
-
-        assert waited(tokens, takes_over)
-        assert [waited(begun(other, engine, name, 1, 1)) for name in (1, 2)] == [True, False]
-        # The longest silence is shorter than two waits, which are longer than `DISTRUST_SECONDS`.
-        assert waited(begun(owner, engine, 3, 1, 2))
-        tokens = begun(owner, engine, 4, 1, 2)
-        assert waited(tokens, lambda: put(engine, tokens), 1)
-        late = [waited(begun(owner, engine, name, 1, 2)) for name in range(5, 8)]
-        assert late == [True, True, False]
-        # Unless a request says how long the owner may be quiet.
-        tokens = begun(owner, engine, 8, 1, 2)
-        assert waited(tokens, announced=True, wait_seconds=bound)
+    assert told(50) == 0.0
+    assert told(1) == 10.0
+    for _ in range(own_promises.RECENT):
+        told(1)
+    told(10, chunks=own_promises.LEAST_MEASURED - 1)
+    assert told(1) == 0.2
 
 
 def test_only_so_many_requests_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,14 +421,13 @@ def begun(
     engine: Engine,
     number: int,
     chunk: float,
-    step: float,
     tokens: list[int] | None = None,
 ) -> list[int]:
-    """A prompt, new by default, that the owner has begun to compute; how long a chunk and a step
-    take there."""
+    """A prompt, new by default, that the owner has begun to compute; how long a chunk takes
+    there."""
     tokens, keys = asked(engine, tokens)
     epoch = owner.find(Find(keys)).epoch
-    owner.promise(Promise(number + 1, keys, 1, b"", epoch, chunk, step))
+    owner.promise(Promise(number + 1, keys, 1, b"", epoch, chunk))
     return tokens
 
 
@@ -758,70 +651,24 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(make
     assert promised(private) is None
 
 
-def test_an_owner_of_few_chunks_says_how_long_a_full_step_takes(engine: Engine) -> None:
-    """Its chunks come at the end of a step that other requests may fill."""
-    engine.pace.chunk_seconds = 0.5
-    asking = engine.here.client()
-    request = engine.add(new_tokens(2 * CHUNK))
-    engine.step()
-
-    def step_seconds() -> float:
-        coming = asking.find(Find(engine.keys(request))).coming
-        return 0.0 if coming is None else coming.step_seconds
-
-    eventually(lambda: step_seconds() == 0.5 * 640 / CHUNK)
-
-
-def test_beside_others_a_short_hit_is_computed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as its load would take more of the present steps than it takes to compute. A step
-    that computes a prompt says nothing of the next ones."""
-    clock, engine = FakeClock(), make(share="pool", paced=True, blocks=64)
-    monkeypatch.setattr(pace, "monotonic", clock)
-    tokens, other, more = (pooled(engine) for _ in range(3))
-    running = engine.add(new_tokens(CHUNK), max_tokens=60)
-    for seconds in (0.9, 0.02, 0.0):
-        engine.step()
-        clock.advance(seconds)
-
-    def loads(chunk_seconds: float, tokens: list[int] = tokens, **wishes: bool) -> bool:
-        """Whether it is loaded, by an instance that takes so long for a chunk."""
-        engine.pace.chunk_seconds = chunk_seconds
-        request = engine.add(tokens, **wishes)
-        meta = engine.step()
-        clock.advance(0.02)
-        engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-        return bool(meta.loads)
-
-    assert loads(0.1 / CHUNKS), "long, at this pace"
-    assert loads(0.001, announced=True), "whoever asks for the load gets it"
-    assert loads(0.0), "the pace is not known"
-    assert not loads(0.001), "sooner than in two steps of 20 ms"
-    prompt = engine.add(new_tokens(pace.BUSY_CHUNKS * CHUNK + 1))
-    engine.step()
-    assert loads(0.001, other), "there is much to compute"
-    for request in (running, prompt):
-        engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    assert loads(0.001, more), "steps without a model run"
-
-
 def waited_for(owner: Client, engine: Engine, chunk_seconds: float) -> list[int]:
     """A prompt that the owner has begun, at this pace, and that a request of the least priority
     waits for."""
-    tokens = begun(owner, engine, 0, chunk_seconds, 600)
+    tokens = begun(owner, engine, 0, chunk_seconds)
     waiting = engine.add(tokens, priority=2)
     engine.step()
-    assert engine.tracked(waiting).wait.since
+    assert engine.tracked(waiting).wait.present
     return tokens
 
 
 def test_nobody_follows_one_that_waits_no_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """By priority vLLM may not come to it for long: one before it lacks blocks."""
     clock = FakeClock()
-    monkeypatch.setattr(waits, "monotonic", clock)
+    for part in (waits, side):
+        monkeypatch.setattr(part, "monotonic", clock)
     engine = make(share="pool", arguments={"scheduling_policy": "priority"})
     engine.add(new_tokens(10 * BLOCK), max_tokens=CHUNK)
     engine.step()
-    engine.pace.chunk_seconds = 1
     with engine.here.client() as owner:
         tokens = waited_for(owner, engine, 1)
         engine.add(new_tokens(18 * BLOCK), priority=1)
@@ -829,7 +676,7 @@ def test_nobody_follows_one_that_waits_no_more(make: Make, monkeypatch: pytest.M
         engine.step()
         for _ in range(2):  # The second one's own wait is not over yet.
             assert follower.num_computed_tokens == 0
-            clock.advance(2 * waits.LONGER * CHUNKS)
+            clock.advance(2 * CHUNKS)
             engine.step()
         engine.step()
         assert follower.num_computed_tokens > 0
@@ -838,12 +685,11 @@ def test_nobody_follows_one_that_waits_no_more(make: Make, monkeypatch: pytest.M
 def test_nobody_follows_a_request_that_waited_while_the_weights_changed(make: Make) -> None:
     """Also not if they are what they were before."""
     engine = make(share="pool", weights="old", arguments={"scheduling_policy": "priority"})
-    engine.pace.chunk_seconds = 60
     with engine.here.client() as owner:
         tokens = waited_for(owner, engine, 60)
         engine.scheduler.connector.weights_change()
         engine.scheduler.connector.weights_are("old")
         later = engine.add(tokens, priority=0)
         engine.step()
-        assert engine.tracked(later).wait.since
+        assert engine.tracked(later).wait.present
         assert not engine.scheduler.connector.off

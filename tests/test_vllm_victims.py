@@ -109,7 +109,7 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
 def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_time(
     make: Make,
 ) -> None:
-    """The first load may be a surprise."""
+    """An eighth of the KV cache is examined."""
     engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
     counters = engine.half.publications.generations.counters
     known = [engine.add(new_tokens(3 * CHUNK)) for _ in range(10)]
@@ -119,9 +119,9 @@ def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_t
     there = {blocks[0]: (blocks, made) for one in said for blocks, made in lying(one)}
     assert len(there) == 30
     saved, left = dict[int, int](), list[int]()
-    with engine.others_bring(6 * CHUNK):
-        for number in range(5):
-            engine.add(new_tokens(6 * CHUNK + 5), max_tokens=1)
+    with engine.others_bring(4 * CHUNK):
+        for number in range(7):
+            engine.add(new_tokens(4 * CHUNK + 5), max_tokens=1)
             for _ in range(3):
                 meta = engine.step()
                 for first, (blocks, made) in list(there.items()):

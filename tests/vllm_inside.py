@@ -108,14 +108,14 @@ class Serving:
     """The commands of an instance."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
+        from vcache_backend.integration.vllm.scheduler import lookups, own_promises, tracked
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
         lookups.LATE_SECONDS = PATIENCE_SECONDS
         # Nobody measures how fast a machine is that others use: `paced` says it.
-        pace.LEAST_MEASURED = FOREVER
-        self.paced(PATIENCE_SECONDS, PATIENCE_SECONDS)
+        own_promises.LEAST_MEASURED = FOREVER
+        self.paced(PATIENCE_SECONDS)
         transfer = {"kv_connector": "LMCacheConnectorV1", **BOTH}
         settings = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True}
         settings |= {"block_size": BLOCK, "kv_cache_memory_bytes": 4096 * TOKEN_BYTES}
@@ -275,12 +275,12 @@ class Serving:
             raise KeyError(name)
         return sum(found)
 
-    def paced(self, chunk_seconds: float, step_seconds: float) -> None:
-        """How long a chunk and a step take here and elsewhere, for waits for what others compute."""
-        from vcache_backend.integration.vllm.scheduler import waits
+    def paced(self, chunk_seconds: float) -> None:
+        """How long a chunk takes elsewhere, for waits for what others compute."""
+        from vcache_backend.integration.vllm.scheduler import decide
 
-        waits.UNKNOWN_CHUNK_SECONDS, waits.UNKNOWN_STEP_SECONDS = chunk_seconds, step_seconds
-        waits.LONGEST_STEP_SECONDS, waits.STATE_SECONDS = PATIENCE_SECONDS, 2.0
+        decide.UNKNOWN_CHUNK_SECONDS = decide.LONGEST_CHUNK_SECONDS = chunk_seconds
+        decide.STATE_SECONDS = 2.0
 
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""

@@ -213,6 +213,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 
     share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
+    wait_factor: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.5
     store: Literal["all", "prompt"] = "all"
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from integration.vllm.in_place.block_pool import KVBlocks, ResidentPool
-from integration.vllm.in_place.replicas import choose
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import (
     INSTANCE_BYTES,
@@ -241,7 +240,7 @@ class Reader(Instance):
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")
-        count, runs = choose(found, self.tables, EACH, 0)
+        count, runs = self.tables.unchanged(found, EACH, 0)
         if not count:
             return
         keys = keys[:count]

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -542,8 +542,8 @@ class Promise(Request, frozen=True, tag="promise"):
     all `ranks` ranks. `instance`: the client's instance; b"" if it shares nothing in place.
     `epoch`: of the namespace when the request began. With an old epoch the server promises nothing.
 
-    `chunk_seconds`: how long the instance takes for a chunk; `step_seconds`: for a full step.
-    0: not measured yet."""
+    `chunk_seconds`: how long the instance takes for a chunk, by its last prompts; 0: not measured
+    yet."""
 
     number: PromiseNumber
     keys: Keys = []
@@ -551,7 +551,6 @@ class Promise(Request, frozen=True, tag="promise"):
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
     epoch: int = 0
     chunk_seconds: Seconds = 0.0
-    step_seconds: Seconds = 0.0
     begun: bool = True
 
 
@@ -689,17 +688,15 @@ def _part(
 
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Connection `owner` has promised the `chunks` chunks after the found chunks. `begun`: a step
+    """Another connection has promised the `chunks` chunks after the found chunks. `begun`: a step
     of the owner has confirmed the promise, or a promised chunk has arrived. `quiet`: seconds since
-    the promise was made or confirmed, or since its last chunk arrived. The other fields: see
+    the promise was made or confirmed, or since its last chunk arrived. `chunk_seconds`: see
     `Promise`."""
 
     chunks: int
-    owner: int
     begun: bool
     quiet: float
     chunk_seconds: float
-    step_seconds: float
 
 
 COPY = struct.Struct("<IQIIQ")

@@ -22,7 +22,6 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,12 +60,6 @@ Blocks = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.uint32]
 def packed(counters: UInt64s, blocks: Blocks) -> bytes:
     """The generations of these blocks, packed. Keeps the interpreter. Raises IndexError."""
     return b"".join([counters[part].tobytes() for part in _parts(blocks)])
-
-
-def put(values: npt.NDArray[Any], blocks: Blocks, value: float) -> None:
-    """Set these blocks' values. Keeps the interpreter. Raises IndexError."""
-    for part in _parts(blocks):
-        values[part] = value
 
 
 def _parts(blocks: Blocks) -> list[npt.NDArray[np.intp]]:

@@ -11,7 +11,7 @@ import time
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Joined
+from vcache_backend.metadata_server.messages import Found, Joined, ResidentRun
 from vcache_backend.resident.generations import GenerationView
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,28 @@ class Tables:
                 self._ends.register(pidfd, select.POLLIN)
             view, _ = self._views[instance]
             return None if view.dead else view
+
+    def unchanged(self, found: Found, each: int, first: int) -> tuple[int, list[ResidentRun]]:
+        """Choose the chunks to load from an answer's copies, whose order is random. Returns the
+        number of leading chunks, and the runs to read in place. each: blocks of a chunk. first: the
+        number of the answer's first chunk.
+
+        Takes a chunk that no copy has unchanged from the pool. Checks only a chunk's last block,
+        which vLLM frees first: the load checks all blocks."""
+        runs, chunk = list[ResidentRun](), 0
+        while chunk < len(found.pooled):
+            for run in found.residents:
+                if run.first <= chunk < run.stop and run.fits(each):
+                    view, packs = self.view(run.instance), (run.blocks, run.generations)
+                    if view and (count := view.leading_ends(*packs, each, chunk - run.first)):
+                        runs.append(run.cut(chunk, chunk + count).numbered(first + chunk))
+                        chunk += count
+                        break
+            else:
+                if not found.pooled[chunk]:
+                    break
+                chunk += 1
+        return chunk, runs
 
     def close(self) -> None:
         """Forget all tables. Views that callers hold stay usable. Idempotent."""

@@ -33,7 +33,7 @@ class KVBlocks:
         self.pool, self.failed, self._fail = pool, False, fail
         self.give_way: Callable[[int], None] = lambda count: None
         self.on_taken: list[Callable[[Sequence[Any]], None]] = []
-        self._get = pool.get_new_blocks
+        self._get, self._evict = pool.get_new_blocks, pool.evict_blocks
         pool.get_new_blocks = self._get_new_blocks
 
     @property
@@ -78,15 +78,14 @@ class KVBlocks:
             block = block.next_free_block
         return numbers
 
-    def vacant(self, most: int) -> tuple[int, int]:
-        """How many of the next blocks, at most `most`, are not in vLLM's prefix cache, and the
-        block behind them, -1 at the end of the queue."""
+    def vacant(self, most: int) -> int:
+        """How many of the next blocks, at most `most`, are not in vLLM's prefix cache."""
         count, block = 0, self._first
         end = self.pool.free_block_queue.fake_free_list_tail
         while count < most and block is not end and block.block_hash is None:
             count += 1
             block = block.next_free_block
-        return count, block.block_id
+        return count
 
     def together(self, first: int, last: int, length: int) -> bool:
         """Whether `length` free blocks, from `first` to `last`, lie one behind the other in the
@@ -97,18 +96,25 @@ class KVBlocks:
             return False
         return behind is not None and behind is self.pool.blocks[last].next_free_block
 
-    def to_head(self, first: int, last: int) -> None:
-        """Make vLLM hand out these blocks first, which lie `together` in the queue."""
+    def give_up(self, first: int, last: int) -> None:
+        """Evict these blocks, which lie `together` in the queue, from vLLM's prefix cache, and make
+        vLLM hand them out first."""
         start, stop = self.pool.blocks[first], self.pool.blocks[last]
         head, before = self.pool.free_block_queue.fake_free_list_head, start.prev_free_block
+        behind, old = stop.next_free_block, head.next_free_block
         if before is not head:
-            behind, old = stop.next_free_block, head.next_free_block
             before.next_free_block = behind
             behind.prev_free_block = before
             head.next_free_block = start
             start.prev_free_block = head
             stop.next_free_block = old
             old.prev_free_block = stop
+            behind = old
+        numbers = set[int]()
+        while start is not behind:
+            numbers.add(start.block_id)
+            start = start.next_free_block
+        self._evict(numbers)
 
     @property
     def _first(self) -> Any:

@@ -115,7 +115,7 @@ class Publications:
         self.epoch = heard
         return True
 
-    def loads(self, blocks: Sequence[int]) -> None:
+    def on_load(self, blocks: Sequence[int]) -> None:
         """Note that a load will fill these blocks. vLLM caches them only if the load succeeds."""
         if self._pool is not None:
             self.generations.filled(blocks)

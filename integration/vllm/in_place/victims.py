@@ -13,17 +13,12 @@ from ..metadata import StepMetadata
 from .block_pool import KVBlocks
 from .publications import Publications
 
-AHEAD_STEPS = 3
-"""How many steps' worth of blocks at the head of vLLM's free queue are examined.
+AHEAD_STEPS, AHEAD_SHARE = 3, 1 / 8
+"""How many steps' worth of blocks at the head of vLLM's free queue are examined; or this share of
+the KV cache if that is more, since a load takes more blocks than a step computes.
 
 A step's saves are copied after the step. By then vLLM has planned the next step, with asynchronous
 scheduling the next two. So only blocks that later steps take are saved in time."""
-TAKEN_DECAY = 0.97
-"""A step's worth of blocks is the most that a step has taken lately; a step that takes fewer lowers
-the worth by this factor. A load takes all blocks of its request in one step, many more than a step
-computes."""
-MOST_AHEAD = 8192
-"""The most blocks that are examined, even if steps are large."""
 MOST_SAVED = 256
 """The most chunks that one step saves."""
 
@@ -38,9 +33,9 @@ class Victims:
     def __init__(self, publications: Publications, step_blocks: int) -> None:
         """step_blocks: the most blocks that one step fills."""
         self._publications, self._each = publications, publications.each
-        self._step_blocks = self._taken = step_blocks
         self._blocks: KVBlocks | None = None
         count = publications.blocks
+        self._need = max(AHEAD_STEPS * step_blocks, int(AHEAD_SHARE * count))
         self._keys: dict[int, ChunkKey] = {}
         self._rows: npt.NDArray[np.uint32] = np.zeros((count, self._each), dtype=np.uint32)
         """By a chunk's first block: all of its blocks."""
@@ -66,9 +61,8 @@ class Victims:
         if self._blocks is None:
             return
         self._note(meta)
-        need = min(AHEAD_STEPS * self._taken, MOST_AHEAD)
-        if self._left < min(need, self._blocks.free):
-            self._look(meta, self._blocks.head(need + need // 4))
+        if self._left < min(self._need, self._blocks.free):
+            self._look(meta, self._blocks.head(self._need + self._need // 4))
 
     # ---- inside
 
@@ -76,10 +70,6 @@ class Victims:
         fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
         fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
-        # Blocks that still hold their chunk were hit, not handed out.
-        now = self._publications.generations.counters
-        taken = int(np.count_nonzero(self._published[fresh] != now[fresh]))
-        self._taken = max(self._step_blocks, taken, int(self._taken * TAKEN_DECAY))
         self._saved[self._first[fresh]] = 0
         for publish in (spec.publish for spec in meta.publications):
             rows = np.frombuffer(publish.blocks, dtype="<u4").reshape(-1, self._each)

@@ -23,11 +23,10 @@ from vcache_backend.metadata_server.messages import (
 )
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
-from ..in_place.replicas import choose
 from ..telemetry.stats import Meter
 from .adapters import Adapters
 from .introduction import Introduction
-from .tracked import NO_ANSWER, Answer, Question, Tracked
+from .tracked import FAILED, LATE, Answer, AnswerState, Question, Tracked
 
 log = logging.getLogger("vllm.vcache")
 
@@ -98,25 +97,25 @@ class Lookups:
             except VCacheError as error:
                 log.debug("look-up: %s", error)
 
-    def find(self, tracked: Tracked, first: int, whole: int) -> Answer | None:
-        """Look up the chunks [first, whole). `name` must have made the keys. None: the answer is
-        late, so call again in the next step. No hits if the server does not answer within the
-        deadline of a call."""
+    def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
+        """Look up the chunks [first, whole). `name` must have made the keys. After a `LATE` answer
+        call again in the next step. `FAILED` if the server does not answer within the deadline of a
+        call."""
         lookup, client, now = tracked.lookup, self._instance.client, monotonic()
         if lookup.question is not None and not lookup.since:
             # A late answer may be older: vLLM has asked for it.
             lookup.question = lookup.question if now < lookup.question.at + AHEAD_SECONDS else None
-        answer: Answer | None = NO_ANSWER
+        answer = FAILED
         if client is not None:
             over = bool(lookup.since) and now > lookup.since + client.request_seconds
             try:
                 answer = self._answer(client, tracked, first, whole, over)
             except VCacheError as error:
                 answer = self._failed(error, late=bool(lookup.since))
-        self._late = answer is None
-        if answer is None:
+        self._late = answer.state is AnswerState.LATE
+        if self._late:
             lookup.since = lookup.since or now
-            return None
+            return answer
         lookup.since = 0.0
         if not answer.counted:
             self._count(client, tracked, answer, first, whole)
@@ -141,9 +140,9 @@ class Lookups:
 
     def _answer(
         self, client: Client, tracked: Tracked, first: int, whole: int, over: bool
-    ) -> Answer | None:
+    ) -> Answer:
         """Return the last answer if it counts, otherwise the server's answer to the present
-        question, sent now if necessary; None if late. over: stop waiting. VCacheError."""
+        question, sent now if necessary; `LATE` if late. over: stop waiting. VCacheError."""
         lookup, now = tracked.lookup, monotonic()
         while True:
             question = lookup.question
@@ -157,13 +156,13 @@ class Lookups:
                 except ServerTimeout:
                     if over:
                         raise
-                    return None
+                    return LATE
                 if question is None:
                     return self._ask(client, tracked, first, whole)
                 over = False
             # After a late answer the next answers are probably late, too.
             if not question.sent.arrives(0.0 if self._late else _patience(client)) and not over:
-                return None
+                return LATE
             lookup.question = None
             started = monotonic() - question.seconds
             try:
@@ -214,7 +213,7 @@ class Lookups:
         """late: an earlier step has waited for the answer in vain."""
         log.debug("look-up: %s", error)
         self._meter.count("failures", 1, "late" if late else error.cause)
-        return NO_ANSWER
+        return FAILED
 
     def _request(self, tracked: Tracked, first: int, stop: int, begins: bool) -> Find:
         own, keys = self._instance.publications, tracked.lookup.keys[first:stop]
@@ -241,7 +240,7 @@ class Lookups:
         keys = keys[first:stop]
         answered = chunks = len(reply.pooled)
         if publications is not None and tables is not None:
-            chunks, residents = choose(reply, tables, publications.each, first)
+            chunks, residents = tables.unchanged(reply, publications.each, first)
         # Nothing can be loaded behind a chunk that has just been lost.
         coming = reply.coming if chunks == answered else None
         comes_to = first + answered + coming.chunks if coming is not None else 0

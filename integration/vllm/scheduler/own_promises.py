@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from math import inf
 from queue import SimpleQueue
-from time import sleep
+from time import monotonic, sleep
 from typing import NamedTuple
 
 from vcache_backend import threads
@@ -17,7 +18,6 @@ from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Promis
 from ...doubts import UntrustedBlocks
 from .introduction import Introduction
 from .lookups import Lookups
-from .pace import LONGEST_SECONDS, Pace
 from .tracked import NEVER, Tracked
 
 log = logging.getLogger("vllm.vcache")
@@ -25,6 +25,49 @@ log = logging.getLogger("vllm.vcache")
 LATER_SECONDS = 0.02
 """How long a promise waits, so that the sending thread does not take the interpreter from the step
 being planned."""
+LEAST_MEASURED, RECENT = 4, 8
+"""The fewest chunks of a prompt that is measured, and how many prompts the rate is the mean of."""
+LONGEST_SECONDS = 60.0
+"""The longest time for a prompt: only a stopped process takes longer."""
+
+
+class PrefillRate:
+    """How fast this instance has computed its last prompts, each from its first step to its first
+    token, with other requests in the same steps. Measures one request at a time. Runs in the
+    scheduler's thread.
+
+    measured: the request that is being measured."""
+
+    def __init__(self) -> None:
+        self.measured: Tracked | None = None
+        self._chunks, self._tokens, self._since = 0, 0, 0.0
+        self._recent = deque[tuple[int, float]](maxlen=RECENT)
+        """Chunks, and seconds, of the last prompts."""
+
+    @property
+    def chunk_seconds(self) -> float:
+        """The mean time for a chunk; 0.0 before the first measurement."""
+        chunks = sum(chunks for chunks, _ in self._recent)
+        return sum(seconds for _, seconds in self._recent) / chunks if chunks else 0.0
+
+    def begin(self, tracked: Tracked, chunks: int) -> None:
+        """Note that the first step of a request is planned, which computes so many chunks."""
+        if self.measured is None and chunks >= LEAST_MEASURED:
+            self.measured, self._since = tracked, monotonic()
+            self._chunks, self._tokens = chunks, tracked.request.num_output_tokens
+
+    def look(self) -> None:
+        """Finish the measurement if the request has a further token. Call it once a step."""
+        measured = self.measured
+        if measured is not None and measured.request.num_output_tokens > self._tokens:
+            self._recent.append((self._chunks, min(monotonic() - self._since, LONGEST_SECONDS)))
+            self.measured = None
+
+    def end(self, tracked: Tracked) -> None:
+        """Note that a request has ended or lost its blocks."""
+        if tracked is self.measured:
+            self.look()
+            self.measured = None
 
 
 class _Unsent(NamedTuple):
@@ -35,6 +78,7 @@ class _Unsent(NamedTuple):
     first: int = 0
     stop: int = 0
     epoch: int = 0
+    chunk_seconds: float = 0.0
     begun: bool = True
 
 
@@ -47,17 +91,14 @@ class OwnPromises:
         config: Config,
         instance: Introduction,
         lookups: Lookups,
-        pace: Pace,
         untrusted: UntrustedBlocks,
         hashes: int,
-        step_tokens: int,
     ) -> None:
-        """hashes: vLLM's block hashes of a chunk. step_tokens: the most tokens of a step."""
-        self._instance, self._lookups, self._pace = instance, lookups, pace
-        self._untrusted = untrusted
+        """hashes: vLLM's block hashes of a chunk."""
+        self.rate = PrefillRate()
+        self._instance, self._lookups, self._untrusted = instance, lookups, untrusted
         self._size, self._hashes = config.engine.chunk_size, hashes
         self._prompts_only = config.connector.store == "prompt"
-        self._step_chunks = step_tokens / self._size
         self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
         threads.start(self._send, "vcache-promises")
 
@@ -65,9 +106,9 @@ class OwnPromises:
         """Promise the request's chunks from token `computed` on: its first step with its present
         blocks is planned. Does nothing if less than a chunk is left, for example after a hit."""
         if chunks := self._confirm(tracked, computed, begun=True):
-            self._pace.begun(tracked, chunks)
+            self.rate.begin(tracked, chunks)
 
-    def loads(self, tracked: Tracked) -> None:
+    def on_load(self, tracked: Tracked) -> None:
         """Confirm the promise of the chunks behind a load that begins: no other request takes it
         over meanwhile. Does nothing for a load from the offload tier, which may take long."""
         answer = tracked.lookup.answer
@@ -76,7 +117,7 @@ class OwnPromises:
 
     def ended(self, tracked: Tracked) -> None:
         """Withdraw the promise of a request that ended or lost its blocks, unless it was kept."""
-        self._pace.ended(tracked)
+        self.rate.end(tracked)
         promise = tracked.promise
         if promise.made and (not promise.stop or tracked.store.stored < promise.stop):
             self._unsent.put(_Unsent(promise.number))
@@ -97,7 +138,8 @@ class OwnPromises:
             stop = 0
         own, keys = self._instance.publications, tracked.lookup.keys
         epoch = own.epoch if own is not None else self._lookups.epoch
-        self._unsent.put(_Unsent(promise.number, keys, first, stop, epoch, begun))
+        terms = epoch, self.rate.chunk_seconds, begun
+        self._unsent.put(_Unsent(promise.number, keys, first, stop, *terms))
         promise.made = stop > first
         promise.stop = stop
         return max(0, stop - first)
@@ -134,10 +176,7 @@ class OwnPromises:
             return
         keys = list(promise.keys[promise.first : promise.stop])
         name = own.instance if own is not None else InstanceId(b"")
-        chunk = self._pace.chunk_seconds
-        # Other requests may fill the step.
-        step = min(chunk * self._step_chunks, LONGEST_SECONDS)
-        terms = promise.epoch, chunk, step, promise.begun
+        terms = promise.epoch, promise.chunk_seconds, promise.begun
         answer = client.promise(Promise(promise.number, keys, self._instance.ranks, name, *terms))
         if keys:
             self._lookups.epoch = answer.epoch

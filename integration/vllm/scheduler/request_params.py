@@ -23,11 +23,6 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     announced: bool = False
     wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0
 
-    @property
-    def patience(self) -> float:
-        """How long the instance that computes an announced prompt may be quiet in any case."""
-        return self.wait_seconds if self.announced else 0.0
-
 
 NOTHING = RequestParams(load=False, store=False)
 DEFAULT = RequestParams()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, count
 from math import inf
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -30,11 +31,11 @@ from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
 from . import request_params
 from .completions import Completions
+from .decide import FOLLOW, MISS, RETRY, Asked, LookupDecision, Rules, decide
 from .introduction import Introduction
 from .load_specs import LoadSpecs
 from .lookups import Lookups
 from .own_promises import OwnPromises
-from .pace import Pace
 from .resets import Resets
 from .tracked import StoreState, Tracked
 from .waits import Waits
@@ -111,18 +112,14 @@ class SchedulerSide:
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling = vllm_config.scheduler_config
         self._numbers = count(1)
-        loads_wait = not compat.loads_at_once(vllm_config, config)
-        ahead = bool(scheduling.async_scheduling)
-        self._pace = Pace(self._requests, self._size, ahead, loads_wait)
         self._steps_are_taken = scheduling.policy == "priority"
         """vLLM may take the step being planned from a request."""
         self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", True))
-        step_tokens = scheduling.max_num_batched_tokens
-        self._promises = OwnPromises(
-            config, instance, self.lookups, self._pace, self._untrusted, self._hashes, step_tokens
+        self._promises = OwnPromises(config, instance, self.lookups, self._untrusted, self._hashes)
+        self._rules = Rules(
+            self._size, self._least, config.connector.wait_factor, bool(self._groups.parts)
         )
-        states = bool(self._groups.parts)
-        self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
+        self._waits = Waits(instance, self.lookups, self._size, meter)
         self.resets = Resets(
             instance, self._numbers, self._drop_answers, self._doubt_all, self._rename
         )
@@ -164,7 +161,7 @@ class SchedulerSide:
             return
         tracked, (tokens, chunks) = self._track(request), self._loadable(request)
         lacking = tokens - self._least
-        if lacking < 0 or not tracked.loads or self.resets.clearing:
+        if lacking < 0 or not tracked.may_load or self.resets.clearing:
             return
         ends, first = range(self._size - 1, tokens, self._size), 0
         # Mostly vLLM's cache lacks even the first chunk.
@@ -172,7 +169,7 @@ class SchedulerSide:
             if self._has(request, lacking):
                 return
             first = bisect(ends, False, lo=1, key=lambda token: not self._has(request, token))
-        if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
+        if self.lookups.name(tracked, chunks):
             self.lookups.send(tracked, first, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
@@ -181,16 +178,14 @@ class SchedulerSide:
 
         None in place of a number: ask again in the next step."""
         if self.instance.keys is None and self.instance.waits():
-            return None, False
+            return RETRY.matched
         self.resets.learn()
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
-        tokens = self._matched(tracked, local)
-        if tokens is None:
-            return None, False
-        if self._spans is not None:
-            self._spans.looked_up(tracked, local, tokens)
-        return tokens, tokens > 0
+        decision = self._decide(tracked, local)
+        if self._spans is not None and not decision.result.again:
+            self._spans.looked_up(tracked, local, decision.tokens)
+        return decision.matched
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Prepare the load of `external` tokens into `blocks`, reserved for the request."""
@@ -198,7 +193,7 @@ class SchedulerSide:
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
         self._stands(tracked, load, first, rows)
-        self._promises.loads(tracked)
+        self._promises.on_load(tracked)
         self._loads.append(load)
         tracked.loading = True
 
@@ -217,10 +212,10 @@ class SchedulerSide:
         it, as in most steps: then `plan` is not called for the step."""
         # Every step passes here: keep it short.
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        publications, most = self.publications, max(scheduled.values(), default=0)
-        self._pace.planned(scheduled, most, bool(cached.req_ids))
+        publications = self.publications
+        self._promises.rate.look()
         return self._completions.quiet(cached, scheduled) and not (
-            not most
+            not scheduled
             or output.scheduled_new_reqs
             or self._loads
             or self._cancelled
@@ -298,7 +293,7 @@ class SchedulerSide:
                 tracked.loading = False
                 self._cancelled.add(request.request_id)
             elif self.publications is not None and self.publications.duplicates is not None:
-                self.publications.duplicates.finished(tracked, self._groups.block)
+                self.publications.duplicates.finished(tracked)
 
     def close(self) -> None:
         """Idempotent."""
@@ -374,40 +369,28 @@ class SchedulerSide:
             log.warning("request %s is served uncached: %s", name, error)
             return request_params.NOTHING
 
-    def _matched(self, tracked: Tracked, local: int) -> int | None:
-        """Look up how many tokens after the first `local` can be loaded. None: the answer is late,
-        or the request waits for more chunks."""
+    def _decide(self, tracked: Tracked, local: int) -> LookupDecision:
+        """Look the request up, and decide what becomes of it."""
         if (
-            not tracked.loads
+            not tracked.may_load
             or self.resets.clearing
             or local % self._groups.block
             or (self.instance.keys is None and not self.instance.open())
         ):
-            return 0
+            return MISS
         most, chunks = self._loadable(tracked.request)
-        first, waits = local // self._size, self._waits
-        if (
-            most - local < self._least
-            or self._computes(tracked, chunks - first)
-            or not self.lookups.name(tracked, chunks)
-        ):
-            return 0
+        if most - local < self._least or not self.lookups.name(tracked, chunks):
+            return MISS
+        first, waits, params = local // self._size, self._waits, tracked.params
         if waits.follows(tracked, first) or waits.pauses(tracked, first, chunks):
-            return None
+            return FOLLOW
         answer = self.lookups.find(tracked, first, chunks)
-        if answer is None:
-            return 0 if waits.expired(tracked) else None
-        if self._computes(tracked, max(answer.hits, answer.comes_to) - first):
-            return 0
-        if waits.holds(tracked, answer, chunks):
-            return None
-        external = min(answer.hits * self._size, most) - local
-        return external if external >= self._least else 0
-
-    def _computes(self, tracked: Tracked, chunks: int) -> bool:
-        """Whether the request computes `chunks` chunks rather than load them or wait for them."""
-        settled = tracked.params.announced or tracked.wait.since
-        return not settled and self._pace.computes(chunks)
+        bound = params.wait_seconds if params.announced else None
+        may_wait = waits.may_begin(tracked)
+        asked = Asked(local, most, chunks, bound, may_wait, tracked.wait.present)
+        decision = decide(self._rules, asked, answer, monotonic())
+        waits.note(tracked, decision, answer.hits)
+        return decision
 
     def _stands(
         self, tracked: Tracked, load: LoadSpec, first: int, rows: Sequence[Sequence[int]]
@@ -415,7 +398,7 @@ class SchedulerSide:
         """Mark the load's chunks, which need no store. first: the number of the load's first chunk.
         rows: the request's blocks, by block table."""
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
-        self._waits.loads(tracked)
+        self._waits.on_load(tracked)
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
         # promoted.
         partial = (
@@ -427,7 +410,7 @@ class SchedulerSide:
             # Once loaded, these chunks are published as if computed here.
             size = self._groups.block
             loaded = slice(tracked.local // size, tracked.supplied // size)
-            self.publications.loads(rows[0][loaded])
+            self.publications.on_load(rows[0][loaded])
         if partial:
             self._completions.expect(tracked, first, end)
 
@@ -443,7 +426,7 @@ class SchedulerSide:
         lost = self._untrusted.end_steps(report.echoes, invalid)
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
-            tracked.loads = False
+            tracked.may_load = False
             # vLLM may compute the request from the start.
             self._completions.stored(tracked, 0)
         if lost and self.blocks is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from enum import Enum
 from functools import partial
 from math import inf
 from time import monotonic
@@ -30,9 +31,18 @@ compute them. Longer than `QUEUED_SECONDS`: a request that lacks blocks must not
 before another request may take it over. In between, two requests may compute the same chunks."""
 
 
+class AnswerState(Enum):
+    """Of a look-up's answer. FAILED: no answer within the deadline, or no server. LATE: not here
+    yet, so ask again in the next step."""
+
+    HERE = 0
+    FAILED = 1
+    LATE = 2
+
+
 class Answer(msgspec.Struct):
     """The result of a look-up at the time `at` (time.monotonic): chunks [first, hits) can be
-    loaded.
+    loaded. An answer that is not `HERE` has no hits.
 
     pooled: chunks below this number are in the pool or in KV caches, later chunks in the offload
     tier. residents: the chunks that lie in other instances' KV caches. seconds: how long the
@@ -48,6 +58,7 @@ class Answer(msgspec.Struct):
     coming: Coming | None = None
     comes_to: int = 0
     counted: bool = False
+    state: AnswerState = AnswerState.HERE
 
     @property
     def offloaded(self) -> bool:
@@ -73,7 +84,8 @@ class Answer(msgspec.Struct):
         ]
 
 
-NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
+FAILED = Answer(0, 0, 0, 0.0, 0.0, counted=True, state=AnswerState.FAILED)
+LATE = Answer(0, 0, 0, 0.0, 0.0, counted=True, state=AnswerState.LATE)
 
 
 class Question(msgspec.Struct):
@@ -146,49 +158,62 @@ class PromiseState(msgspec.Struct):
     stop: int = 0
 
 
-NOTHING_LED = ChunkKey(b"")
+class Wait(msgspec.Struct, frozen=True):
+    """A request's wait for chunks that another instance computes, as `decide` made it.
+
+    since: when it began (time.monotonic). bound: its longest duration, and how long the owner may
+    make no progress, in seconds. began, target: how many leading chunks exist at the beginning, and
+    at the end. promised: the server has reported a promise. gone: when the server first reported
+    that the promise has ended; None: it has not."""
+
+    since: float
+    bound: float
+    began: int
+    target: int
+    promised: bool
+    gone: float | None = None
+
+    @property
+    def until(self) -> float:
+        """The latest end (time.monotonic)."""
+        return self.since + self.bound
 
 
 class WaitState(msgspec.Struct):
-    """A request's wait for chunks that are being computed. Only `Waits` writes this state. Times
-    are of time.monotonic.
+    """A request's wait, and its lead over other requests of this instance. Only `Waits` writes this
+    state.
 
-    since: 0.0 before the wait. until: the latest end. asked: when the server was last asked. began,
-    target: how many leading chunks exist at the beginning, and at the end. owner, owned: who
-    promises the missing chunks, and since when; 0: nobody yet. promised: the server has reported a
-    promise. gone: since when the server reports no promise. over: the wait has ended. seconds,
-    tokens, end: how long the request has waited, how many tokens came, and how the wait ended
-    (`Meter.waited`). loads: the request has begun a load. leads: the first chunk that the request
-    loads or waits for, or `NOTHING_LED`. Other requests that lack this chunk may follow the
-    request."""
+    wait: None before the wait. asked: when the server was last asked (time.monotonic). over: the
+    wait has ended; a request waits once. seconds, tokens, end: how long the request has waited, how
+    many tokens came, and how the wait ended (`Meter.waited`). load_started: the request has begun a
+    load. leads: the first chunk that the request loads or waits for; None: no chunk. Other requests
+    that lack this chunk may follow the request."""
 
-    since: float = 0.0
-    until: float = 0.0
+    wait: Wait | None = None
     asked: float = 0.0
-    began: int = 0
-    target: int = 0
-    owner: int = 0
-    owned: float = 0.0
-    promised: bool = False
-    gone: float = 0.0
     over: bool = False
     seconds: float = 0.0
     tokens: int = 0
     end: str = ""
-    loads: bool = False
-    leads: ChunkKey = NOTHING_LED
+    load_started: bool = False
+    leads: ChunkKey | None = None
+
+    @property
+    def present(self) -> Wait | None:
+        """The wait, unless it has ended."""
+        return None if self.over else self.wait
 
 
 class Tracked(msgspec.Struct):
     """The state of a vLLM request for `SchedulerSide` and its parts.
 
-    loads: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
-    hits. supplied: `local` and the tokens that we load. loading: a load is under way. due: a step
-    that reaches fewer tokens completes nothing; only `Completions` writes `due`."""
+    may_load: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked
+    for hits. supplied: `local` and the tokens that we load. loading: a load is under way. due: a
+    step that reaches fewer tokens completes nothing; only `Completions` writes `due`."""
 
     request: Any
     params: RequestParams
-    loads: bool
+    may_load: bool
     local: int = 0
     supplied: int = 0
     loading: bool = False

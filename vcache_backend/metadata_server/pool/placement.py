@@ -28,8 +28,8 @@ class Peer(msgspec.Struct):
 
     From the hello: the client's process, the process's parent and `processes.spawner`, the
     preferred device, the instance's name and layout (empty for tools). From later messages:
-    segments that the client cannot map, its reads, whether it has looked tokens up, its pace (see
-    `OpenPromise`); `heard`: when its last message came (monotonic clock)."""
+    segments that the client cannot map, its reads, whether it has looked tokens up, its
+    `Promise.chunk_seconds`; `heard`: when its last message came (monotonic clock)."""
 
     id: int
     process: ProcessId
@@ -42,7 +42,7 @@ class Peer(msgspec.Struct):
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
     reads: list[Reads] = []
     asked: bool = False
-    pace: tuple[float, float] = (0.0, 0.0)
+    chunk_seconds: float = 0.0
     heard: float = msgspec.field(default_factory=time.monotonic)
 
     @property

@@ -30,15 +30,15 @@ _FIRST_RANK = bytes(m.RANK_BYTES)
 
 class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """The promise of one request of `client`. left: the chunks that have not arrived (keys of rank
-    0). at: when the promise was made or confirmed, or its last chunk arrived. pace:
-    `Promise.chunk_seconds` and `step_seconds`. confirmed: no look-up takes the promise over. begun:
-    a step computes the chunks, or a chunk has arrived. over: the promise has ended."""
+    0). at: when the promise was made or confirmed, or its last chunk arrived. chunk_seconds: see
+    `Promise`. confirmed: no look-up takes the promise over. begun: a step computes the chunks, or a
+    chunk has arrived. over: the promise has ended."""
 
     client: Peer
     number: int
     ranks: int
     at: float
-    pace: tuple[float, float]
+    chunk_seconds: float
     left: dict[m.ChunkKey, None]
     confirmed: bool = False
     begun: bool = False
@@ -73,10 +73,9 @@ class Promises:
         others = (at for at, key in enumerate(keys) if self._by_key.get(key) is not promised)
         return m.Coming(
             next(others, len(keys)),
-            promised.client.id,
             promised.begun,
             max(0.0, self._now() - promised.at),
-            *promised.pace,
+            promised.chunk_seconds,
         )
 
     # ---- made
@@ -103,7 +102,7 @@ class Promises:
             return 0
         taken.confirmed = True
         taken.begun = request.begun
-        taken.pace = client.pace = request.chunk_seconds, request.step_seconds
+        taken.chunk_seconds = client.chunk_seconds = request.chunk_seconds
         return len(taken.left)
 
     # ---- kept
@@ -169,7 +168,7 @@ class Promises:
         if promised is None:
             if len(self._quiet) >= MAX_PROMISES or len(of_client) >= MAX_OF_CLIENT:
                 return None
-            promised = OpenPromise(client, number, ranks, 0.0, client.pace, {})
+            promised = OpenPromise(client, number, ranks, 0.0, client.chunk_seconds, {})
         room = min(MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
         new = [key for key in lacking if key not in promised.left][: max(0, room)]
         for key in self._by_key.keys() & new:

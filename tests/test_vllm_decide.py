@@ -1,0 +1,177 @@
+"""What a look-up's answer means for its request: a table of cases."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from vcache_backend.integration.vllm.scheduler.decide import (
+    LAST_SECONDS,
+    LONGEST_CHUNK_SECONDS,
+    SLACK_SECONDS,
+    STATE_SECONDS,
+    UNKNOWN_CHUNK_SECONDS,
+    Asked,
+    LookupDecision,
+    LookupResult,
+    Rules,
+    decide,
+)
+from vcache_backend.integration.vllm.scheduler.tracked import FAILED, LATE, Answer, Wait
+from vcache_backend.metadata_server.messages import Coming
+
+NOW, SIZE, CHUNKS = 1000.0, 10, 8
+MISS, HIT, WAIT, RETRY = LookupResult
+RULES = Rules(SIZE, least=SIZE, wait_factor=1.5, states=False)
+ASKED = Asked(
+    local=0, most=CHUNKS * SIZE - 1, chunks=CHUNKS, wait_seconds=None, may_wait=True, wait=None
+)
+BOUND = 1.5 * 6 * 0.5 + SLACK_SECONDS
+"""Of the wait for 6 chunks, of 0.5 s each, behind 2 chunks that are there."""
+WAITS = Wait(NOW, BOUND, began=2, target=CHUNKS, promised=True)
+
+
+def answer(hits: int, coming: int = 0, quiet: float = 0.0, chunk_seconds: float = 0.5) -> Answer:
+    """So many chunks are there, and so many of the next ones are promised."""
+    made = Answer(0, hits, hits, NOW, 0.0)
+    if coming:
+        made.coming = Coming(coming, True, quiet, chunk_seconds)
+        made.comes_to = hits + coming
+    return made
+
+
+class Case(NamedTuple):
+    """decided: at NOW + later. rules, asked: what differs from `RULES` and `ASKED`."""
+
+    answer: Answer
+    decided: LookupDecision
+    later: float = 0.0
+    rules: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+
+
+def waits(bound: float, began: int = 2, target: int = CHUNKS, promised: bool = True) -> Any:
+    return LookupDecision(WAIT, wait=Wait(NOW, bound, began, target, promised))
+
+
+def hit(tokens: int, end: str = "") -> LookupDecision:
+    return LookupDecision(HIT, tokens, end=end)
+
+
+def miss(end: str = "") -> LookupDecision:
+    return LookupDecision(MISS, end=end)
+
+
+ALREADY = {"may_wait": False, "wait": WAITS}
+ANNOUNCED = {"wait_seconds": 30.0}
+UNPROMISED = {**ANNOUNCED, "may_wait": False, "wait": Wait(NOW, 30.0, 0, CHUNKS, promised=False)}
+STATES = {"states": True}
+
+ONCE = {
+    "nothing is there": Case(answer(0), miss()),
+    "some of it": Case(answer(2), hit(20)),
+    "all of it, but vLLM computes the last token": Case(answer(CHUNKS), hit(79)),
+    "behind what vLLM has": Case(answer(4), hit(25), asked={"local": 15}),
+    "too little to load": Case(answer(1), miss(), rules={"least": 11}),
+    "no server": Case(FAILED, miss()),
+    "a late answer": Case(LATE, LookupDecision(RETRY)),
+    "another computes the rest": Case(answer(2, coming=6), waits(BOUND)),
+    "and more than that": Case(answer(2, coming=99), waits(BOUND)),
+    "another computes a part of it": Case(
+        answer(2, coming=1), waits(0.75 + SLACK_SECONDS, target=3)
+    ),
+    "of which too little can be loaded": Case(answer(0, coming=1), miss(), rules={"least": 11}),
+    "it does not say how fast it is": Case(
+        answer(2, coming=6, chunk_seconds=0), waits(9 * UNKNOWN_CHUNK_SECONDS + SLACK_SECONDS)
+    ),
+    "a chunk takes it an hour": Case(
+        answer(2, coming=6, chunk_seconds=3600), waits(9 * LONGEST_CHUNK_SECONDS + SLACK_SECONDS)
+    ),
+    "it makes no progress": Case(answer(2, coming=6, quiet=BOUND + 0.1), hit(20)),
+    "too many wait": Case(answer(2, coming=6), hit(20), asked={"may_wait": False}),
+    "nobody is to wait": Case(answer(2, coming=6), hit(20), rules={"wait_factor": 0}),
+    "announced, and nobody has begun": Case(
+        answer(0), waits(30.0, began=0, promised=False), asked=ANNOUNCED
+    ),
+    "announced, and slow": Case(answer(2, coming=6, quiet=29), waits(30.0), asked=ANNOUNCED),
+    "announced, and stopped": Case(answer(2, coming=6, quiet=31), hit(20), asked=ANNOUNCED),
+    "announced, and all is there": Case(answer(CHUNKS), hit(79), asked=ANNOUNCED),
+    "announced, not to be waited for": Case(answer(2), hit(20), asked={"wait_seconds": 0.0}),
+    "announced, without a server": Case(FAILED, miss(), asked=ANNOUNCED),
+}
+AGAIN = {
+    "it has come": Case(answer(CHUNKS), hit(79, "kept")),
+    "it has come at the last moment": Case(answer(CHUNKS), hit(79, "kept"), later=BOUND + 1),
+    "it goes on": Case(answer(4, coming=4), LookupDecision(WAIT, wait=WAITS), later=BOUND),
+    "it takes too long": Case(answer(4, coming=4), hit(40, "late"), later=BOUND + 0.1),
+    "it has stopped": Case(answer(4, coming=4, quiet=BOUND + 0.1), hit(40, "silent")),
+    "it was given up": Case(answer(4), hit(40, "withdrawn")),
+    "it was given up at once": Case(answer(0), miss("withdrawn")),
+    "the server is gone": Case(FAILED, miss("withdrawn")),
+    "the server is slow": Case(LATE, LookupDecision(RETRY), later=BOUND),
+    "the server is stopped": Case(LATE, miss("late"), later=BOUND + LAST_SECONDS + 0.1),
+    "the state may still come": Case(
+        answer(4),
+        LookupDecision(WAIT, wait=replace(WAITS, gone=NOW)),
+        rules=STATES,
+    ),
+    "it came behind the chunks": Case(
+        answer(4),
+        hit(40, "kept"),
+        later=STATE_SECONDS,
+        rules=STATES,
+        asked={"wait": replace(WAITS, gone=NOW)},
+    ),
+    "no state came": Case(
+        answer(2),
+        hit(20, "withdrawn"),
+        later=STATE_SECONDS,
+        rules=STATES,
+        asked={"wait": replace(WAITS, gone=NOW)},
+    ),
+    "it is promised again": Case(
+        answer(2, coming=6),
+        LookupDecision(WAIT, wait=WAITS),
+        rules=STATES,
+        asked={"wait": replace(WAITS, gone=NOW)},
+    ),
+    "nobody has begun yet": Case(
+        answer(0), LookupDecision(WAIT, wait=UNPROMISED["wait"]), later=29, asked=UNPROMISED
+    ),
+    "somebody has begun": Case(
+        answer(0, coming=1),
+        LookupDecision(WAIT, wait=replace(UNPROMISED["wait"], promised=True)),
+        asked=UNPROMISED,
+    ),
+    "nobody has begun at all": Case(answer(0), miss("late"), later=31, asked=UNPROMISED),
+}
+
+
+@pytest.mark.parametrize("case", ONCE.values(), ids=ONCE)
+def test_a_first_answer(case: Case) -> None:
+    assert _decided(case, {}) == case.decided
+
+
+@pytest.mark.parametrize("case", AGAIN.values(), ids=AGAIN)
+def test_an_answer_to_a_request_that_waits(case: Case) -> None:
+    assert _decided(case, ALREADY) == case.decided
+
+
+def _decided(case: Case, state: dict[str, Any]) -> LookupDecision:
+    asked = ASKED._replace(**state | case.asked)
+    return decide(RULES._replace(**case.rules), asked, case.answer, NOW + case.later)
+
+
+@pytest.mark.parametrize(
+    ("decision", "matched"),
+    [
+        (miss(), (0, False)),
+        (hit(7), (7, True)),
+        (LookupDecision(WAIT), (None, False)),
+        (LookupDecision(RETRY), (None, False)),
+    ],
+)
+def test_what_vllm_is_told(decision: LookupDecision, matched: tuple[int | None, bool]) -> None:
+    assert decision.matched == matched
