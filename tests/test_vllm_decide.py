@@ -110,6 +110,7 @@ AGAIN = {
     "it was given up": Case(answer(4), hit(40, "withdrawn")),
     "it was given up at once": Case(answer(0), miss("withdrawn")),
     "the server is gone": Case(FAILED, miss("withdrawn")),
+    "the server is gone, and nobody had begun": Case(FAILED, miss("withdrawn"), asked=UNPROMISED),
     "the server is slow": Case(LATE, LookupDecision(RETRY), later=BOUND),
     "the server is stopped": Case(LATE, miss("late"), later=BOUND + LAST_SECONDS + 0.1),
     "the state may still come": Case(
