@@ -12,7 +12,6 @@ import random
 import select
 import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -53,9 +52,10 @@ class Counts:
         return dict(zip(COUNTS, self._all.sum(axis=0).tolist(), strict=False))
 
 
-def content(key: ChunkKey) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    number = int.from_bytes(key[8:24], "big")
-    return np.arange(CHUNK // 8, dtype=np.uint64) + np.uint64((number + 1) << 32)
+CONTENTS = {
+    key: np.arange(CHUNK // 8, dtype=np.uint64) + np.uint64((number + 1) << 32)
+    for number, key in enumerate(KEYS)
+}
 
 
 # ---- the server
@@ -187,6 +187,10 @@ class PoolClient:
             time.sleep(0.005)
             return None
 
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
     def _connect(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(10)
@@ -194,9 +198,7 @@ class PoolClient:
         for name in SEGMENTS:
             shown = [self._tables[name]] if name in self._tables else []
             _, fds = self._exchange(["add", name], shown)
-            self._tables.setdefault(name, fds[0])
-            if self._tables[name] != fds[0]:
-                assert os.path.sameopenfile or True
+            if self._tables.setdefault(name, fds[0]) != fds[0]:
                 os.close(fds[0])
 
     def _exchange(self, request: Any, fds: list[int]) -> tuple[Any, list[int]]:
@@ -228,7 +230,7 @@ def write(client: PoolClient, counts: Counts, seed: int) -> None:
                 continue
             name, offset = slot
             target = np.frombuffer(client.maps[name], np.uint64, CHUNK // 8, offset)
-            data = content(key)
+            data = CONTENTS[key]
             for part in range(0, len(data), 512):
                 target[part : part + 512] = data[part : part + 512]
                 if chance.random() < 0.01:
@@ -237,7 +239,9 @@ def write(client: PoolClient, counts: Counts, seed: int) -> None:
         counts.add("stored" if done else "late", done or 1)
 
 
-def read(client: PoolClient, views: dict[str, GenerationView], counts: Counts, seed: int, check: bool) -> None:
+def read(
+    client: PoolClient, views: dict[str, GenerationView], counts: Counts, seed: int, check: bool
+) -> None:
     """Copy prefixes, slowly at times, and compare what is believed. check: ask the generations."""
     chance = random.Random(seed)
     while True:
@@ -255,10 +259,12 @@ def read(client: PoolClient, views: dict[str, GenerationView], counts: Counts, s
                     time.sleep(chance.choice([0.0002, 0.005, 0.05]))
                 copy[1000:] = source[1000:]
                 copies.append(copy)
-            right = views[run.segment].leading(run.slots, run.generations, 1) if check else len(slots)
+            right = (
+                views[run.segment].leading(run.slots, run.generations, 1) if check else len(slots)
+            )
             mine = keys[run.first : run.first + len(slots)]
             for number, (key, copy) in enumerate(zip(mine, copies, strict=True)):
-                same = bool((copy == content(key)).all())
+                same = bool((copy == CONTENTS[key]).all())
                 if number < right:
                     counts.add("believed" if same else "wrong")
                 else:
@@ -266,21 +272,18 @@ def read(client: PoolClient, views: dict[str, GenerationView], counts: Counts, s
                     counts.add("caught", not same)
 
 
-def main(role: str, path: str, fds: str, row: int, *more: str) -> None:
-    """In a process of its own. fds: of the counts, of the segments, then of the tables."""
-    numbers = list(map(int, fds.split(",")))
-    counts = Counts(numbers[0], row)
-    memory = dict(zip(SEGMENTS, numbers[1:], strict=False))
-    tables = dict(zip(SEGMENTS, numbers[1 + len(SEGMENTS) :], strict=False))
+def work(role: str, path: str, fds: list[int], row: int, check: bool) -> None:
+    """A writer or a reader. fds: of the counts, of the segments, then of the tables."""
+    counts = Counts(fds[0], row)
+    memory = dict(zip(SEGMENTS, fds[1:], strict=False))
+    tables = dict(zip(SEGMENTS, fds[1 + len(SEGMENTS) :], strict=True))
     client = PoolClient(path, tables, memory)
     if role == "write":
-        write(client, counts, int(more[0]))
+        write(client, counts, row)
     views = {name: GenerationView.of_segment(fd, name) for name, fd in tables.items()}
-    read(client, views, counts, int(more[0]), more[1] == "check")
+    read(client, views, counts, row, check)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        slot_directory.SLABS_WANTED = 4
-        PoolServer(sys.argv[2], float(sys.argv[3]), sys.argv[4]).run()
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])
+def serve(path: str, odds: float, control: str) -> None:
+    slot_directory.SLABS_WANTED = 4
+    PoolServer(path, odds, control).run()

@@ -395,6 +395,21 @@ class SlotMachine(RuleBasedStateMachine):
         for copy, token in list(zip(got, one.expected, strict=True))[:right]:
             assert copy == pattern(token, len(copy)), "a reader believes wrong bytes"
 
+    @rule(pick=one_of, others=some_keys, nbytes=st.sampled_from(SIZES), late=st.booleans())
+    @precondition(lambda self: self.clients and any(map(self.shown, KEYS)))
+    def read_while_others_store(
+        self, pick: int, others: list[ChunkKey], nbytes: int, late: bool
+    ) -> None:
+        shown = list(filter(self.shown, KEYS))
+        self.find([shown[pick % len(shown)]], 0.0)
+        self.read_a_half(-1)
+        before = len(self.writes)
+        self.reserve(pick, others, nbytes)
+        if len(self.writes) > before:
+            self.write(-1, True)
+            self.finish_reading(-1)
+            self.commit(-1, late)
+
     # ---- what is forgotten
 
     @rule(keys=some_keys)
