@@ -133,10 +133,8 @@ class PoolServer:
         known = [region.table for region in regions if region.id == name]
         if not known:
             nbytes = SEGMENTS[name]
-            if fds:
-                table = SlotsTable.take_over(fds[0], name, nbytes)
-            else:
-                table = SlotsTable.create(name, nbytes)
+            take = SlotsTable.take_over
+            table = take(fds[0], name, nbytes) if fds else SlotsTable.create(name, nbytes)
             if self._odds:
                 table.words = Suicidal(table.words, self._odds)
                 table.generations = Suicidal(table.generations, self._odds)

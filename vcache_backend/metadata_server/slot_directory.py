@@ -148,12 +148,11 @@ class SlotDirectory:
     def add(self, region: Region) -> int:
         """Use a segment. Returns how many chunks of earlier servers it brings."""
         number = next(self._ids)
-        self.regions[number] = region
         theirs = region.table.resets()
-        merged = {
-            name: max(self._first(name), _first(theirs, name)) for name in {*theirs, *self.resets}
-        }
-        self._set_resets(merged)
+        names = {*theirs, *self.resets}
+        merged = {name: max(self._first(name), _first(theirs, name)) for name in names}
+        self._forget_older(merged)
+        self.regions[number] = region
         region.slabs = list(map(_Slab, region.table.slabs()))
         chunks = sorted(
             chain.from_iterable(map(self._read, repeat(number), range(len(region.slabs))))
@@ -162,7 +161,19 @@ class SlotDirectory:
             (slab.place.slots - len(slab.free)) * slab.place.slot_bytes for slab in region.slabs
         )
         for fill, key, place in reversed(chunks):
-            self._bring_back(fill, key, place)
+            namespace = key[:NAMESPACE_BYTES]
+            missed = _first(theirs, namespace) != _first(merged, namespace)
+            if (
+                missed
+                or fill < _first(merged, namespace)
+                or key in self._live
+                or key in self._pending
+            ):
+                self._void_slot(place)
+            else:  # as the least recently used one
+                self._live[key] = place
+                self._live.move_to_end(key, last=False)
+        self._set_resets(merged)
         return len(chunks)
 
     def drop(self, id_: SegmentId) -> None:
@@ -304,7 +315,9 @@ class SlotDirectory:
         come back."""
         if epoch > self._first(namespace):
             others = {} if namespace else dict.fromkeys(self.resets, epoch)
-            self._set_resets(self.resets | {namespace: epoch} | others)
+            merged = self.resets | {namespace: epoch} | others
+            self._forget_older(merged)
+            self._set_resets(merged)
 
     # ---- clients and time
 
@@ -359,6 +372,20 @@ class SlotDirectory:
 
     def _first(self, namespace: bytes) -> int:
         return _first(self.resets, namespace)
+
+    def _forget_older(self, resets: dict[bytes, int]) -> None:
+        """Forget what may be older than resets that this server has not heard of so far. Does not
+        compare numbers: an earlier server may have had another clock, as in another container."""
+
+        def missed(key: ChunkKey) -> bool:
+            namespace = key[:NAMESPACE_BYTES]
+            return self._first(namespace) != _first(resets, namespace)
+
+        if resets != self.resets:
+            self.remove(list(filter(missed, self._live)))
+            for number, write in list(self._writes.items()):
+                if any(map(missed, write.places)):
+                    self._quarantine(number)
 
     def _set_resets(self, resets: dict[bytes, int]) -> None:
         while len(resets) > MAX_RESETS:
@@ -443,7 +470,9 @@ class SlotDirectory:
         return True
 
     def _evict(self, key: ChunkKey) -> None:
-        place = self._live.pop(key)
+        self._void_slot(self._live.pop(key))
+
+    def _void_slot(self, place: int) -> None:
         region, slot = self._at(place)
         region.table.void(slot)
         self._give(place)
@@ -473,6 +502,7 @@ class SlotDirectory:
         region = self.regions[number]
         slab, first = region.slabs[slab_number], slab_number << _SLAB_BITS
         taken = set[int]()
+        self._last = max(self._last, *region.table.newest(first, slab.place.slots))
         for one in region.table.occupied(first, slab.place.slots):
             place = number << _SLOT_BITS | one.slot
             taken.add(one.slot - first)
@@ -481,16 +511,6 @@ class SlotDirectory:
             else:
                 self._void.setdefault(one.writer, {}).setdefault(one.number, []).append(place)
         slab.free = [slot for slot in slab.free if slot not in taken]
-
-    def _bring_back(self, fill: int, key: ChunkKey, place: int) -> None:
-        """Make a chunk of an earlier server the least recently used one, unless it is here."""
-        if fill < self._first(key[:NAMESPACE_BYTES]) or key in self._live or key in self._pending:
-            region, slot = self._at(place)
-            region.table.void(slot)
-            self._give(place)
-            return
-        self._live[key] = place
-        self._live.move_to_end(key, last=False)
 
 
 def _first(resets: dict[bytes, int], namespace: bytes) -> int:

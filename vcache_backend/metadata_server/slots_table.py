@@ -182,6 +182,13 @@ class SlotsTable:
             writer = ProcessId(pid if self._same_pids else 0, started)
             yield Slot(slot, ChunkKey(key), number, writer, generation == number)
 
+    def newest(self, first: int, count: int) -> tuple[int, int]:
+        """The largest numbers that these slots' generations and records may have had."""
+        generations = self.generations[first : first + count]
+        start = _NUMBERS + first * _RECORD_WORDS
+        numbers = self.words[start : start + count * _RECORD_WORDS : _RECORD_WORDS]
+        return (max(generations) | 1) + 1, max(numbers)
+
     # ---- slabs
 
     def slabs(self) -> Iterator[SlabPlace]:
