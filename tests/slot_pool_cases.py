@@ -23,7 +23,12 @@ from model import chunk_key
 from vcache_backend.metadata_server import processes, slot_directory
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.slot_directory import Grant, Region, Run, SlotDirectory
+from vcache_backend.metadata_server.slot_directory import (
+    SlotGrant,
+    SlotRegion,
+    SlotRun,
+    SlotDirectory,
+)
 from vcache_backend.metadata_server.slots_table import SlotsTable
 from vcache_backend.resident.generations import GenerationView
 
@@ -138,7 +143,7 @@ class PoolServer:
             if self._odds:
                 table.words = Suicidal(table.words, self._odds)
                 table.generations = Suicidal(table.generations, self._odds)
-            self._directory.add(Region(SegmentId(name), "host", nbytes, table))
+            self._directory.add(SlotRegion(SegmentId(name), "host", nbytes, table))
             known = [table]
         return True, [known[0].fd]
 
@@ -147,7 +152,7 @@ class PoolServer:
 
     def _reserve(self, client: Peer, fds: list[int], keys: list[bytes]) -> tuple[Any, list[int]]:
         reply = self._directory.reserve(client, [ChunkKey(key) for key in keys], CHUNK)
-        slots = [slot if isinstance(slot, Grant) else None for slot in reply.slots]
+        slots = [slot if isinstance(slot, SlotGrant) else None for slot in reply.slots]
         return (reply.number, slots), []
 
     def _commit(self, client: Peer, fds: list[int], number: int) -> tuple[Any, list[int]]:
@@ -245,7 +250,7 @@ def read(
     while True:
         keys = prefix(chance)
         for found in client.ask("find", keys) or ():
-            run = Run(*found)
+            run = SlotRun(*found)
             slots = np.frombuffer(run.slots, np.uint32)
             copies = []
             for slot in slots.tolist():

@@ -26,7 +26,12 @@ from vcache_backend.metadata_server import slot_directory, slots_table
 from vcache_backend.metadata_server.messages import ChunkKey, Refusal, SegmentId
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.slot_directory import Grant, Region, Run, SlotDirectory
+from vcache_backend.metadata_server.slot_directory import (
+    SlotGrant,
+    SlotRegion,
+    SlotRun,
+    SlotDirectory,
+)
 from vcache_backend.metadata_server.slots_table import SlotsTable
 from vcache_backend.resident.generations import GenerationView
 
@@ -122,7 +127,7 @@ class Writing:
 class Reading:
     """A copy under way. expected: the tokens of the chunks; got: the first halves."""
 
-    run: Run
+    run: SlotRun
     keys: list[ChunkKey]
     view: GenerationView
     memory: bytearray
@@ -189,7 +194,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     def use(self, name: str, table: SlotsTable) -> None:
         table.words, table.generations = Stores(table.words), Stores(table.generations)
-        self.directory.add(Region(SegmentId(name), "gpu-0", SEGMENTS[name], table))
+        self.directory.add(SlotRegion(SegmentId(name), "gpu-0", SEGMENTS[name], table))
 
     @rule(pick=one_of)
     @precondition(lambda self: len(self.memory) > len(self.away) + 1)
@@ -227,7 +232,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.follow(may_go=set(KEYS), pins_at=now)
         before = {key for key in before if self.shown(key)}
         for key, answer in zip(keys, reply.slots, strict=True):
-            if isinstance(answer, Grant):
+            if isinstance(answer, SlotGrant):
                 assert key not in before | pending
                 self.tokens += 1
                 write = Writing(
@@ -431,10 +436,8 @@ class SlotMachine(RuleBasedStateMachine):
 
     # ---- the server's life
 
-    @rule(offered=st.integers(0, 4), back=st.booleans())
-    def restart(self, offered: int, back: bool = False) -> None:
-        """back: in a container with another clock."""
-        self.clock.now -= 100 * back
+    @rule(offered=st.integers(0, 4))
+    def restart(self, offered: int) -> None:
         for region in self.directory.regions.values():
             region.table.close()
         self.directory = SlotDirectory(self.clock, SECONDS)

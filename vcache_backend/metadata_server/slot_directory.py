@@ -11,7 +11,7 @@ import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, groupby, islice, repeat
 from typing import NamedTuple
 
 import msgspec
@@ -41,9 +41,10 @@ SLABS_WANTED = 32
 """A slab has this part of its segment, or one slot."""
 _SLOT_BITS = SLOTS.bit_length() - 1
 _SLAB_BITS = SLAB_SLOTS.bit_length() - 1
+_SLOT_MASK = SLOTS - 1
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Consecutive chunks of an answer that lie in one slab. Slots are counted from the table's
     start, `base` is the slab's first, and the slot `base + i` begins at byte `offset + i *
     slot_bytes` of the segment. slots (32 bits each) and generations are packed."""
@@ -57,18 +58,18 @@ class Run(NamedTuple):
     generations: bytes
 
 
-class Grant(NamedTuple):
+class SlotGrant(NamedTuple):
     """A slot to write, in bytes of the segment."""
 
     segment: SegmentId
     offset: int
 
 
-class Reserved(NamedTuple):
+class SlotsGranted(NamedTuple):
     """number: of the fill, which `commit` and `abort` name; 0 if no slot was granted."""
 
     number: int
-    slots: list[Grant | Refusal]
+    slots: list[SlotGrant | Refusal]
 
 
 class _Slab:
@@ -79,7 +80,7 @@ class _Slab:
         self.free = list(range(place.slots - 1, -1, -1))
 
 
-class Region:
+class SlotRegion:
     """A segment with its table. `unused`: bytes of free slots and outside of all slabs."""
 
     def __init__(self, id_: SegmentId, device: str, nbytes: int, table: SlotsTable) -> None:
@@ -128,7 +129,7 @@ class SlotDirectory:
 
     def __init__(self, now: Callable[[], float], write_seconds: float) -> None:
         self._now, self._write_seconds = now, write_seconds
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, SlotRegion] = {}
         self._ids = count()
         self._last = 0
         self._live: OrderedDict[ChunkKey, int] = OrderedDict()
@@ -145,14 +146,14 @@ class SlotDirectory:
 
     # ---- segments
 
-    def add(self, region: Region) -> int:
+    def add(self, region: SlotRegion) -> int:
         """Use a segment. Returns how many chunks of earlier servers it brings."""
         number = next(self._ids)
         theirs = region.table.resets()
         names = {*theirs, *self.resets}
         merged = {name: max(self._first(name), _first(theirs, name)) for name in names}
-        self._forget_older(merged)
         self.regions[number] = region
+        self._set_resets(merged)
         region.slabs = list(map(_Slab, region.table.slabs()))
         chunks = sorted(
             chain.from_iterable(map(self._read, repeat(number), range(len(region.slabs))))
@@ -161,19 +162,12 @@ class SlotDirectory:
             (slab.place.slots - len(slab.free)) * slab.place.slot_bytes for slab in region.slabs
         )
         for fill, key, place in reversed(chunks):
-            namespace = key[:NAMESPACE_BYTES]
-            missed = _first(theirs, namespace) != _first(merged, namespace)
-            if (
-                missed
-                or fill < _first(merged, namespace)
-                or key in self._live
-                or key in self._pending
-            ):
+            old = fill < self._first(key[:NAMESPACE_BYTES])
+            if old or key in self._live or key in self._pending:
                 self._void_slot(place)
             else:  # as the least recently used one
                 self._live[key] = place
                 self._live.move_to_end(key, last=False)
-        self._set_resets(merged)
         return len(chunks)
 
     def drop(self, id_: SegmentId) -> None:
@@ -198,7 +192,7 @@ class SlotDirectory:
 
     # ---- reading
 
-    def find(self, keys: list[ChunkKey], pin: float) -> list[Run]:
+    def find(self, keys: list[ChunkKey], pin: float) -> list[SlotRun]:
         """The leading chunks that are here. They become recent, the first most of all, and are not
         evicted for `pin` seconds. Whoever reads compares the generations afterwards."""
         live, places = self._live, list[int]()
@@ -207,27 +201,22 @@ class SlotDirectory:
                 break
             places.append(place)
         oldest = self._first(keys[0][:NAMESPACE_BYTES]) if keys and self.resets else 0
-        until, runs, first, whole = self._now() + pin, list[Run](), 0, len(places)
-        while first < whole:
-            slab_number = places[first] >> _SLAB_BITS
+        until, runs, found = self._now() + pin, list[SlotRun](), 0
+        for slab_number, group in groupby(places, _SLAB_BITS.__rrshift__):
             region = self.regions[slab_number >> _SLOT_BITS - _SLAB_BITS]
-            generations, pins = region.table.generations, region.pins
-            slots, numbers = array("I"), array("Q")
-            for place in islice(places, first, whole):
-                if place >> _SLAB_BITS != slab_number:
-                    break
-                slot = place & SLOTS - 1
-                number = generations[slot]
-                if number < oldest:  # of before a reset
-                    whole = first + len(slots)
-                    break
-                slots.append(slot)
-                numbers.append(number)
+            pins, slots = region.pins, [place & _SLOT_MASK for place in group]
+            numbers = list(map(region.table.generations.__getitem__, slots))
+            whole = len(slots)
+            if oldest and min(numbers) < oldest:  # from here on of before a reset
+                whole = next(i for i, number in enumerate(numbers) if number < oldest)
+            for slot in slots[:whole]:
                 pins[slot] = until
-            if slots:
-                runs.append(_run(first, region, slots, numbers))
-            first += len(slots)
-        for key in reversed(keys[:whole]):
+            if whole:
+                runs.append(_run(found, region, slots[:whole], numbers[:whole]))
+            found += whole
+            if whole < len(slots):
+                break
+        for key in reversed(keys[:found]):
             live.move_to_end(key)
         return runs
 
@@ -243,8 +232,8 @@ class SlotDirectory:
 
     # ---- writing
 
-    def reserve(self, client: Peer, keys: list[ChunkKey], nbytes: int) -> Reserved:
-        """Grant a slot for each key: in free slots, on the client's device first, then by eviction.
+    def reserve(self, client: Peer, keys: list[ChunkKey], nbytes: int) -> SlotsGranted:
+        """SlotGrant a slot for each key: in free slots, on the client's device first, then by eviction.
         A key gets a refusal instead if its chunk is here or being written."""
         size = padded(nbytes)
         self.touch(keys)  # they are in use: do not evict them for the others
@@ -260,18 +249,18 @@ class SlotDirectory:
             deadline = self._now() + self._write_seconds
             self._writes[number] = _Write(client.id, client.process, deadline, granted)
             self._pending.update(dict.fromkeys(granted, number))
-        answers, given = list[Grant | Refusal](), dict(granted)
+        answers, given = list[SlotGrant | Refusal](), dict(granted)
         for key in keys:
             place_or_none = given.pop(key, None)
             if place_or_none is not None:
                 region, slot = self._at(place_or_none)
-                answers.append(Grant(region.id, region.offset(slot)))
+                answers.append(SlotGrant(region.id, region.offset(slot)))
             elif key in self._pending:
                 answers.append(Refusal.BUSY)
             else:
                 full = Refusal.FULL if refusal is None else refusal
                 answers.append(Refusal.EXISTS if key in self._live else full)
-        return Reserved(number if granted else 0, answers)
+        return SlotsGranted(number if granted else 0, answers)
 
     def commit(self, client: Peer, number: int) -> int:
         """Let readers find what a client has written. Returns how many chunks: none if it comes too
@@ -315,9 +304,7 @@ class SlotDirectory:
         come back."""
         if epoch > self._first(namespace):
             others = {} if namespace else dict.fromkeys(self.resets, epoch)
-            merged = self.resets | {namespace: epoch} | others
-            self._forget_older(merged)
-            self._set_resets(merged)
+            self._set_resets(self.resets | {namespace: epoch} | others)
 
     # ---- clients and time
 
@@ -363,8 +350,8 @@ class SlotDirectory:
         self._last = max(self._last + 2, int(self._now() * 1e9) & -2)
         return self._last
 
-    def _at(self, place: int) -> tuple[Region, int]:
-        return self.regions[place >> _SLOT_BITS], place & SLOTS - 1
+    def _at(self, place: int) -> tuple[SlotRegion, int]:
+        return self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
 
     def _generation(self, place: int) -> int:
         region, slot = self._at(place)
@@ -372,20 +359,6 @@ class SlotDirectory:
 
     def _first(self, namespace: bytes) -> int:
         return _first(self.resets, namespace)
-
-    def _forget_older(self, resets: dict[bytes, int]) -> None:
-        """Forget what may be older than resets that this server has not heard of so far. Does not
-        compare numbers: an earlier server may have had another clock, as in another container."""
-
-        def missed(key: ChunkKey) -> bool:
-            namespace = key[:NAMESPACE_BYTES]
-            return self._first(namespace) != _first(resets, namespace)
-
-        if resets != self.resets:
-            self.remove(list(filter(missed, self._live)))
-            for number, write in list(self._writes.items()):
-                if any(map(missed, write.places)):
-                    self._quarantine(number)
 
     def _set_resets(self, resets: dict[bytes, int]) -> None:
         while len(resets) > MAX_RESETS:
@@ -502,7 +475,6 @@ class SlotDirectory:
         region = self.regions[number]
         slab, first = region.slabs[slab_number], slab_number << _SLAB_BITS
         taken = set[int]()
-        self._last = max(self._last, *region.table.newest(first, slab.place.slots))
         for one in region.table.occupied(first, slab.place.slots):
             place = number << _SLOT_BITS | one.slot
             taken.add(one.slot - first)
@@ -518,9 +490,9 @@ def _first(resets: dict[bytes, int], namespace: bytes) -> int:
     return resets.get(namespace, resets.get(b"", 0))
 
 
-def _run(first: int, region: Region, slots: array[int], numbers: array[int]) -> Run:
+def _run(first: int, region: SlotRegion, slots: list[int], numbers: list[int]) -> SlotRun:
     slab_number = slots[0] >> _SLAB_BITS
     place = region.slabs[slab_number].place
     base = slab_number << _SLAB_BITS
-    packed = slots.tobytes(), numbers.tobytes()
-    return Run(first, region.id, base, place.offset, place.slot_bytes, *packed)
+    packed = array("I", slots).tobytes(), array("Q", numbers).tobytes()
+    return SlotRun(first, region.id, base, place.offset, place.slot_bytes, *packed)

@@ -101,8 +101,7 @@ class SlotsTable:
         self.words = memoryview(memory).cast("Q")
         self.generations = self.words[_GENERATIONS : _GENERATIONS + SLOTS]
         self.fd = os.open(_reopened(file), os.O_RDONLY | os.O_CLOEXEC)
-        scope = bytes(memory[_SCOPE_AT : _SCOPE_AT + 32])
-        self._same_pids = scope == _scope()
+        self._same_pids = memory[_SCOPE_AT : _SCOPE_AT + 16] == _scope()[:16]
         """Whether a pid means the same process here as in the records."""
 
     @classmethod
@@ -136,6 +135,8 @@ class SlotsTable:
             made_for = struct.unpack_from("<Q", memory, _NBYTES_AT)[0]
             if HEADER.unpack_from(memory) != (MAGIC, VERSION, 0, owner(segment), SLOTS):
                 raise OSError("it is another segment's, given up, or of another version")
+            if memory[_SCOPE_AT + 16 : _SCOPE_AT + 32] != _scope()[16:]:
+                raise OSError("its numbers are of another clock: another boot or time namespace")
             if made_for != nbytes:
                 raise OSError(f"it is for a segment of {made_for:,} B, not of {nbytes:,}")
             undo.pop_all()
@@ -181,13 +182,6 @@ class SlotsTable:
             key, pid, started, _ = _RECORD.unpack_from(self.memory, at)
             writer = ProcessId(pid if self._same_pids else 0, started)
             yield Slot(slot, ChunkKey(key), number, writer, generation == number)
-
-    def newest(self, first: int, count: int) -> tuple[int, int]:
-        """The largest numbers that these slots' generations and records may have had."""
-        generations = self.generations[first : first + count]
-        start = _NUMBERS + first * _RECORD_WORDS
-        numbers = self.words[start : start + count * _RECORD_WORDS : _RECORD_WORDS]
-        return (max(generations) | 1) + 1, max(numbers)
 
     # ---- slabs
 
@@ -259,7 +253,9 @@ def _check(slabs: list[SlabPlace], nbytes: int) -> None:
 
 
 def _scope() -> bytes:
-    return hashlib.sha256(processes.namespaces()).digest()
+    """16 bytes for the pid namespace, 16 for the boot and the time namespace."""
+    parts = processes.namespaces().split(b" ", 1)
+    return b"".join(hashlib.sha256(part).digest()[:16] for part in parts)
 
 
 def _reopened(fd: int) -> str:
