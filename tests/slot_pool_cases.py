@@ -24,10 +24,10 @@ from vcache_backend.metadata_server import processes, slot_directory
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.slot_directory import (
+    SlotDirectory,
     SlotGrant,
     SlotRegion,
     SlotRun,
-    SlotDirectory,
 )
 from vcache_backend.metadata_server.slots_table import SlotsTable
 from vcache_backend.resident.generations import GenerationView

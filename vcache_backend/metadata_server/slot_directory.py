@@ -233,7 +233,7 @@ class SlotDirectory:
     # ---- writing
 
     def reserve(self, client: Peer, keys: list[ChunkKey], nbytes: int) -> SlotsGranted:
-        """SlotGrant a slot for each key: in free slots, on the client's device first, then by eviction.
+        """Grant a slot for each key: in free slots, on the client's device first, then by eviction.
         A key gets a refusal instead if its chunk is here or being written."""
         size = padded(nbytes)
         self.touch(keys)  # they are in use: do not evict them for the others
