@@ -33,14 +33,16 @@ from vcache_backend.metadata_server.messages import (
     MAX_BLOCKS,
     NUMBER_BYTES,
 )
+from vcache_backend.metadata_server.slots_table import DEAD_AT as _DEAD_AT
+from vcache_backend.metadata_server.slots_table import HEADER as _HEADER
+from vcache_backend.metadata_server.slots_table import MAGIC as _SLOTS_MAGIC
+from vcache_backend.metadata_server.slots_table import SLOTS, TABLE_BYTES, owner
+from vcache_backend.metadata_server.slots_table import VERSION as _SLOTS_VERSION
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking, sealed
 
 MAGIC = b"vcache-g"
 VERSION = 3
 MACHINE = "x86_64"
-_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
-"""Magic, version, 1 once the owner has given the table up, instance, number of blocks."""
-_DEAD_AT = 12
 VOID = 1
 """The counter of a block that must not be read."""
 SEALS = RESIZING | FUTURE_WRITE
@@ -176,6 +178,21 @@ class GenerationView:
                 f"{instance.hex()} with {blocks:,}"
             )
         return cls(memory, blocks)
+
+    @classmethod
+    def of_segment(cls, fd: int, segment: str) -> GenerationView:
+        """Map the table of a segment's slots (`metadata_server.slots_table`) behind the caller's
+        `fd`, which must come from the server: others of the server's user can write the table.
+        Raises SegmentError unless it is this segment's."""
+        _check_machine()
+        with raising_as(SegmentError, "table of slots", OSError):
+            if reason := lacking(fd) or (os.fstat(fd).st_size != TABLE_BYTES and "of another size"):
+                raise SegmentError(f"table of slots: {reason}")
+            memory = mmap.mmap(fd, mmap.PAGESIZE + 8 * SLOTS, prot=mmap.PROT_READ)
+        magic, version, _, theirs, _ = _HEADER.unpack_from(memory)
+        if (magic, version, theirs) != (_SLOTS_MAGIC, _SLOTS_VERSION, owner(segment)):
+            raise SegmentError(f"table of slots: not that of segment {segment}")
+        return cls(memory, SLOTS)
 
     @property
     def dead(self) -> bool:

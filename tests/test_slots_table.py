@@ -1,0 +1,118 @@
+"""Tables of slots: which a server takes over, and who can write one. Real memfds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from vcache_backend import seals
+from vcache_backend.errors import SegmentError
+from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.slots_table import TABLE_BYTES, SlabPlace, SlotsTable
+from vcache_backend.resident.generations import GenerationView
+
+NBYTES = 4096
+KEY = ChunkKey(bytes(range(26)))
+
+
+@pytest.fixture
+def shown() -> Iterator[int]:
+    """What a client holds of the table of an earlier server."""
+    table = SlotsTable.create("s", NBYTES)
+    table.cut(0, SlabPlace(0, 1024, NBYTES))
+    table.grant(1, KEY, ProcessId(7, 8), 100)
+    fd = os.dup(table.fd)
+    table.close()
+    yield fd
+    os.close(fd)
+
+
+def test_the_next_server_finds_what_was_written(shown: int) -> None:
+    table = SlotsTable.take_over(shown, "s", NBYTES)
+    assert list(table.occupied(0, 4)) == [(1, KEY, 100, ProcessId(7, 8), False)]
+    table.fill(1, 100)
+    assert [one.committed for one in table.occupied(0, 4)] == [True]
+    table.close()
+
+
+def test_a_reader_sees_what_a_later_server_changes(shown: int) -> None:
+    view = GenerationView.of_segment(shown, "s")
+    table = SlotsTable.take_over(shown, "s", NBYTES)
+    table.fill(1, 100)
+    asked = np.array([1], np.uint32).tobytes(), np.array([100], np.uint64).tobytes()
+    assert view.leading(*asked, 1) == 1
+    table.void(1)
+    assert view.leading(*asked, 1) == 0
+    table.fill(1, 100)
+    table.give_up()
+    assert view.leading(*asked, 1) == 0
+    table.close()
+
+
+def test_one_server_at_a_time_has_a_table(shown: int) -> None:
+    table = SlotsTable.take_over(shown, "s", NBYTES)
+    with pytest.raises(BlockingIOError):
+        SlotsTable.take_over(shown, "s", NBYTES)
+    table.close()
+    SlotsTable.take_over(shown, "s", NBYTES).close()
+
+
+def test_what_a_client_holds_cannot_be_written(shown: int) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(shown, TABLE_BYTES)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(shown, b"x", 0)
+
+
+def test_only_this_segments_table_is_taken_over(shown: int) -> None:
+    for segment, nbytes in (("t", NBYTES), ("s", 2 * NBYTES)):
+        with pytest.raises(OSError, match="segment"):
+            SlotsTable.take_over(shown, segment, nbytes)
+    with pytest.raises(SegmentError, match="not that of segment t"):
+        GenerationView.of_segment(shown, "t")
+
+
+def test_what_others_could_have_made_is_not_taken_over() -> None:
+    fd, memory = seals.sealed("slots", TABLE_BYTES)
+    with memory, pytest.raises(OSError, match="not a table of slots of uid"):
+        SlotsTable.take_over(fd, "s", NBYTES)  # every memfd but a server's has another mode
+    os.close(fd)
+
+
+def test_numbers_of_another_clock_are_not_believed(
+    shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "namespaces", lambda: b"pid:[1] time:[2] of boot 3\n")
+    with pytest.raises(OSError, match="another clock"):
+        SlotsTable.take_over(shown, "s", NBYTES)
+
+
+def test_writers_of_another_pid_namespace_are_never_taken_for_gone(
+    shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = processes.namespaces().split(b" ", 1)[1]
+    monkeypatch.setattr(processes, "namespaces", lambda: b"pid:[1] " + rest)
+    table = SlotsTable.take_over(shown, "s", NBYTES)
+    assert [one.writer for one in table.occupied(0, 4)] == [ProcessId(0, 8)]
+    table.close()
+
+
+def test_slabs_that_cannot_be_are_refused() -> None:
+    for place in (
+        SlabPlace(0, 1024, 2 * NBYTES),
+        SlabPlace(1024, 1024, 1024),
+        SlabPlace(0, 100, 100),
+    ):
+        table = SlotsTable.create("s", NBYTES)
+        table.cut(0, place)
+        fd = os.dup(table.fd)
+        table.close()
+        with pytest.raises(OSError, match="a slab that cannot be"):
+            SlotsTable.take_over(fd, "s", NBYTES)
+        os.close(fd)
