@@ -14,8 +14,8 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.devices import Device
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 from vcache_backend.status import summary
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,12 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from model import FakeClock, Held, Memory, Model, Slot, chunk_key, room_of
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal
 from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, Record
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.messages import GRACE_SECONDS, ChunkKey, Location, Refusal
 
 LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14)
 SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072)}

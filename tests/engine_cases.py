@@ -22,7 +22,7 @@ from processes import PATIENT, QUICK, SECONDS, Child, Stage, with_torch
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.slots import SlotView

@@ -38,7 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import decide, lookups, tracked
-from vcache_backend.metadata_server.messages import Publish
+from vcache_backend.protocol.messages import Publish
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from model import chunk_key
 from processes import make_memfd
 
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
 
 NAMESPACE = b"namespac"

@@ -28,7 +28,7 @@ from vllm_cases import changed, home
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import ClientConfig
 from vcache_backend.integration.lmcache.scope import PLAIN, TAG
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside

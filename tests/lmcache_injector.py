@@ -26,7 +26,8 @@ from vcache_backend.integration.lmcache import boundary, patches, worker
 
 ROOT = Path(vcache_backend.__file__).resolve().parent.parent
 WITHIN = ("integration/lmcache/", "integration/hooks.py", "vcache_backend/transfer/")
-WITHIN += ("vcache_backend/metadata_server/client.py", "vcache_backend/metadata_server/calls/")
+WITHIN += tuple(f"vcache_backend/protocol/{name}.py" for name in ("client", "channel", "link"))
+WITHIN += ("vcache_backend/protocol/standing.py",)
 LAST_LINES = ("integration/lmcache/boundary.py",)
 """What keeps exceptions on our side cannot raise itself."""
 OUTERMOST = ("VCacheBackend.__init__",)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.protocol.messages import GRACE_SECONDS, ChunkKey, Location
 
 ALIGNMENT = 256
 

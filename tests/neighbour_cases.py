@@ -22,8 +22,8 @@ from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import InstanceId, ResidentRun
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import InstanceId, ResidentRun
 from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape

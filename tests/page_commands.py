@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from vcache_backend.cli import app
 from vcache_backend.config import Config
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 COMMANDS += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "vllm").glob("*.md"))]

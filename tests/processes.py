@@ -31,11 +31,11 @@ import msgspec
 from raw_protocol import Raw
 
 from vcache_backend.config import ClientConfig, ServerConfig
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.ledger import EarlierLedger
 from vcache_backend.metadata_server.records import LedgerState
 from vcache_backend.metadata_server.server import Server
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from vcache_backend.metadata_server import messages as m
+from vcache_backend.protocol import messages as m
 
 SECONDS = 60.0
 

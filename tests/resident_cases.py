@@ -17,7 +17,7 @@ from neighbour_cases import Owner, instance, mapped
 from processes import PATIENT, Worker, eventually
 from torch import Tensor
 
-from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
+from vcache_backend.protocol.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load

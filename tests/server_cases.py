@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from model import chunk_key
 from processes import QUICK, Child, Stage, info
 
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 
 KIB = 1 << 10
 
@@ -21,7 +21,7 @@ CLIENT = """
 import os, sys, time
 from pathlib import Path
 from processes import PATIENT
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 client = Client(Path(sys.argv[1]), PATIENT)
 """
 """The beginning of a script (`Stage.script`) with a client."""

@@ -21,7 +21,6 @@ import numpy as np
 from model import chunk_key
 
 from vcache_backend.metadata_server import processes, slot_directory
-from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.slot_directory import (
     SlotDirectory,
@@ -30,6 +29,7 @@ from vcache_backend.metadata_server.slot_directory import (
     SlotRun,
 )
 from vcache_backend.metadata_server.slots_table import SlotsTable
+from vcache_backend.protocol.messages import ChunkKey, SegmentId
 from vcache_backend.resident.generations import GenerationView
 
 CHUNK = 16384

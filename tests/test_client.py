@@ -23,11 +23,10 @@ from server_cases import CLIENT
 
 from vcache_backend import errors
 from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.calls import channel
-from vcache_backend.metadata_server.calls.channel import Sent
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol import channel, wire
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.channel import Sent
+from vcache_backend.protocol.client import Client
 
 A, B = chunk_key(1), chunk_key(2)
 KIB = 1 << 10

@@ -21,7 +21,7 @@ from fake_cuda import GPU0, GPU1, MIB, NOTHING, UUIDS, FakeCuda
 from test_segments import forged, open_fds
 
 from vcache_backend.errors import ConfigError, SegmentError
-from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.protocol.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, cuda_segment, devices
 from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.devices import Device

@@ -22,7 +22,7 @@ from vllm_models import CONNECTOR
 
 from vcache_backend import config
 from vcache_backend.config import ClientConfig, split_address
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 DEPLOY = ROOT / "deploy"
 

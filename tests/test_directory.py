@@ -15,7 +15,6 @@ import pytest
 from model import FakeClock, chunk_key
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool import backlog, leases, reservations, segments
 from vcache_backend.metadata_server.pool.directory import Directory
@@ -23,6 +22,7 @@ from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.reservations import CLAIM_SECONDS
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
 from vcache_backend.metadata_server.succession import Predecessors
+from vcache_backend.protocol import messages as m
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))

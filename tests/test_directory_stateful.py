@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from model import Place, Slot, pattern
 
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, SegmentId
 from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.protocol.messages import GRACE_SECONDS, ChunkKey, SegmentId
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -31,7 +31,9 @@ def tables(thing: object, path: str = "") -> dict[str, int]:
     """How many items each container has that is reached by attributes of our own classes."""
     sized = isinstance(thing, Collection) and not isinstance(thing, (str, bytes))
     found = {path: len(thing)} if sized else {}
-    if type(thing).__module__.startswith("vcache_backend.metadata_server"):
+    if type(thing).__module__.startswith(
+        ("vcache_backend.metadata_server", "vcache_backend.protocol")
+    ):
         names = getattr(thing, "__struct_fields__", None) or getattr(thing, "__dict__", ())
         for name in names:
             found |= tables(getattr(thing, name), f"{path}.{name}")

@@ -23,7 +23,7 @@ from processes import PATIENT, ROOT, SECONDS, Child, Worker, eventually
 from vllm_cases import Completed, complete, forking, new_tokens
 
 from benchmarks.processes import free_ports
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 EXAMPLE = ROOT / "examples" / "disaggregated_prefill.py"
 PROXY = ROOT / "examples" / "prefill_proxy.py"

@@ -23,7 +23,7 @@ from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import Finding, diagnose, offload
 from vcache_backend.doctor import gpus as gpu_checks
-from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
+from vcache_backend.protocol.messages import PROTOCOL_VERSION
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from kv_cases import CHUNK, FLASH, SMALL, Cache, layout_of, places, prompt
 from processes import QUICK, SECONDS, eventually, hung, leaving_nothing
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.devices import Device, resolve

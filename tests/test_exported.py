@@ -16,7 +16,7 @@ from neighbour_cases import HOST, SharedCache, instance
 from processes import PATIENT, QUICK, Stage, eventually
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.metadata_server.messages import CacheShape, InstanceStats, LayerKind
+from vcache_backend.protocol.messages import CacheShape, InstanceStats, LayerKind
 from vcache_backend.resident.own_cache import OwnCache, cache_shape, check_shape
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region

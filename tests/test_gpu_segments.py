@@ -13,7 +13,7 @@ import torch
 from test_segments import forged, left_behind
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.protocol.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.segment import MappedSegment, create, map_segment

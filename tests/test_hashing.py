@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcache_backend.metadata_server.messages import KEY_BYTES, of_rank
+from vcache_backend.protocol.messages import KEY_BYTES, of_rank
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 

@@ -27,7 +27,7 @@ DOORS = ("vcache_backend.integration", "integration", "benchmarks")
 
 TOOLS = tuple(f"vcache_backend.{name}" for name in ("cli", "demo", "doctor", "status"))
 """On top of everything."""
-ROOMS = ("metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
+ROOMS = ("protocol", "metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
 """From the bottom up: none imports one above it, but for what `offload` shares with `transfer`:
 layouts, keys and statistics.
 """
@@ -40,6 +40,8 @@ FORBIDDEN = [
         for at, room in enumerate(ROOMS[:-1])
     ),
     *((f"vcache_backend.{room}", (*TOOLS, "vllm", "lmcache")) for room in ROOMS),
+    *((f"vcache_backend.{room}", ("vcache_backend.metadata_server",)) for room in ROOMS[2:]),
+    ("vcache_backend.protocol", GPU_CODE),
     ("vcache_backend.metadata_server", GPU_CODE),
     ("vcache_backend.vram_pool", ("mooncake",)),
     ("vcache_backend.resident", ("mooncake",)),

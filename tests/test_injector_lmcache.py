@@ -25,7 +25,7 @@ ALL = os.environ.get("VCACHE_INJECT") == "all"
 WAYS = list(product((1, 3), (False, True)))
 """The number of the call, and whether it raises behind its work."""
 FILES = {"integration/lmcache/worker.py", "integration/lmcache/patches.py"}
-FILES |= {"vcache_backend/transfer/load.py", "vcache_backend/metadata_server/client.py"}
+FILES |= {"vcache_backend/transfer/load.py", "vcache_backend/protocol/client.py"}
 """Some of whose functions raise."""
 SAID = "shares nothing any more", "stepped aside"
 Case = tuple[str, int, bool]

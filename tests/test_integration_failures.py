@@ -17,7 +17,7 @@ from processes import eventually
 from vllm_cases import CHUNK, CLIENT, RELEASE, Answer, Instance, Node, Prompt, meddled, new_tokens
 from vllm_cases import quick as here
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 
 __all__ = ["here"]
 pytestmark = vllm_cases.needs_vllm

@@ -14,7 +14,7 @@ from kv_cases import CHUNK, Cache, layout_of, places, prompt
 from processes import HASTY_SECONDS, SECONDS, asked, eventually, hung, hurried
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey
+from vcache_backend.protocol.messages import GRACE_SECONDS, ChunkKey
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces

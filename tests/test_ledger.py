@@ -23,10 +23,10 @@ from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import ledger as ledgers
 from vcache_backend.metadata_server import records as r
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger, Ledger
-from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, SegmentInfo
 from vcache_backend.metadata_server.pool.contents import Contents
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.protocol.messages import ChunkKey, Location, SegmentId, SegmentInfo
 
 KIB = 1 << 10
 S0, S1 = SegmentId("s0"), SegmentId("s1")

@@ -30,11 +30,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
 from vcache_backend.config import ServerConfig, split_address
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.serving import monitoring
 from vcache_backend.monitor import web
 from vcache_backend.monitor.samples import Samples
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 
 A = instance_id(1)
 MARKUP = "<img src=x onerror=alert(1)> & 'more'"

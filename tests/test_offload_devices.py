@@ -12,7 +12,7 @@ from mooncake_store import Depot
 from offload_cases import LENGTH, engine, nodes, through
 from processes import SECONDS
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store

@@ -24,8 +24,8 @@ from test_cli import vcache
 from vcache_backend.config import ByteSize
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
 from vcache_backend.offload import objects, tier, write
+from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, Present
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces

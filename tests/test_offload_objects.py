@@ -12,9 +12,9 @@ pytest.importorskip("xxhash")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 from vcache_backend.offload import objects
 from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Buffer, Format
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 
 KEY = ChunkKey(bytes(range(KEY_BYTES)))
 NAME = objects.name(KEY, 7)

@@ -12,11 +12,11 @@ from processes import SECONDS
 
 from vcache_backend.backoff import Backoff
 from vcache_backend.config import MooncakeConfig, OffloadConfig
-from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.read import READERS, Fetch, Reader
 from vcache_backend.offload.staging import Buffer, Ring, staging
 from vcache_backend.offload.store import Store
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.stats import EngineStats
 
 

@@ -12,12 +12,12 @@ from processes import Stage, eventually, info, make_memfd
 from test_directory import work_of
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.pool import backlog, promises
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 
 A, B = instance_id(1), instance_id(2)
 KIB = 1024

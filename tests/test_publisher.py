@@ -18,8 +18,8 @@ from neighbour_cases import EACH, NAMESPACE, instance
 from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.errors import Refused, ServerTimeout, VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Find, Found, Publish
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, Find, Found, Publish
 from vcache_backend.transfer import outbox, publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats

@@ -18,9 +18,7 @@ from vcache_backend import doctor
 from vcache_backend.config import ServerConfig, from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -28,6 +26,9 @@ from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.serving.server_stats import fitting, server_stats
 from vcache_backend.metadata_server.serving.service import Service
 from vcache_backend.metadata_server.succession import Predecessors
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import wire
+from vcache_backend.protocol.client import Client
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
 

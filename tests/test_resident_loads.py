@@ -20,7 +20,7 @@ from processes import QUICK, SECONDS, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_apart
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import InstanceId, ResidentRun
+from vcache_backend.protocol.messages import InstanceId, ResidentRun
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as loads

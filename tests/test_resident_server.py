@@ -19,12 +19,12 @@ from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, ma
 from server_cases import CLIENT
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.instances import published_chunks as residence
 from vcache_backend.metadata_server.instances import registry as instances
 from vcache_backend.metadata_server.instances import resident_chunks
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 
 A, B = instance_id(1), instance_id(2)
 NOTHING = m.Found(b"")
@@ -138,7 +138,7 @@ def test_what_clients_have_read_is_seen_while_connected(alone: Stage, reader: Cl
 CONNECTED = """
 import pathlib, sys, time
 from vcache_backend.config import ClientConfig
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 layout = {"model": "llama", "namespace": "00ff"} if len(sys.argv) > 2 else None
 with Client(pathlib.Path(sys.argv[1]), ClientConfig(), "GPU-7", "cuda", layout, name=" ".join(sys.argv[2:])) as client:
     client.require()

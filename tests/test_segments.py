@@ -18,7 +18,7 @@ import torch
 
 from vcache_backend import seals
 from vcache_backend.errors import ConfigError, SegmentError
-from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.protocol.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.segment import OwnedSegment, create, map_segment

@@ -21,9 +21,9 @@ from processes import IN_A_CONTAINER, QUICK, SECONDS, Child, Stage, containers, 
 from server_cases import KIB, RESERVE_AND_WAIT, has_room
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.processes import Watch, identity
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 

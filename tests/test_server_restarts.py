@@ -17,9 +17,7 @@ from processes import QUICK, Child, Raw, Stage, containers, eventually, info, ma
 from server_cases import KIB, few_descriptors, has_room, offer, offering, put, reserving
 
 from vcache_backend.errors import ServerUnavailable
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import succession
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.records import (
     Counted,
@@ -29,6 +27,8 @@ from vcache_backend.metadata_server.records import (
     Record,
     SegmentAdded,
 )
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
 
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 

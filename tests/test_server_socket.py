@@ -20,8 +20,8 @@ import pytest
 from processes import PATIENT, Child, Stage, ran, stage
 
 from vcache_backend.errors import ServerUnavailable
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import FRESH_SECONDS, Endpoint, beside
+from vcache_backend.protocol.client import Client
 
 NOBODY = 65534
 OURS = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
@@ -163,7 +163,7 @@ AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from vcache_backend.config import ClientConfig
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 os.setgroups(eval(sys.argv[3])); os.setgid(65534); os.setuid(65534)
 client = Client(Path(sys.argv[1]), ClientConfig(connect_seconds=10, request_seconds=10, **eval(sys.argv[2])), reconnect=False)
 try:

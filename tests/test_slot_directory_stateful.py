@@ -23,7 +23,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model import FakeClock, chunk_key, pattern, room_of
 
 from vcache_backend.metadata_server import slot_directory, slots_table
-from vcache_backend.metadata_server.messages import ChunkKey, Refusal, SegmentId
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.slot_directory import (
@@ -33,6 +32,7 @@ from vcache_backend.metadata_server.slot_directory import (
     SlotRun,
 )
 from vcache_backend.metadata_server.slots_table import SlotsTable
+from vcache_backend.protocol.messages import ChunkKey, Refusal, SegmentId
 from vcache_backend.resident.generations import GenerationView
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"

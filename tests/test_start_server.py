@@ -19,10 +19,10 @@ from processes import PATIENT, QUICK, Child, Stage, eventually, make_memfd, scri
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
-from vcache_backend.metadata_server.calls import channel
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.start import ensure, try_ensure
+from vcache_backend.protocol import channel
+from vcache_backend.protocol.client import Client
 
 STARTER = """
 import json, sys

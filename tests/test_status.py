@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from vcache_backend import status
-from vcache_backend.metadata_server import messages as m
+from vcache_backend.protocol import messages as m
 
 ID = m.SegmentId("0123456789ab")
 SEGMENT = m.SegmentInfo(ID, "GPU-3c1f", "cuda", 8 << 30, 6 << 30, chunks=1536, leased=3)

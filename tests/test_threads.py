@@ -15,9 +15,9 @@ from kv_cases import CHUNK, prompt
 from processes import QUICK, Stage, eventually
 from test_publisher import Owner, Step
 
-from vcache_backend.metadata_server.calls import channel
-from vcache_backend.metadata_server.calls.channel import Channel
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol import channel
+from vcache_backend.protocol.channel import Channel
+from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.store import Committer

@@ -20,7 +20,7 @@ from vcache_backend.integration.vllm.scheduler.decide import (
     decide,
 )
 from vcache_backend.integration.vllm.scheduler.tracked import FAILED, LATE, Answer, Wait
-from vcache_backend.metadata_server.messages import Coming
+from vcache_backend.protocol.messages import Coming
 
 NOW, SIZE, CHUNKS = 1000.0, 10, 8
 MISS, HIT, WAIT, RETRY = LookupResult

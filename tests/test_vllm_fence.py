@@ -23,7 +23,7 @@ from vcache_backend.integration.vllm.worker.loading import Attached
 from vcache_backend.integration.vllm.worker.loads import Loads
 from vcache_backend.integration.vllm.worker.report import Reporter
 from vcache_backend.integration.vllm.worker.stores import Stores
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Completion
 

@@ -38,7 +38,7 @@ from vcache_backend.errors import LayoutError
 from vcache_backend.integration.vllm.model import compat, decision, groups, versions
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.integration.vllm.model.decision import decide
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.keys import state_keys
 
 __all__ = ["here"]

@@ -36,7 +36,7 @@ from vcache_backend.integration.vllm.metadata import (
     WorkerReport,
 )
 from vcache_backend.integration.vllm.model.decision import decide, hinders
-from vcache_backend.metadata_server.messages import KEY_BYTES, MAX_PUBLISHED, ChunkKey, Publish
+from vcache_backend.protocol.messages import KEY_BYTES, MAX_PUBLISHED, ChunkKey, Publish
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm

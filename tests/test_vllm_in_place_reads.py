@@ -23,7 +23,7 @@ from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.own_promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.published_chunks import BLOCK_BYTES
 from vcache_backend.metadata_server.instances.resident_chunks import MAX_BYTES
-from vcache_backend.metadata_server.messages import MAX_BLOCKS, Find, Heard
+from vcache_backend.protocol.messages import MAX_BLOCKS, Find, Heard
 from vcache_backend.resident.generations import Generations
 
 __all__ = ["here"]

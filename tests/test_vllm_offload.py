@@ -17,8 +17,8 @@ from processes import eventually
 from vllm_cases import BLOCK, CHUNK, LEASE, OURS, Instance, Prompt, meddled, new_tokens, stopped_at
 from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
+from vcache_backend.protocol.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location
 from vcache_backend.transfer.keys import HASH_BYTES
 
 __all__ = ["own_depot"]

@@ -31,8 +31,8 @@ from vcache_backend.integration.vllm.boundary import AwaitedLoads
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.scheduler import lookups, own_promises, side, tracked, waits
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import QUEUED_SECONDS, Find, Promise
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import QUEUED_SECONDS, Find, Promise
 
 __all__ = ["make"]
 pytestmark = needs_vllm

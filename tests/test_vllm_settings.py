@@ -19,7 +19,7 @@ from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
 from vcache_backend.integration.vllm import settings
 from vcache_backend.integration.vllm.scheduler import adapters, request_params
-from vcache_backend.metadata_server.messages import KEY_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.protocol.messages import KEY_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest
 from vcache_backend.transfer.layout import Namespace
 

@@ -28,7 +28,7 @@ from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetada
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.integration.vllm.worker.loading import Attached
 from vcache_backend.integration.vllm.worker.stores import Stores
-from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Publish
+from vcache_backend.protocol.messages import ChunkKey, InstanceId, Publish
 from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer import publisher
 from vcache_backend.transfer.session import Session

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from model import chunk_key
 from processes import Child, Raw, Stage, eventually, stage
 
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import wire
 
 A = chunk_key(1)
 INSTANCE, S = m.InstanceId(bytes(range(16))), m.SegmentId("s")

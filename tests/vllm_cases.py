@@ -31,8 +31,8 @@ from vllm_models import CONNECTOR, TOKEN_BYTES, VOCABULARY, write_model
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import Config
 from vcache_backend.doctor.model import ModelReport
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 
 CHUNK, BLOCK = 64, 32
 FOREVER = 1 << 30
@@ -303,9 +303,9 @@ class Place:
 NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
-_CLIENT = "vcache_backend.metadata_server.client:Client"
+_CLIENT = "vcache_backend.protocol.client:Client"
 LEASE = f"{_CLIENT}.acquire"
-COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._lateness"
+COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.protocol.channel:Channel._lateness"
 SESSION = "vcache_backend.transfer.session:Session"
 RELEASE = "vcache_backend.transfer.lease_client:LeaseClient.verdict"
 COPIER = "vcache_backend.vram_pool.copies.copier:HostCopier"

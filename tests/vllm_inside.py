@@ -293,7 +293,7 @@ class Serving:
         return sum(client.connected for client in self._clients())
 
     def _clients(self) -> list[Any]:
-        from vcache_backend.metadata_server.client import Client
+        from vcache_backend.protocol.client import Client
 
         gc.unfreeze()  # vLLM hides from it all that it has made at its start
         clients = [one for one in gc.get_objects() if type(one) is Client]

@@ -12,7 +12,7 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.arguments import (
     KVCaches,
     SlotMapping,

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server import messages as m
+from vcache_backend.protocol import messages as m
 
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0

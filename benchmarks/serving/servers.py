@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 from ..processes import (
     HOST,

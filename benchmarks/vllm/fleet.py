@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 from ..processes import PATIENT, Child, ChildFailed, MetadataServer, module, until
 from ..results import Clock, Row, none

@@ -12,7 +12,7 @@ import msgspec
 from vcache_backend.config import Config, OffloadConfig, hash_seed, load
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
 

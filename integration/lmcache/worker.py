@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.protocol.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import as_slots
 from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.lease_client import Lease

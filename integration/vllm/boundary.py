@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 from .metadata import LoadSpec, StepMetadata
 

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.metadata_server.messages import ChunkKey, Publish, ResidentRun
+from vcache_backend.protocol.messages import ChunkKey, Publish, ResidentRun
 
 from .model.spec import ShardSpec
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from integration.vllm.in_place.block_pool import KVBlocks, ResidentPool
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import (
+from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
     ChunkKey,
     Find,

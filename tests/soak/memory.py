@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 

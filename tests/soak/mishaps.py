@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.processes import MetadataServer, until
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 TIMES = {
     "lease_seconds": 0.6,

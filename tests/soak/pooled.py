@@ -13,7 +13,7 @@ import numpy as np
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey
+from vcache_backend.protocol.messages import GRACE_SECONDS, ChunkKey
 from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.vram_pool.copies.copier import HostCopier
 

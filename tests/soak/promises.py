@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm.scale import TINY
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol.client import Client
 
 from . import whole
 from .living import DIED, Settings, stop_self

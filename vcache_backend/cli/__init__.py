@@ -38,7 +38,7 @@ app.add_typer(config_app, name="config")
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
+        from vcache_backend.protocol.messages import PROTOCOL_VERSION
 
         typer.echo(f"vcache {__version__}, protocol {PROTOCOL_VERSION}")
         raise typer.Exit
@@ -61,7 +61,7 @@ def _root(
 
 def main() -> None:
     # The commands' own errors say what is wrong with the connection.
-    logging.getLogger("vcache_backend.metadata_server.calls.channel").setLevel(logging.ERROR)
+    logging.getLogger("vcache_backend.protocol.channel").setLevel(logging.ERROR)
     with terminal.whatever_it_shows():
         app(prog_name="vcache")
 

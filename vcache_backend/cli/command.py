@@ -19,7 +19,7 @@ from vcache_backend.errors import (
 )
 
 if TYPE_CHECKING:
-    from vcache_backend.metadata_server.client import Client
+    from vcache_backend.protocol.client import Client
 
 ConfigFile = Annotated[
     Path | None,
@@ -110,7 +110,7 @@ def client(path: Path | None, socket: Path | None) -> Client:
 
     Every call may take `client.control_seconds`: people can wait, and a busy machine should not end
     a command early."""
-    from vcache_backend.metadata_server.client import Client
+    from vcache_backend.protocol.client import Client
 
     loaded = load(path, socket)
     waits = max(loaded.client.control_seconds, loaded.client.request_seconds)

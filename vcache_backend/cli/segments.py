@@ -71,7 +71,7 @@ def drop_segment(
     socket: Socket = None,
 ) -> None:
     """Take a segment back. Its chunks are forgotten. Its memory is freed once nobody uses it."""
-    from vcache_backend.metadata_server.messages import SegmentId
+    from vcache_backend.protocol.messages import SegmentId
 
     with command.client(config_file, socket) as client:
         dropped = client.drop_segment(SegmentId(segment))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from vcache_backend.config import ClientConfig, Config, whole
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import PROTOCOL_VERSION, Reported
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import PROTOCOL_VERSION, Reported
 from vcache_backend.status import verdict
 
 SERVER_SECONDS = 1.0

@@ -9,7 +9,7 @@ from functools import cache
 from queue import SimpleQueue
 
 from vcache_backend import threads
-from vcache_backend.metadata_server.messages import Reply
+from vcache_backend.protocol.messages import Reply
 
 
 class Closer:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from vcache_backend.metadata_server.descriptors import Descriptor
-from vcache_backend.metadata_server.messages import TOKEN_BITS
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.protocol.messages import TOKEN_BITS
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Annotated, cast
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import (
+from vcache_backend.protocol.messages import (
     NAMESPACE_BYTES,
     TOKEN_BITS,
     ChunkKey,

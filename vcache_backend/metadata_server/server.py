@@ -19,7 +19,7 @@ import msgspec
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError, raising_as
-from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.descriptors import closing
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.ledger import Ledger
@@ -30,6 +30,7 @@ from vcache_backend.metadata_server.serving.clients import Clients
 from vcache_backend.metadata_server.serving.monitoring import MonitorProcess
 from vcache_backend.metadata_server.serving.service import Service
 from vcache_backend.metadata_server.succession import Predecessors
+from vcache_backend.protocol import wire
 
 log = logging.getLogger(__name__)
 

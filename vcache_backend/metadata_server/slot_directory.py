@@ -16,13 +16,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import (
-    MAX_SLOTS,
-    NAMESPACE_BYTES,
-    ChunkKey,
-    Refusal,
-    SegmentId,
-)
 from vcache_backend.metadata_server.pool.allocator import padded
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -33,6 +26,13 @@ from vcache_backend.metadata_server.slots_table import (
     SLOTS,
     SlabPlace,
     SlotsTable,
+)
+from vcache_backend.protocol.messages import (
+    MAX_SLOTS,
+    NAMESPACE_BYTES,
+    ChunkKey,
+    Refusal,
+    SegmentId,
 )
 
 SEARCH = 64

@@ -32,14 +32,14 @@ from typing import NamedTuple
 
 from vcache_backend import seals
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.messages import (
+from vcache_backend.metadata_server.pool.allocator import ALIGNMENT
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
     KEY_BYTES,
     NAMESPACE_BYTES,
     ChunkKey,
 )
-from vcache_backend.metadata_server.pool.allocator import ALIGNMENT
-from vcache_backend.metadata_server.records import ProcessId
 
 HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
 """Of every table of generations: magic, version, 1 once the owner has given the table up, whose

@@ -22,8 +22,8 @@ from vcache_backend import config as configuration
 from vcache_backend.config import ClientConfig, Config, ServerConfig
 from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside, make_folder, try_lock
+from vcache_backend.protocol.client import Client
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import time
 
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger
-from vcache_backend.metadata_server.messages import MAX_SEGMENTS
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.records import MAX_HELD, MAX_SERVERS, LedgerState
+from vcache_backend.protocol.messages import MAX_SEGMENTS
 
 log = logging.getLogger(__name__)
 

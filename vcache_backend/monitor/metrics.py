@@ -10,8 +10,8 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vcache_backend.metadata_server.messages import Level, SegmentInfo, ServerStats
 from vcache_backend.monitor.samples import Samples
+from vcache_backend.protocol.messages import Level, SegmentInfo, ServerStats
 from vcache_backend.status import SILENT_SECONDS
 
 REPORTS_SECONDS = 600.0

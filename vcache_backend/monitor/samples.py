@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ServerStats
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import ServerStats
 from vcache_backend.status import tokens
 
 EVERY_SECONDS = 5.0

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import ConfigError, VCacheError
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
+from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey
 
 Buffer = npt.NDArray[np.uint8]
 """Contiguous host memory, 1-D."""

@@ -12,11 +12,11 @@ from functools import partial
 from queue import SimpleQueue
 
 from vcache_backend import threads
-from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload import objects
 from vcache_backend.offload.objects import BadObject, Format
 from vcache_backend.offload.staging import Buffer, Ring
 from vcache_backend.offload.store import Store
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.stats import EngineStats
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ import torch
 
 from vcache_backend import threads
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location
 from vcache_backend.offload import objects
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.staging import Buffer
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.verbs import STORED, Place
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import ChunkKey, Location
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.slots import SlotView
 

@@ -21,9 +21,9 @@ import torch
 
 from vcache_backend import threads
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import CacheShape
+from vcache_backend.protocol import wire
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import CacheShape
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.resident.tables import RETRY_SECONDS, Refusals, open_instance

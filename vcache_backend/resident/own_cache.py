@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.calls.standing import Standing
-from vcache_backend.metadata_server.client import Client
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.standing import Standing
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV

@@ -9,9 +9,9 @@ import threading
 import time
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
-from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Found, Joined, ResidentRun
+from vcache_backend.protocol import wire
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import Found, Joined, ResidentRun
 from vcache_backend.resident.generations import GenerationView
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 
 SlotMapping = torch.Tensor | npt.NDArray[np.int64]
 KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.protocol.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.layout import Namespace
 
 HASH_BYTES = 16

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
+from vcache_backend.protocol.messages import NAMESPACE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ import time
 import msgspec
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import GRACE_SECONDS, ChunkKey, Location
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from vcache_backend import threads
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, ResidentRun
+from vcache_backend.protocol.messages import ChunkKey, ResidentRun
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.memory import MemorySource

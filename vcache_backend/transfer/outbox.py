@@ -10,8 +10,8 @@ from functools import partial
 
 from vcache_backend import threads
 from vcache_backend.errors import ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import ChunkKey, InstanceId
 
 log = logging.getLogger(__name__)
 

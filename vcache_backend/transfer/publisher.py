@@ -16,8 +16,8 @@ from msgspec import structs
 
 from vcache_backend.backoff import Backoff
 from vcache_backend.errors import ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import NUMBER_BYTES, InstanceId, Publish
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import NUMBER_BYTES, InstanceId, Publish
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer import outbox

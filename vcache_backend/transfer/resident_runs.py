@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vcache_backend.metadata_server.messages import ResidentRun
+from vcache_backend.protocol.messages import ResidentRun
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.sources import LoadContext, Settled

@@ -13,8 +13,8 @@ import torch
 
 from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location, of_rank
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import ChunkKey, Location, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.lease_client import LeaseClient

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.histogram import Histogram
-from vcache_backend.metadata_server.messages import MAX_OWNERS, InstanceId, Reads
+from vcache_backend.protocol.messages import MAX_OWNERS, InstanceId, Reads
 from vcache_backend.vram_pool.devices import where
 from vcache_backend.vram_pool.paged import PagedKV
 

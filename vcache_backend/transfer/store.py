@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal, Reserved
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import ChunkKey, Location, Refusal, Reserved
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.stats import EngineStats

@@ -16,7 +16,7 @@ import msgspec
 
 from vcache_backend.config import DEVICE_FORMS, HOST_DEVICE, is_device
 from vcache_backend.errors import ConfigError, SegmentError
-from vcache_backend.metadata_server.messages import Medium
+from vcache_backend.protocol.messages import Medium
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Link
 

@@ -8,7 +8,7 @@ import threading
 from vcache_backend import threads
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
+from vcache_backend.protocol.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, pinned_segment
 from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment

@@ -12,8 +12,8 @@ import torch
 
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Location, SegmentId, SegmentInfo
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import Location, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.memory_budget import Shortfall

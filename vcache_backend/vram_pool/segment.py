@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.metadata_server.messages import MAX_SEGMENT_BYTES, SegmentId, SegmentInfo
+from vcache_backend.protocol.messages import MAX_SEGMENT_BYTES, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_segment, host_segment, pinned_segment
 from vcache_backend.vram_pool.devices import Device
 

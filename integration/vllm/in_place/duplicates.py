@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from vcache_backend.metadata_server.messages import COPY, Copies, InstanceId
+from vcache_backend.protocol.messages import COPY, Copies, InstanceId
 from vcache_backend.resident.generations import VOID, Generations, GenerationView
 
 from ..scheduler.tracked import Tracked

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import eq
 
-from vcache_backend.metadata_server.messages import (
+from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
     ChunkKey,
     Found,

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.metadata_server.messages import ChunkKey, Publish
+from vcache_backend.protocol.messages import ChunkKey, Publish
 
 from ..metadata import StepMetadata
 from .block_pool import KVBlocks

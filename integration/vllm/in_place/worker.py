@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from vcache_backend.metadata_server.messages import InstanceId, Publish
+from vcache_backend.protocol.messages import InstanceId, Publish
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher

@@ -12,9 +12,9 @@ from time import monotonic
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
-from vcache_backend.metadata_server.calls.standing import Standing
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Found, Heard
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import Found, Heard
+from vcache_backend.protocol.standing import Standing
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.outbox import Outbox

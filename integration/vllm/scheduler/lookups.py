@@ -11,8 +11,8 @@ from time import monotonic
 from typing import Any
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import (
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import (
     QUEUED_SECONDS,
     ChunkKey,
     Find,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import ChunkKey
 
 from ..metadata import Link
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vcache_backend import threads
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Promise
+from vcache_backend.protocol.messages import ChunkKey, InstanceId, Promise
 
 from ...doubts import UntrustedBlocks
 from .introduction import Introduction

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from vcache_backend.metadata_server.calls.channel import Sent
-from vcache_backend.metadata_server.messages import (
+from vcache_backend.protocol.channel import Sent
+from vcache_backend.protocol.messages import (
     QUEUED_SECONDS,
     ChunkKey,
     Coming,

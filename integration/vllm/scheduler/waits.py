@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from time import monotonic
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 
 from ..telemetry.stats import Meter
 from .decide import LookupDecision, LookupResult, is_past

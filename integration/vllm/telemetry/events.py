@@ -16,7 +16,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
-from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
+from vcache_backend.protocol.messages import MAX_KEYS, ChunkKey, of_rank
 
 POOL_MEDIUM = "CPU"
 """The pool's name in events: the name by which vLLM, Dynamo and llm-d know memory behind a load."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.protocol.messages import ChunkKey, of_rank
 from vcache_backend.transfer.session import Session
 
 from ..metadata import Link, WorkerReport

@@ -15,7 +15,7 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import InstanceId
+from vcache_backend.protocol.messages import InstanceId
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.paged import PagedKV
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion

@@ -10,8 +10,8 @@ from itertools import islice, repeat
 import msgspec
 
 from vcache_backend.errors import Refused
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.protocol import messages as m
 
 RETRACT_LOOKS = 4096
 """How many of the newest publications a retraction examines. A retraction drops all older

@@ -15,7 +15,6 @@ from operator import itemgetter
 import msgspec
 
 from vcache_backend.errors import Refused
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.instances.published_chunks import (
     BLOCK_BYTES,
     InstancePublications,
@@ -24,6 +23,7 @@ from vcache_backend.metadata_server.instances.published_chunks import (
 )
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks
+from vcache_backend.protocol import messages as m
 
 MAX_BYTES = 1 << 30
 """About the most server memory for all instances together."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, of_rank
 from vcache_backend.metadata_server.pool.slots import Entry
+from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, of_rank
 
 Space = dict[ChunkKey, Entry]
 """The chunks of one namespace."""

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, repeat
 
-from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentInfo
 from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, padded
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks, Space
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer, Placement
 from vcache_backend.metadata_server.pool.slots import Entry, Segment, remove
 from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
+from vcache_backend.protocol.messages import ChunkKey, Location, SegmentInfo
 
 READ_TOGETHER = 256
 """Chunks of a ledger to add at once."""

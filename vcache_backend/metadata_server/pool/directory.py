@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import count, repeat
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.backlog import Steps
@@ -23,6 +22,7 @@ from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.promises import Promises
 from vcache_backend.metadata_server.pool.segments import SegmentDirectory, added
 from vcache_backend.metadata_server.pool.slots import Entry
+from vcache_backend.protocol import messages as m
 
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 

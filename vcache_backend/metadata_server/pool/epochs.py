@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 from vcache_backend.metadata_server.records import MAX_EPOCHS
+from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey
 
 _RANDOM_BITS = 40
 

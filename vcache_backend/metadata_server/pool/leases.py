@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import GRACE_SECONDS
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.slots import Entry
+from vcache_backend.protocol.messages import GRACE_SECONDS
 
 MAX_LEASES_PER_CLIENT = 65_536
 MAX_LEASED_PER_CLIENT = 1 << 18

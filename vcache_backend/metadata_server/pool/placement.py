@@ -10,10 +10,10 @@ from operator import attrgetter
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import Location, Medium, Reads, SegmentId, SegmentState
 from vcache_backend.metadata_server.pool.allocator import padded
 from vcache_backend.metadata_server.pool.slots import Entry, Segment
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.protocol.messages import Location, Medium, Reads, SegmentId, SegmentState
 
 MAX_WINDOW_ATTEMPTS = 64
 """How many chunks to try as the start of a run to evict among chunks of other sizes."""

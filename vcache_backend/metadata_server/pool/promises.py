@@ -12,10 +12,10 @@ from itertools import compress, islice
 
 import msgspec
 
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks
 from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.protocol import messages as m
 
 MAX_PROMISED = 1 << 18
 """The most promised chunks of all clients, some 250 B each. A promise has `MAX_KEYS` at most."""

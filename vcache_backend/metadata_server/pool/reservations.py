@@ -14,9 +14,9 @@ from itertools import islice, takewhile
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 from vcache_backend.metadata_server.pool.slots import Entry
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey
 
 MAX_RESERVATIONS_PER_CLIENT = 1024
 MAX_WRITTEN = 1 << 16

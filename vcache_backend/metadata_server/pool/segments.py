@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import count
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.contents import Contents
@@ -18,6 +17,7 @@ from vcache_backend.metadata_server.pool.reservations import (
     Reservations,
 )
 from vcache_backend.metadata_server.pool.slots import Entry, Segment
+from vcache_backend.protocol import messages as m
 
 
 class SegmentDirectory:

@@ -9,14 +9,14 @@ from typing import cast
 
 import msgspec
 
-from vcache_backend.metadata_server.messages import (
+from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents
+from vcache_backend.protocol.messages import (
     ChunkKey,
     Location,
     SegmentId,
     SegmentInfo,
     SegmentState,
 )
-from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents
 
 SLOT_TABLES = 16
 """Dicts for the slots of one segment."""

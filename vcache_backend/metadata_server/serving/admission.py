@@ -7,11 +7,11 @@ import os
 import select
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.serving.connection import Connection
-from vcache_backend.metadata_server.trust import peer
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.trust import peer
 
 log = logging.getLogger(__name__)
 

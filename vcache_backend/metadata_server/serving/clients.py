@@ -12,8 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from vcache_backend.errors import ProtocolError, printable
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
@@ -21,6 +20,8 @@ from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.serving.admission import Admission
 from vcache_backend.metadata_server.serving.connection import Connection
 from vcache_backend.metadata_server.serving.service import Service
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import wire
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.descriptors import Descriptor, closing
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import wire
 
 TOO_MANY_FDS = "too many fds are on their way to clients; ask again later"
 

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Hashable
 
 from vcache_backend.errors import MAX_LINE_CHARS, MAX_SHOWN_CHARS, printable
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.instances.registry import liveness, orphan
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.protocol import messages as m
 
 MAX_LINES = 8
 """The most lines about other namespaces in one welcome."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
+from vcache_backend.protocol import messages as m
 
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.serving.service import Service

@@ -12,7 +12,6 @@ import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.histogram import Histogram
-from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.descriptors import Answer, Descriptor
 from vcache_backend.metadata_server.instances.registry import InstanceRegistry
 from vcache_backend.metadata_server.pool.directory import Directory
@@ -21,6 +20,7 @@ from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
+from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any, Union
 import msgspec
 
 from vcache_backend.errors import ProtocolError
-from vcache_backend.metadata_server import messages as m
+from vcache_backend.protocol import messages as m
 
 _FD_SPACE = socket.CMSG_SPACE(m.MAX_FDS * 4)
 _TRUNCATED, _LACKS_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.trust import folder_fault, peer
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import wire
+from vcache_backend.protocol.trust import folder_fault, peer
 
 
 class ServerLink:

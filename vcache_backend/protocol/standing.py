@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.calls.channel import Channel
+from vcache_backend.protocol.channel import Channel
 
 log = logging.getLogger(__name__)
 

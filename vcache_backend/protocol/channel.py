@@ -25,9 +25,9 @@ from vcache_backend.errors import (
     ServerUnavailable,
     VCacheError,
 )
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.calls.link import ServerLink
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import wire
+from vcache_backend.protocol.link import ServerLink
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import msgspec
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.calls.channel import Channel, R, Sent
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.channel import Channel, R, Sent
 
 _PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
 _KEY_BYTES = m.KEY_BYTES + 2

@@ -1,1 +1,0 @@
-"""The client's side of a connection: a socket, and a channel that reconnects by itself."""

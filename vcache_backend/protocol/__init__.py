@@ -1,0 +1,1 @@
+"""The protocol, and its client: messages, sockets, calls. No torch, no CUDA."""
