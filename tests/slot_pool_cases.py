@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from model import chunk_key
 
-from vcache_backend.metadata_server import processes, slot_directory
+from vcache_backend.metadata_server import processes, slot_directory, trust
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.slot_directory import (
@@ -108,7 +108,7 @@ class PoolServer:
                 if one is self._listener:
                     ids += 1
                     sock = one.accept()[0]
-                    process = processes.identity(processes.peer(sock)[0])
+                    process = processes.identity(trust.peer(sock)[0])
                     self._clients[sock] = Peer(ids, process, "host", "host")
                 else:
                     self._serve(one)
