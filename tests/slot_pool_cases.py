@@ -29,6 +29,7 @@ from vcache_backend.metadata_server.slot_directory import (
     SlotRun,
 )
 from vcache_backend.metadata_server.slots_table import SlotsTable
+from vcache_backend.protocol import trust
 from vcache_backend.protocol.messages import ChunkKey, SegmentId
 from vcache_backend.resident.generations import GenerationView
 
@@ -108,7 +109,7 @@ class PoolServer:
                 if one is self._listener:
                     ids += 1
                     sock = one.accept()[0]
-                    process = processes.identity(processes.peer(sock)[0])
+                    process = processes.identity(trust.peer(sock)[0])
                     self._clients[sock] = Peer(ids, process, "host", "host")
                 else:
                     self._serve(one)

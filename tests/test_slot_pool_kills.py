@@ -5,6 +5,7 @@ random, processes are stopped and go on, and readers compare every byte that the
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
@@ -51,7 +52,9 @@ class Campaign:
         return role, self._fork(work, role, self.path, self.fds, 1 + self.rows % 60, check)
 
     def _fork(self, what: Callable[..., None], *arguments: object) -> BaseProcess:
-        process = multiprocessing.get_context("fork").Process(target=what, args=arguments)
+        process = multiprocessing.get_context("fork").Process(
+            target=_dies_with_us, args=(what, *arguments)
+        )
         process.daemon = True
         process.start()
         return process
@@ -87,6 +90,12 @@ class Campaign:
             process.join()
         for fd in self.fds:
             os.close(fd)
+
+
+def _dies_with_us(what: Callable[..., None], *arguments: object) -> None:
+    """In the fork: whoever kills the tests leaves none of it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    what(*arguments)
 
 
 @contextmanager

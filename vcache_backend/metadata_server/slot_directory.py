@@ -19,14 +19,7 @@ import msgspec
 from vcache_backend.metadata_server.pool.allocator import padded
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.slots_table import (
-    MAX_RESETS,
-    SLAB_SLOTS,
-    SLABS,
-    SLOTS,
-    SlabPlace,
-    SlotsTable,
-)
+from vcache_backend.metadata_server.slots_table import SlabPlace, SlotsTable
 from vcache_backend.protocol.messages import (
     MAX_SLOTS,
     NAMESPACE_BYTES,
@@ -34,6 +27,7 @@ from vcache_backend.protocol.messages import (
     Refusal,
     SegmentId,
 )
+from vcache_backend.protocol.slot_layout import MAX_RESETS, SLAB_SLOTS, SLABS, SLOTS
 
 SEARCH = 64
 """How many of the least recently used chunks are looked at for one to evict."""

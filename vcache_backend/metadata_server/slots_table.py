@@ -35,39 +35,32 @@ from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.pool.allocator import ALIGNMENT
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.protocol.messages import (
-    INSTANCE_BYTES,
-    KEY_BYTES,
-    NAMESPACE_BYTES,
     ChunkKey,
 )
-
-HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
-"""Of every table of generations: magic, version, 1 once the owner has given the table up, whose
-table it is, number of generations. The generations begin on the next page."""
-DEAD_AT = 12
-MAGIC = b"vcache-s"
-VERSION = 1
-SLAB_SLOTS = 1 << 14
-SLABS = 64
-SLOTS = SLABS * SLAB_SLOTS
-"""The generations of a table. Those of slab i begin at `i * SLAB_SLOTS`. Pages that nobody has
-written take no memory."""
-MAX_RESETS = 256
-"""The most namespaces with a reset of their own in a table."""
-
-_NBYTES_AT, _SCOPE_AT, _RESETS_WORD = 40, 64, 12
-_RECORD = struct.Struct(f"<{KEY_BYTES}s2xIQ16xQ")
-"""Key, the writer's pid and start, and the number of the fill."""
-_RECORD_WORDS = _RECORD.size // 8
-_SLAB = struct.Struct("<3Q")
-"""Offset in the segment, bytes of a slot, bytes of the slab (stored last)."""
-_RESET = struct.Struct(f"<{NAMESPACE_BYTES}sQ")
-_GENERATIONS_AT = mmap.PAGESIZE
-_RECORDS_AT = _GENERATIONS_AT + 8 * SLOTS
-_SLABS_AT = _RECORDS_AT + _RECORD.size * SLOTS
-_RESETS_AT = (_SLABS_AT + _SLAB.size * SLABS, _SLABS_AT + 4 * mmap.PAGESIZE)
-TABLE_BYTES = _SLABS_AT + 8 * mmap.PAGESIZE
-_GENERATIONS, _NUMBERS = _GENERATIONS_AT // 8, _RECORDS_AT // 8 + _RECORD_WORDS - 1
+from vcache_backend.protocol.slot_layout import (
+    DEAD_AT,
+    HEADER,
+    MAGIC,
+    MAX_RESETS,
+    SLAB_SLOTS,
+    SLABS,
+    SLOTS,
+    TABLE_BYTES,
+    VERSION,
+    owner,
+)
+from vcache_backend.protocol.slot_layout import GENERATIONS as _GENERATIONS
+from vcache_backend.protocol.slot_layout import NBYTES_AT as _NBYTES_AT
+from vcache_backend.protocol.slot_layout import NUMBERS as _NUMBERS
+from vcache_backend.protocol.slot_layout import RECORD as _RECORD
+from vcache_backend.protocol.slot_layout import RECORD_WORDS as _RECORD_WORDS
+from vcache_backend.protocol.slot_layout import RECORDS_AT as _RECORDS_AT
+from vcache_backend.protocol.slot_layout import RESET as _RESET
+from vcache_backend.protocol.slot_layout import RESETS_AT as _RESETS_AT
+from vcache_backend.protocol.slot_layout import RESETS_WORD as _RESETS_WORD
+from vcache_backend.protocol.slot_layout import SCOPE_AT as _SCOPE_AT
+from vcache_backend.protocol.slot_layout import SLAB as _SLAB
+from vcache_backend.protocol.slot_layout import SLABS_AT as _SLABS_AT
 
 
 class SlabPlace(NamedTuple):
@@ -235,11 +228,6 @@ class SlotsTable:
         os.close(self._file)
         os.close(self.fd)
         self.fd = -1
-
-
-def owner(segment: str) -> bytes:
-    """What a table's header says of whose it is."""
-    return hashlib.sha256(segment.encode()).digest()[:INSTANCE_BYTES]
 
 
 def _check(slabs: list[SlabPlace], nbytes: int) -> None:

@@ -27,6 +27,7 @@ the next call."""
 MAX_BATCH = 16
 BUFFER_SECONDS = 10.0
 """How long a thread waits for buffers, which become free when their chunks are copied."""
+CLOSE_SECONDS = 1.0
 READERS = 3
 """How many threads read: one checks what has arrived while the others call the store."""
 
@@ -62,13 +63,19 @@ class Reader:
         self.batch = max(1, min(batch_chunks(self.form.chunk_bytes), self.ring.count // 4))
         self.batches = SimpleQueue[_Batch | None]()
         # Not an executor's threads: the end of the process would wait for their calls.
-        for number in range(READERS):
+        self.readers = [
             threads.start(self._turn, f"vcache-offload-read-{number}", self.stats.failed)
+            for number in range(READERS)
+        ]
 
     def close(self) -> None:
-        """End the threads after the batches that wait."""
-        for _ in range(READERS):
+        """End the threads after the batches that wait, within `CLOSE_SECONDS`: a thread that frees
+        tensors while the interpreter ends would abort the process."""
+        for _ in self.readers:
             self.batches.put(None)
+        until = time.monotonic() + CLOSE_SECONDS
+        for reader in self.readers:
+            reader.join(max(until - time.monotonic(), 0.0))
 
     def _turn(self) -> bool:
         batch = self.batches.get()

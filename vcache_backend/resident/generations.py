@@ -27,17 +27,17 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.metadata_server.slots_table import DEAD_AT as _DEAD_AT
-from vcache_backend.metadata_server.slots_table import HEADER as _HEADER
-from vcache_backend.metadata_server.slots_table import MAGIC as _SLOTS_MAGIC
-from vcache_backend.metadata_server.slots_table import SLOTS, TABLE_BYTES, owner
-from vcache_backend.metadata_server.slots_table import VERSION as _SLOTS_VERSION
 from vcache_backend.protocol.messages import (
     GENERATION_BYTES,
     INSTANCE_BYTES,
     MAX_BLOCKS,
     NUMBER_BYTES,
 )
+from vcache_backend.protocol.slot_layout import DEAD_AT as _DEAD_AT
+from vcache_backend.protocol.slot_layout import HEADER as _HEADER
+from vcache_backend.protocol.slot_layout import MAGIC as _SLOTS_MAGIC
+from vcache_backend.protocol.slot_layout import SLOTS, TABLE_BYTES, owner
+from vcache_backend.protocol.slot_layout import VERSION as _SLOTS_VERSION
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking, sealed
 
 MAGIC = b"vcache-g"
