@@ -96,9 +96,9 @@ class KVBlocks:
             return False
         return behind is not None and behind is self.pool.blocks[last].next_free_block
 
-    def give_up(self, first: int, last: int) -> None:
-        """Evict these blocks, which lie `together` in the queue, from vLLM's prefix cache, and make
-        vLLM hand them out first."""
+    def give_up(self, first: int, last: int, evict: bool) -> None:
+        """Make vLLM hand these blocks out first, which lie `together` in the queue. evict: take
+        them out of vLLM's prefix cache now. vLLM does so itself when it hands a block out."""
         start, stop = self.pool.blocks[first], self.pool.blocks[last]
         head, before = self.pool.free_block_queue.fake_free_list_head, start.prev_free_block
         behind, old = stop.next_free_block, head.next_free_block
@@ -110,11 +110,12 @@ class KVBlocks:
             stop.next_free_block = old
             old.prev_free_block = stop
             behind = old
-        numbers = set[int]()
-        while start is not behind:
-            numbers.add(start.block_id)
-            start = start.next_free_block
-        self._evict(numbers)
+        if evict:
+            numbers = set[int]()
+            while start is not behind:
+                numbers.add(start.block_id)
+                start = start.next_free_block
+            self._evict(numbers)
 
     @property
     def _first(self) -> Any:

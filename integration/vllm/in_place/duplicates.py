@@ -98,6 +98,7 @@ class Duplicates:
         """Give up `needed` duplicates, or fewer after `MOST_LOOKED` others."""
         copies, own = self._copies, self._generations.counters.data
         views: dict[bytes, memoryview[int]] = {}
+        first_one = True
         for _ in range(min(needed + MOST_LOOKED, len(copies))):
             if not needed:
                 return
@@ -115,7 +116,10 @@ class Duplicates:
             theirs = views[instance] = views.get(instance) or self._counters(instance)
             # The copy's last block leaves first: if it is intact, all blocks are.
             if block < len(theirs) and theirs[block] == their_generation:
-                self._pool.give_up(last, first)
+                # Later ones lie before the first: vLLM hands out all of them now, and maybe not all
+                # of the first.
+                self._pool.give_up(last, first, evict=first_one)
+                first_one = False
                 needed -= 1
             else:
                 # Our copy was not written to since.
