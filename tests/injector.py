@@ -50,7 +50,7 @@ OUTERMOST = (
     "VCacheConnector.has_connector_metadata",
     "VCacheConnector.requires_kv_delivery",
     "VCacheConnector.start_load_kv",
-    "VCacheConnector.reset_cache",
+    "VCacheConnector._clear",
     "VCacheConnector.shutdown",
     "VCacheConnector.__init__",
     "VCacheConnector.stop",

@@ -489,6 +489,17 @@ def test_a_wait_ends_though_nobody_answers(engine: Engine, monkeypatch: pytest.M
 # ---- resets
 
 
+def test_a_reset_empties_the_pool_though_the_half_is_out_of_use(engine: Engine) -> None:
+    """Or an instance with other weights, which starts later, would find what is of the old ones."""
+    tokens, connector = pooled(engine), engine.scheduler.connector
+    keys = engine.keys(engine.request(tokens))
+    with engine.here.client() as client:
+        assert any(client.contains(keys))
+        connector.fail("on purpose")
+        assert connector.reset_cache()
+        assert not any(client.contains(keys))
+
+
 def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) -> None:
     """Steps that were planned between the two may still store what is of weights before the later
     one. Workers are asked until they have answered."""

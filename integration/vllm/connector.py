@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vcache_backend.config import Config
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
+from vcache_backend.protocol.client import Client
 
 from .. import logs
 from . import settings
@@ -242,13 +243,23 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     request_finished_all_groups = request_finished
 
+    @guarded(lambda self: self._clear())
     def reset_cache(self) -> bool:
-        """False only if KV from before the reset may still be found, in the pool."""
-        return bool(self.off) or self._reset()
-
-    @guarded(answer(False))
-    def _reset(self) -> bool:
+        """False if KV from before the reset may still be found, in the pool."""
         return self._scheduler.resets.reset() if self._scheduler is not None else True
+
+    def _clear(self) -> bool:
+        """Reset the namespace over a connection of its own, once this half is out of use."""
+        instance = self._scheduler.instance if self._scheduler is not None else None
+        if instance is None or instance.versions or not instance.prefix or self.config is None:
+            return True
+        try:
+            with Client(self.config.server.path, self.config.client, reconnect=False) as server:
+                server.clear(instance.prefix, reset=True)
+        except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
+            log.warning("vcache: the pool was not cleared: %s", error)
+            return False
+        return True
 
     @guarded(answer(None))
     def weights_change(self) -> None:

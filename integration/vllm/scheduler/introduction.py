@@ -38,8 +38,8 @@ which runs no model."""
 class Introduction:
     """Runs in the scheduler's thread. Each method waits at most for one server call.
 
-    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. keys,
-    client, outbox: None before `open`. announcer: None unless KV events are wanted. publications,
+    prefix: of the namespace's keys; empty before `open`. refused: why nothing is cached; empty if
+    the instance caches. ranks: shards of a chunk. keys, client, outbox: None before `open`. announcer: None unless KV events are wanted. publications,
     tables: this instance's publications and other instances' generations; None unless KV caches are
     shared in place. versions: the user names versions of the weights. version: the present version,
     hashed into every key (see `versions.py`); empty without versions, until the weights change."""
@@ -58,7 +58,7 @@ class Introduction:
         self._config, self._model, self._hash_block = config, model, hash_block
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until, self._root = 0.0, hash_root
-        self._prefix, self._name = b"", name
+        self.prefix, self._name = b"", name
         self.publications = publications
         weights = config.connector.weights
         self.versions = bool(weights)
@@ -134,7 +134,7 @@ class Introduction:
         if config.connector.start_server:
             self.client.on_killed = partial(start.try_ensure, config)
         self.outbox = Outbox(self.client)
-        self._prefix = namespace.prefix
+        self.prefix = namespace.prefix
         self.keys = BlockHashKeys(namespace, size // self._hash_block)
         if self.announcer is not None:
             self.client.on_beat.append(self._check)
@@ -164,7 +164,7 @@ class Introduction:
         """Show the server our generation table, and listen. Runs in the scheduler's thread or the
         client's background thread."""
         shape = publications.blocks, self.ranks, publications.each
-        client.join(publications.instance, self._prefix, *shape, publications.generations.fd)
+        client.join(publications.instance, self.prefix, *shape, publications.generations.fd)
         self._listen()
 
     def _listen(self) -> None:
@@ -193,7 +193,7 @@ class Introduction:
         if not self.open() or self.client is None:
             return bool(self.refused)
         try:
-            self.client.clear(self._prefix, reset=True)
+            self.client.clear(self.prefix, reset=True)
         except VCacheError as error:
             log.warning("the pool was not cleared, so nothing is read from it: %s", error)
             return False
