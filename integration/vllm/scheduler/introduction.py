@@ -39,10 +39,11 @@ class Introduction:
     """Runs in the scheduler's thread. Each method waits at most for one server call.
 
     prefix: of the namespace's keys; empty before `open`. refused: why nothing is cached; empty if
-    the instance caches. ranks: shards of a chunk. keys, client, outbox: None before `open`. announcer: None unless KV events are wanted. publications,
-    tables: this instance's publications and other instances' generations; None unless KV caches are
-    shared in place. versions: the user names versions of the weights. version: the present version,
-    hashed into every key (see `versions.py`); empty without versions, until the weights change."""
+    the instance caches. ranks: shards of a chunk. keys, client, outbox: None before `open`.
+    announcer: None unless KV events are wanted. publications, tables: this
+    instance's publications and other instances' generations; None unless KV caches are shared in
+    place. versions: the user names versions of the weights. version: the present version, hashed into
+    every key (see `versions.py`); empty without versions, until the weights change."""
 
     def __init__(
         self,
