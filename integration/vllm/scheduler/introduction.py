@@ -40,10 +40,10 @@ class Introduction:
 
     prefix: of the namespace's keys; empty before `open`. refused: why nothing is cached; empty if
     the instance caches. ranks: shards of a chunk. keys, client, outbox: None before `open`.
-    announcer: None unless KV events are wanted. publications, tables: this
-    instance's publications and other instances' generations; None unless KV caches are shared in
-    place. versions: the user names versions of the weights. version: the present version, hashed into
-    every key (see `versions.py`); empty without versions, until the weights change."""
+    announcer: None unless KV events are wanted. publications, tables: this instance's publications
+    and other instances' generations; None unless KV caches are shared in place. versions: the user
+    names versions of the weights. version: the present version, hashed into every key (see
+    `versions.py`); empty without versions, until the weights change."""
 
     def __init__(
         self,
