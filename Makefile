@@ -44,7 +44,7 @@ bench: setup  ## measure this machine; ARGS are those of `python -m benchmarks`
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: setup  ## a quarter of an hour of kills and stops; every byte is checked; ARGS="--level death" (others: ARGS=--help)
-	@PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m soak $(ARGS)
 
 clean:  ## remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -148,7 +148,7 @@ copies() { "$python" -m benchmarks --out "$out/copies.json" --commit "${COMMIT:-
 soak() {
   local levels=${LEVELS:-death death_pool promises} level
   for level in $levels; do
-    PYTHONPATH=tests:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level "$level" --seconds "${SOAK_SECONDS:-180}" > "$out/soak-$level.txt" 2>&1 &
+    PYTHONPATH=tests:tests/support:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level "$level" --seconds "${SOAK_SECONDS:-180}" > "$out/soak-$level.txt" 2>&1 &
   done
   wait; for level in $levels; do tail -n 1 "$out/soak-$level.txt"; done
 }

@@ -55,7 +55,7 @@ def run(folder: Path, release: str, name: str) -> Row:
     """The tests of one file, where Python finds this release before .venv's."""
     number = tuple(map(int, release.split(".")[:2]))
     lacks = {tests: why for which, tests, since, why in LACKS if which == name and number < since}
-    file, found = f"tests/test_vllm_{name}.py", folder / f"{name}.xml"
+    file, found = f"tests/vllm/test_vllm_{name}.py", folder / f"{name}.xml"
     found.unlink(missing_ok=True)
     without = ["-k", " and ".join(f"not ({tests})" for tests in lacks)] if lacks else []
     command = [sys.executable, "-m", "pytest", file, "-n0", "-q", "-p", "no:cacheprovider"]

@@ -37,7 +37,7 @@ from vcache_backend.metadata_server.server import Server
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
 """Nothing in these tests waits longer, however slow the machine."""
 IMPORT_SECONDS = 240.0
@@ -339,7 +339,9 @@ def _start() -> None:
 
 def _python_path() -> str:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, given)])
+    return os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support"), *filter(None, given)]
+    )
 
 
 # ---- functions in other processes

@@ -13,7 +13,7 @@ from vcache_backend import config
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 
-FOLDER = Path(__file__).parent.parent / "configs"
+FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if "lmcache" not in path.name)
 
 
