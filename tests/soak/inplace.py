@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -135,7 +136,8 @@ class Instance(Living):
             self.epoch = self._heard
 
     def _reset(self) -> None:
-        self.publisher.retract(self.instance, self.sequence + 1)
+        retract = partial(self.client.retract, self.instance, self.sequence + 1)
+        self.publisher.outbox.send(retract)
 
     def some_prompt(self) -> list[ChunkKey]:
         """The keys of a random prompt; some prompts are more popular than others."""
