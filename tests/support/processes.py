@@ -339,9 +339,8 @@ def _start() -> None:
 
 def _python_path() -> str:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support"), *filter(None, given)]
-    )
+    rooms = [folder for folder in sys.path if folder.startswith(str(ROOT / "tests"))]
+    return os.pathsep.join([str(ROOT), *rooms, *filter(None, given)])
 
 
 # ---- functions in other processes
