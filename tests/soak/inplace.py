@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
-from vcache_backend.vram_pool.exports.host_memory import HostExportable
+from vcache_backend.vram_pool.exports import HostExportable
 
 from .living import Living, Settings, Slowly, live_as
 from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
@@ -135,7 +136,8 @@ class Instance(Living):
             self.epoch = self._heard
 
     def _reset(self) -> None:
-        self.publisher.retract(self.instance, self.sequence + 1)
+        retract = partial(self.client.retract, self.instance, self.sequence + 1)
+        self.publisher.outbox.send(retract)
 
     def some_prompt(self) -> list[ChunkKey]:
         """The keys of a random prompt; some prompts are more popular than others."""

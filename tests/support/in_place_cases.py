@@ -167,7 +167,7 @@ class Engine:
 
     def flush(self) -> None:
         """Wait until all that was published is known."""
-        assert self.publisher.flush(SECONDS)
+        assert self.publisher.outbox.flush(SECONDS)
 
     def request(
         self,

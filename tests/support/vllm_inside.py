@@ -213,7 +213,7 @@ class Serving:
     def told(self) -> bool:
         """Wait until what the steps so far have written, stored or saved is known to the server."""
         worker = _worker()
-        told = worker.in_place is None or worker.in_place.publisher.flush(PATIENCE_SECONDS)
+        told = worker.in_place is None or worker.in_place.publisher.outbox.flush(PATIENCE_SECONDS)
         return bool(told and worker._worker.session.flush(PATIENCE_SECONDS))
 
     def scheduler(self, name: str) -> bool:

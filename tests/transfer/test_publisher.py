@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import neighbour_cases
@@ -93,7 +94,7 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
     eventually(lambda: running.looks > 100)
     assert owner.found(1, 2) == [False, False], "in their order"
     running.over = True
-    assert owner.publisher.flush(SECONDS)
+    assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(1, 2) == [True, True]
 
 
@@ -109,7 +110,7 @@ def test_what_nobody_looks_for_is_told_later(here: Node, monkeypatch: pytest.Mon
     owner.publish(2, steps[2])
     eventually(lambda: owner.found(0, 1, 2) == [True, True, True])
     owner.publish(3, Step(), soon=False)
-    assert owner.publisher.flush(SECONDS)
+    assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(3) == [True]
     owner.close()
 
@@ -129,7 +130,7 @@ def test_of_too_many_the_last_is_dropped(here: Node, monkeypatch: pytest.MonkeyP
     assert owner.found(1, 2) == [True, False]
     for step in steps:
         step.over = True
-    assert owner.publisher.flush(SECONDS)
+    assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(1, 2, 3) == [True, True, False]
     owner.close()
 
@@ -176,8 +177,8 @@ def test_what_came_late_is_said_again_first(owner: Owner, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(owner.client, "retract", retract)
     for sequence in (5, 6):
-        owner.publisher.retract(NAME, sequence)
-    assert owner.publisher.flush(SECONDS)
+        owner.publisher.outbox.send(partial(owner.client.retract, NAME, sequence))
+    assert owner.publisher.outbox.flush(SECONDS)
     assert said == [5, 5, 6]
 
 
@@ -187,13 +188,13 @@ def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner)
     broken.failed = True
     owner.publish(1, broken)
     owner.publish(2, Step())
-    assert owner.publisher.flush(SECONDS)
+    assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(1, 2) == [False, True]
 
 
 def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owner) -> None:
     publication = owner.publish(1, Step())
-    assert owner.publisher.flush(SECONDS)
+    assert owner.publisher.outbox.flush(SECONDS)
     assert not owner.publisher.holds(publication), "nobody can say so"
     owner.join()
     eventually(lambda: owner.found(1) == [True])
@@ -202,11 +203,11 @@ def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owne
 
 def test_earlier_chunks_are_soon_told_again(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause may have grown to a minute while the scheduler was away."""
-    monkeypatch.setattr(outbox, "RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr(publisher, "RETRY_SECONDS", 3600.0)
     owner.publish(1, Step())
-    assert owner.publisher.flush(SECONDS)
+    assert owner.publisher.outbox.flush(SECONDS)
     owner.join()
-    monkeypatch.setattr(outbox, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(publisher, "RETRY_SECONDS", 0.05)
     owner.publish(2, Step())
     eventually(lambda: owner.found(1, 2) == [True, True])
 
@@ -215,12 +216,12 @@ def test_who_refuses_is_not_told_all_each_time(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of thousands of chunks, each time that it takes one: at most once a second."""
-    monkeypatch.setattr(outbox, "RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr(publisher, "RETRY_SECONDS", 3600.0)
     owner.join()
     owner.client.retract(NAME, 5)
     for number in range(12):
         owner.publish(number, Step(), sequence=4 + number % 2)
-        assert owner.publisher.flush(SECONDS)
+        assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(0, 1) == [False, True]
     assert owner.stats.counted("chunks_")["published"] == 6
 
@@ -253,7 +254,7 @@ def test_the_next_server_is_told_of_what_is_still_there(
     owner.join()
     for number, sequence in ((1, 1), (2, 2), (3, 2)):
         owner.publish(number, Step(), sequence)
-    assert owner.publisher.flush(SECONDS)
+    assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(1, 2, 3) == [True] * 3
     owner.scheduler.on_return.append(owner.join)
     owner.table.void([4])
@@ -262,4 +263,4 @@ def test_the_next_server_is_told_of_what_is_still_there(
     assert over.wait(SECONDS)
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]
-    assert owner.publisher.flush(SECONDS), "once"
+    assert owner.publisher.outbox.flush(SECONDS), "once"

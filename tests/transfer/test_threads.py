@@ -20,7 +20,7 @@ from vcache_backend.protocol.channel import Channel
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.publisher import Publisher
-from vcache_backend.transfer.store import Committer
+from vcache_backend.transfer.store import PendingStore
 
 __all__ = ["fresh", "pair"]
 
@@ -49,8 +49,8 @@ def raising(owner: Any, name: str, behind: bool = False, times: int = 1) -> Iter
             raise AssertionError(f"nobody called {name}") from error
 
 
-NOT_OF_THE_THREAD = "__init__ close flush has_room submit touch give_back release retract known"
-NOT_OF_THE_THREAD += " holds _post _returned _turn"
+NOT_OF_THE_THREAD = "__init__ __len__ __repr__ close flush send after submit known holds _returned"
+NOT_OF_THE_THREAD += " _turn _beat _has_work"
 
 
 def of_thread(*classes: type) -> list[tuple[type, str, bool]]:
@@ -69,11 +69,11 @@ def test_a_worker_goes_on_to_publish(fresh: Node) -> None:
         return owner.stats.counted("chunks_").get("published", 0)
 
     for where, name, behind in of_thread(Outbox, Publisher):
-        if name == "_wait":
+        if name == "_pause":
             continue  # while the server is away
         failed = owner.stats.snapshot()["failures"].get("thread: vcache-outbox", 0)
         with raising(where, name, behind):
-            owner.publisher.release(0)
+            owner.publisher.outbox.send(owner.client.stats)
             owner.publish(1, Step())
             owner.publisher._returned()
         before = published()
@@ -108,10 +108,8 @@ def test_a_publication_that_always_raises_holds_up_no_other(fresh: Node) -> None
 
 
 def test_a_worker_goes_on_to_commit_and_leaves_no_reservation(pair: Pair, fresh: Node) -> None:
-    for family, (where, name, behind) in enumerate(of_thread(Outbox, Committer), 2):
-        if name in vars(Committer) and where is Outbox:
-            continue  # called by the other one
-        if name == "_give_up":
+    for family, (where, name, behind) in enumerate(of_thread(Outbox, PendingStore), 2):
+        if name == "give_up":
             continue  # after an exception
         with raising(where, name, behind):
             put(pair.writer, pair.mine, prompt(CHUNK))
@@ -155,11 +153,11 @@ def test_a_thread_whose_predicate_always_raises_ends_with_close(
     fresh: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = Owner(fresh)
-    monkeypatch.setattr(Publisher, "_hurries", Endless.reached)
-    owner.publisher.release(0)
+    monkeypatch.setattr(Outbox, "_hurries", Endless.reached)
+    owner.publisher.outbox.send(owner.client.stats)
     eventually(lambda: owner.stats.snapshot()["failures"].get("thread: vcache-outbox", 0) > 1)
     owner.close()
-    assert not owner.publisher._thread.is_alive()
+    assert not owner.publisher.outbox._thread.is_alive()
 
 
 def test_a_client_goes_on_to_beat_and_to_return(alone: Stage) -> None:

@@ -191,7 +191,7 @@ class Sharing:
         specs = [PublicationSpec(self._said(chunk)) for chunk in chunks]
         self.in_place.publish(self.session, specs)
         assert self.in_place.publisher is not None
-        assert self.in_place.publisher.flush(SECONDS)
+        assert self.in_place.publisher.outbox.flush(SECONDS)
 
     def save(self, *chunks: int) -> None:
         self.in_place.save(self.attached, self._said(*chunks), self.stores)

@@ -21,7 +21,7 @@ from vcache_backend.protocol.messages import ChunkKey, Location, of_ranks
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import SlotView
 
 log = logging.getLogger(__name__)
 

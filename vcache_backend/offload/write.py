@@ -25,7 +25,7 @@ from vcache_backend.offload.verbs import STORED, Place
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey, Location
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import SlotView
 
 log = logging.getLogger(__name__)
 

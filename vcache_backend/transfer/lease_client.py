@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import msgspec
 
@@ -84,4 +85,4 @@ class LeaseClient:
             return False
 
     def release(self, lease: Lease) -> None:
-        self._outbox.release(lease.id)
+        self._outbox.send(partial(self.client.release, lease.id))

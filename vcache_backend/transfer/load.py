@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 
 from vcache_backend import threads
@@ -139,7 +140,7 @@ class Load:
         try:
             self.run(patience)
             if prefix:
-                session.committer.touch(list(prefix))
+                session.outbox.send(partial(session.client.touch, list(prefix)), again=False)
             if chunks := self.to_promote():
                 store(session, self.places, self.keys, chunks, prefix, fetched_in=self.epoch)
         except Exception as error:  # noqa: BLE001 - the loaded chunks stay right

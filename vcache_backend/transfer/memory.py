@@ -12,9 +12,9 @@ import numpy as np
 
 from vcache_backend.transfer.sources import LoadContext, Part, launch
 from vcache_backend.vram_pool.copies.copier import Completion
-from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.plan import CopyPlan
+from vcache_backend.vram_pool.regions import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.pooled import Pooled

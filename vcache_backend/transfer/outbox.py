@@ -1,118 +1,135 @@
-"""Sends messages without waiting: ended leases, returned reservations, touched chunks."""
+"""Work of a background thread: messages to the server, and what follows a copy or a step."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 from vcache_backend import threads
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, InstanceId
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGES = 4096
-"""How many messages to keep until the server is back. Leases and reservations of dropped messages
-expire by themselves."""
-MANY_MESSAGES = 32
-"""With this many messages the thread starts at once."""
-RETRY_SECONDS = 1.0
+"""How many messages to keep until the server is back. Reservations of dropped messages end by
+themselves."""
 LATER_SECONDS = 0.02
 """How long the thread delays work that is not urgent."""
-LOOK_SECONDS = 0.2
-"""How often the thread looks for messages by itself."""
+_LOOK_SECONDS = 0.2
+"""How often the thread looks for messages that wait for a connection."""
+_SLICE_SECONDS = 0.05
+"""How long the thread waits for a copy or a step before other work gets its turn."""
+
+Wait = Callable[[float], bool]
+"""Waits for some seconds at most. Returns whether the awaited event has come."""
+
+
+class _Job(NamedTuple):
+    """See `Outbox.after`."""
+
+    wait: Wait
+    act: Callable[[], object]
+    soon: bool
+    failed: Callable[[], object]
 
 
 class Outbox:
-    """A thread that sends messages to the server while a connection exists. All methods may be
-    called from any thread; only `flush` and `close` wait."""
+    """A thread that works for its owner: `send` and `after` queue calls, and never wait. All
+    methods may be called from any thread."""
 
     def __init__(self, client: Client, failed: threads.Count | None = None) -> None:
         """failed: counts an exception of the thread, see `threads.survives`."""
         self._client = client
         self._messages: deque[tuple[Callable[[], object], bool]] = deque(maxlen=MAX_MESSAGES)
         """Calls of the client, and whether to repeat each until the server has answered."""
+        self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
-        self._busy = self._stopping = self._urgent = False
+        self._busy = self._urgent = False
+        self.stopping = False
+        """Whether `close` was called: the thread ends after its current call."""
         self._thread = threads.start(self._turn, "vcache-outbox", failed)
 
-    def release(self, lease: int) -> None:
-        """End a lease that no copy uses any more, within some `LOOK_SECONDS`.
+    def __len__(self) -> int:
+        """How many calls of `after` are still to be made."""
+        return len(self._jobs)
 
-        The thread finds the message by itself: waking it would cost the caller some 50 us just
-        before a token."""
-        self._post(partial(self._client.release, lease), urgent=False)
+    def send(self, call: Callable[[], object], again: bool = True) -> None:
+        """Call the client while a connection exists. again: repeat the call until the server has
+        answered. Other errors are logged for debugging."""
+        with self._changed:
+            self._messages.append((call, again))
+            self._urgent = True
+            self._changed.notify_all()
 
-    def give_back(self, reservation: int) -> None:
-        """Abort a reservation. No copy may be writing into its slots."""
-        self._post(partial(self._client.abort, reservation))
+    def after(
+        self,
+        wait: Wait,
+        act: Callable[[], object],
+        soon: bool = True,
+        failed: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Call `act` after `wait` has returned True, and after the earlier calls of this method.
+        If `wait` or `act` raises, `failed` is called.
 
-    def touch(self, keys: list[ChunkKey]) -> None:
-        self._post(partial(self._client.touch, keys), again=False)
-
-    def retract(self, instance: InstanceId, sequence: int) -> None:
-        """Withdraw all publications of `instance` with a lower sequence number."""
-        self._post(partial(self._client.retract, instance, sequence))
+        soon: without a delay; otherwise after `LATER_SECONDS`, or together with others, so that the
+        thread does not take the interpreter from the present step."""
+        with self._changed:
+            self._jobs.append(_Job(wait, act, soon, failed))
+            self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
         """Wait until all work is done or given up; False after `timeout` seconds. Messages that
         wait for a connection do not count."""
         with self._changed:
-            if self._stopping:
+            if self.stopping:
                 return not self._has_work()
             self._urgent = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send the queued messages, for at most `timeout` seconds, and end the thread after its
-        current call. Idempotent."""
+        """Do the queued work, for at most `timeout` seconds, and end the thread after its current
+        call. Idempotent."""
         try:
             self.flush(timeout)
         finally:
             with self._changed:
-                self._stopping = True
+                self.stopping = True
                 self._changed.notify_all()
             self._thread.join(timeout)
 
-    # ---- inside
-
-    def _post(self, call: Callable[[], object], urgent: bool = True, again: bool = True) -> None:
-        with self._changed:
-            self._messages.append((call, again))
-            self._urgent |= urgent
-            if urgent or len(self._messages) >= MANY_MESSAGES:
-                self._changed.notify_all()
+    # ---- the thread
 
     def _turn(self) -> bool:
         """Wait for work, and do it. Returns whether to end. Whatever raises is off its queue."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._stopping or self._has_work(), LOOK_SECONDS)
-            self._changed.wait_for(lambda: self._stopping or self._hurries(), LATER_SECONDS)
-            if self._stopping:
+            self._changed.wait_for(lambda: self.stopping or self._has_work(), _LOOK_SECONDS)
+            self._changed.wait_for(lambda: self.stopping or self._hurries(), LATER_SECONDS)
+            if self.stopping:
                 return True
             self._busy = self._has_work()
             self._urgent = False
-        self._work()
+        self._send_all()
+        self._do_all()
         return False
 
     def _has_work(self) -> bool:
-        return bool(self._messages) and self._client.connected
+        return bool(self._jobs) or (bool(self._messages) and self._client.connected)
 
     def _hurries(self) -> bool:
-        """Whether any work is urgent. The caller holds the lock."""
-        return self._urgent or len(self._messages) >= MANY_MESSAGES
+        return self._urgent or any(job.soon for job in self._jobs)
 
-    def _work(self) -> None:
-        """Send the messages queued so far. Later messages wait: more important work may be due."""
+    def _send_all(self) -> None:
+        """Send the messages queued so far."""
         for _ in range(len(self._messages)):
-            if self._stopping or not self._client.connected:
+            if self.stopping or not self._client.connected:
                 return
             call, repeats = self._messages.popleft()
             try:
@@ -122,3 +139,34 @@ class Outbox:
                 if repeats and isinstance(error, ServerUnavailable):
                     self._messages.appendleft((call, repeats))
                     return
+
+    def _do_all(self) -> None:
+        """Do the work queued so far, up to the first job whose event has not come."""
+        for _ in range(len(self._jobs)):
+            job, over = self._jobs[0], True
+            try:
+                over = not self.stopping and job.wait(_SLICE_SECONDS)
+                if not over:
+                    return
+                job.act()
+            except Exception:
+                job.failed()
+                raise
+            finally:
+                if over:
+                    with self._changed:
+                        self._jobs.popleft()
+
+
+def polled(reached: Callable[[], bool], pause: float) -> Wait:
+    """Wait for `reached` by calling it every `pause` seconds."""
+
+    def wait(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not reached():
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+        return True
+
+    return wait

@@ -13,8 +13,8 @@ from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
-from vcache_backend.vram_pool.copies.planner import chunk_planes
-from vcache_backend.vram_pool.paged import Int64s
+from vcache_backend.vram_pool.copies.geometry import Int64s
+from vcache_backend.vram_pool.copies.plan import chunk_planes
 
 
 class _LeasedRun:

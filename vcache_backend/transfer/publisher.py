@@ -1,16 +1,15 @@
-"""The background thread of a worker that shares in place: publishes the chunks in its KV cache, and
-publishes them again to a new server."""
+"""Publishes the chunks in a worker's KV cache that is shared in place, and publishes them again to
+a new server."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
 
 from msgspec import structs
 
@@ -20,15 +19,12 @@ from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import NUMBER_BYTES, InstanceId, Publish
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer import outbox
-from vcache_backend.transfer.outbox import Outbox
+from vcache_backend.transfer.outbox import Outbox, polled
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Mark
 
 log = logging.getLogger(__name__)
 
-_SLICE_SECONDS = 0.05
-"""How long to wait for a step's end before other work gets its turn."""
 _POLL_SECONDS = 0.002
 """Each look at a step takes the interpreter from the thread that launches the next step."""
 MAX_WAITING = 1024
@@ -37,21 +33,12 @@ other instances miss the chunks."""
 TOGETHER = 16
 """How many chunks are saved together. If a block is handed out before the copy, the whole group is
 not saved."""
-SLOWEST_SECONDS = 60.0
-"""The longest pause between two attempts to publish everything again. The server refuses until the
-scheduler has shown its generations. The first pause is `outbox.RETRY_SECONDS`; each further pause
-is twice as long."""
+RETRY_SECONDS, SLOWEST_SECONDS = 1.0, 60.0
+"""The first and the longest pause between two attempts to publish everything again; each pause is
+twice as long as the last one. The server refuses until the scheduler has shown its generations."""
 
 
-class _Waiting(NamedTuple):
-    """A publication to be sent after `written` is reached. soon: without a delay."""
-
-    publication: Publish
-    written: Mark
-    soon: bool
-
-
-class Publisher(Outbox):
+class Publisher:
     """Publishes one worker's chunks in the order of submission, each chunk after the step that
     wrote it.
 
@@ -60,29 +47,25 @@ class Publisher(Outbox):
 
     def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int) -> None:
         """each: blocks of a chunk."""
-        self._stats, self._instance, self._each = stats, instance, each
-        self._queue: deque[_Waiting] = deque()
+        self._client, self._stats, self._instance, self._each = client, stats, instance, each
         self._kept: dict[bytes, Publish] = {}
         """Publications of single chunks, by the bytes of the first block's number."""
         self._tables = Tables(client)
         self._due = math.inf
         """When to publish all kept chunks again; infinite while the server has them."""
-        self._pauses = Backoff(outbox.RETRY_SECONDS, SLOWEST_SECONDS)
-        super().__init__(client, stats.failed)
+        self._pauses = Backoff(RETRY_SECONDS, SLOWEST_SECONDS)
+        self.outbox = Outbox(client, stats.failed)
         client.on_return.append(self._returned)
+        client.on_beat.append(self._beat)
 
     def submit(self, publication: Publish, written: Mark, soon: bool = True) -> None:
-        """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
-
-        soon: publish without a delay, since other instances may look for the chunks. Otherwise
-        publish after `outbox.LATER_SECONDS`, or with later chunks, so that the thread does not take
-        the interpreter from the present step."""
-        with self._changed:
-            if len(self._queue) >= MAX_WAITING:
-                self._stats.failed("publication_dropped")
-                return
-            self._queue.append(_Waiting(publication, written, soon))
-            self._changed.notify_all()
+        """Queue chunks that can be read once `written` is reached. Any thread; never blocks. soon:
+        other instances may look for the chunks, see `Outbox.after`."""
+        if len(self.outbox) >= MAX_WAITING:
+            self._stats.failed("publication_dropped")
+            return
+        reached = polled(written.reached, _POLL_SECONDS)
+        self.outbox.after(reached, partial(self._publish, publication), soon)
 
     def known(self, publication: Publish) -> list[Publish]:
         """Return the chunks of `publication` that were published with the same fields, in any
@@ -107,75 +90,52 @@ class Publisher(Outbox):
         return view.leading(publication.blocks, publication.generations, self._each)
 
     def close(self, timeout: float = 5.0) -> None:
-        super().close(timeout)
-        if self._returned in self._client.on_return:
-            self._client.on_return.remove(self._returned)
+        """See `Outbox.close`."""
+        self.outbox.close(timeout)
+        for hooks, hook in (
+            (self._client.on_return, self._returned),
+            (self._client.on_beat, self._beat),
+        ):
+            if hook in hooks:
+                hooks.remove(hook)
         self._tables.close()
 
-    # ---- inside
+    # ---- the client's thread
 
     def _returned(self) -> None:
-        """Publish everything again: the server may be new. Runs in the client's thread."""
-        with self._changed:
-            self._due = 0.0
-            self._pauses.reset()
-            self._changed.notify_all()
+        """Publish everything again: the server may be new."""
+        self._pauses.reset()
+        self._due = 0.0
+        self._beat()
 
-    def _has_work(self) -> bool:
-        return bool(self._queue) or self._is_due() or super()._has_work()
+    def _beat(self) -> None:
+        if time.monotonic() >= self._due:
+            self._due = math.inf
+            self.outbox.after(lambda seconds: True, self._publish_again)
 
-    def _hurries(self) -> bool:
-        """Whether a publication is urgent: another instance may look for the chunks at once."""
-        return any(waiting.soon for waiting in self._queue) or super()._hurries()
+    # ---- the outbox's thread
 
-    def _work(self) -> None:
-        super()._work()
-        if self._is_due():
-            # Before the first request: the client may reach another server meanwhile.
-            self._due, again = math.inf, False
-            try:
-                again = self._tell_again()
-            finally:
-                if not again:
-                    self._wait()
-        for _ in range(len(self._queue)):
-            # `_over` removes the publication of a step that failed.
-            if self._stopping or not self._over(self._queue[0].written):
-                return
-            publication = self._queue.popleft().publication
-            self._keep(publication)
-            if bool(self._tell(publication)) != (self._due == math.inf):
-                # The server is gone, or the scheduler has not shown the generations yet. Or the
-                # server takes chunks now, and the pause may have grown long.
-                self._pauses.reset()
-                self._wait()
-
-    def _is_due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def _wait(self) -> None:
-        self._due = min(self._due, time.monotonic() + self._pauses.next())
-
-    def _over(self, written: Mark) -> bool:
-        """Whether the step is over. After a failed step, remove the queue's head."""
-        until = time.monotonic() + _SLICE_SECONDS
-        try:
-            while not written.reached():
-                if time.monotonic() > until:
-                    return False
-                time.sleep(_POLL_SECONDS)
-        except Exception as error:
-            self._queue.popleft()
-            if not isinstance(error, VCacheError):
-                raise
-            log.debug("a step failed: %s", error)
-            return False
-        return True
-
-    def _keep(self, publication: Publish) -> None:
+    def _publish(self, publication: Publish) -> None:
         for chunk in _single(publication):
             self._kept.pop(chunk.blocks[:NUMBER_BYTES], None)
             self._kept[chunk.blocks[:NUMBER_BYTES]] = chunk
+        if bool(self._tell(publication)) != (self._due == math.inf):
+            # The server is gone, or the scheduler has not shown the generations yet. Or the server
+            # takes chunks now, and the pause may have grown long.
+            self._pauses.reset()
+            self._pause()
+
+    def _publish_again(self) -> None:
+        """Publish all unchanged kept chunks, in their old order."""
+        taken = False
+        try:
+            taken = self._tell_all()
+        finally:
+            if not taken:
+                self._pause()
+
+    def _pause(self) -> None:
+        self._due = min(self._due, time.monotonic() + self._pauses.next())
 
     def _tell(self, publication: Publish) -> int | None:
         """Publish chunks. Returns how many the server took, 0 after a refusal; None if the server
@@ -189,9 +149,8 @@ class Publisher(Outbox):
         self._stats.count(chunks_published=taken)
         return taken
 
-    def _tell_again(self) -> bool:
-        """Publish all unchanged kept chunks, in their old order. Returns whether the server has
-        them: it took some, or none are kept."""
+    def _tell_all(self) -> bool:
+        """Returns whether the server has the chunks: it took some, or none are kept."""
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
             return False
@@ -200,7 +159,7 @@ class Publisher(Outbox):
                 del self._kept[first]
         total = 0
         for _, group in groupby(self._kept.values(), key=attrgetter("sequence", "epoch")):
-            if self._stopping or (taken := self._tell(_joined(list(group)))) is None:
+            if self.outbox.stopping or (taken := self._tell(_joined(list(group)))) is None:
                 return False
             total += taken
         return bool(total) or not self._kept

@@ -12,7 +12,7 @@ from vcache_backend.protocol.messages import ResidentRun
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.sources import LoadContext, Settled
-from vcache_backend.vram_pool.paged import Int64s
+from vcache_backend.vram_pool.copies.geometry import Int64s
 
 
 @dataclass

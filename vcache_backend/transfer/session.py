@@ -18,14 +18,14 @@ from vcache_backend.protocol.messages import ChunkKey, Location, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.lease_client import LeaseClient
+from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.transfer.store import Committer
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.memory_budget import LEAST, Shortfall
-from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch
@@ -89,8 +89,9 @@ class Session:
         """Called in the commit thread with this worker's newly visible chunks."""
         if self.tier is not None:
             self.on_stored.append(self.tier.offer)
-        self.committer = Committer(self.client, self.stats, self.on_stored)
-        self.leases = LeaseClient(self.client, self.committer, self.stats)
+        self.outbox = Outbox(self.client, self.stats.failed)
+        """Commits this session's stores in their order, each after its copy."""
+        self.leases = LeaseClient(self.client, self.outbox, self.stats)
         self.miss = self.stats.miss
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
@@ -186,14 +187,14 @@ class Session:
         """Wait until the stores so far are visible or given up; `through`: and offloaded or
         dropped. False after `timeout` seconds."""
         until = time.monotonic() + timeout
-        flushed = self.committer.flush(timeout)
+        flushed = self.outbox.flush(timeout)
         if not through or self.tier is None:
             return flushed
         return self.tier.flush(max(until - time.monotonic(), 0.0)) and flushed
 
     def close(self) -> None:
         """Finish stores, unmap, disconnect. Segments and chunks stay in the pool. Idempotent."""
-        self.committer.close()
+        self.outbox.close()
         if self.tier is not None:
             self.tier.close()
         self.copier.drain()

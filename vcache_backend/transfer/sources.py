@@ -18,7 +18,7 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
-from vcache_backend.vram_pool.copies.planner import CopyPlan
+from vcache_backend.vram_pool.copies.plan import CopyPlan
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch

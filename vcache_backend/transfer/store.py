@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey, Location, Refusal, Reserved
-from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
@@ -23,110 +22,67 @@ log = logging.getLogger(__name__)
 
 MAX_INFLIGHT = 64
 """The most copied stores that are not yet committed. A further store is skipped and counted."""
-_SLICE_SECONDS = 0.05
-"""How long to wait for a copy before other work gets its turn."""
 
 
-class PendingStore(NamedTuple):
-    """A running copy into the reserved slots of the chunks `keys`. prefix: earlier chunks.
+@dataclass(eq=False)
+class PendingStore:
+    """A running copy into the reserved slots of the chunks `keys`, to be committed afterwards."""
 
-    keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called
-    after the copy; returns whether the copied bytes belong to `keys`, or None: ask again."""
-
+    session: Session
     reservation: int
     keys: list[ChunkKey]
     prefix: list[ChunkKey]
-    tokens: int
+    """Earlier chunks."""
     completion: Completion
     nbytes: int
     keepalive: Any
+    """The slots' views, whose mapping must live until the copy is complete."""
     holds: Callable[[], bool | None] | None = None
+    """Called after the copy. Returns whether the copied bytes belong to `keys`; None: ask again."""
+    _right: bool | None = True
 
-
-class Committer(Outbox):
-    """Commits a session's stores in the order of submission, each store after its copy. Other
-    messages to the server do not wait for stores."""
-
-    def __init__(
-        self,
-        client: Client,
-        stats: EngineStats,
-        listeners: Sequence[Callable[[list[ChunkKey]], None]] = (),
-    ) -> None:
-        """listeners: called in the commit thread with newly visible chunks. The sequence may change
-        later."""
-        self._stats, self._listeners = stats, listeners
-        self._queue: deque[PendingStore] = deque()
-        super().__init__(client, stats.failed)
-
-    def has_room(self) -> bool:
-        return len(self._queue) < MAX_INFLIGHT
-
-    def submit(self, store: PendingStore) -> None:
-        """Queue a store whose copy was launched. Never blocks."""
-        with self._changed:
-            self._queue.append(store)
-            self._changed.notify_all()
-
-    def _has_work(self) -> bool:
-        return bool(self._queue) or super()._has_work()
-
-    def _hurries(self) -> bool:
-        return bool(self._queue) or super()._hurries()
-
-    def _work(self) -> None:
-        store, over = (self._queue[0] if self._queue else None), True
-        try:
-            over = store is None or self._finish(store)
-        except Exception:
-            if store is not None:
-                self._give_up(store)
-            raise
-        finally:
-            if store is not None and over:
-                with self._changed:
-                    self._queue.popleft()
-        super()._work()
-
-    def _give_up(self, store: PendingStore) -> None:
-        """Return the reservation of a store that has failed, unless its copy may still be writing.
-        Does nothing to a store that was committed."""
-        if store.completion.wait(_SLICE_SECONDS):
-            self.give_back(store.reservation)
-
-    def _finish(self, store: PendingStore) -> bool:
-        """Commit a store if its copy is over; otherwise return False.
-
-        A late commit is safe: the server refuses a commit once the reservation has expired, and
-        keeps the slots reserved until then."""
-        if not store.completion.wait(_SLICE_SECONDS):
+    def wait(self, seconds: float) -> bool:
+        """Wait for the copy, and for the answer of `holds`; False after `seconds`."""
+        if not self.completion.wait(seconds):
             return False
-        holds = store.holds() if store.holds is not None else True
-        if holds is None:
-            return False
-        if store.completion.seconds is not None:
-            self._stats.add_time("store_copy", store.completion.seconds)
-        if not holds:
-            self._stats.count(not_stored_changed=len(store.keys))
-            self.give_back(store.reservation)
-            return True
+        self._right = self.holds() if self.holds is not None else True
+        return self._right is not None
+
+    def finish(self) -> None:
+        """Commit the store, whose copy is over. A late commit is safe: the server refuses it."""
+        stats, client = self.session.stats, self.session.client
+        if (seconds := self.completion.seconds) is not None:
+            stats.add_time("store_copy", seconds)
+        if not self._right:
+            stats.count(not_stored_changed=len(self.keys))
+            give_back(self.session, self.reservation)
+            return
         try:
-            with self._stats.timed("commit"):
-                visible = self._client.commit(store.reservation, store.prefix)
+            with stats.timed("commit"):
+                visible = client.commit(self.reservation, self.prefix)
         except VCacheError as error:
             log.debug("commit: %s", error)
-            self._stats.failed("commit_unavailable")
-            self.give_back(store.reservation)
-            return True
+            stats.failed("commit_unavailable")
+            give_back(self.session, self.reservation)
+            return
         if not visible:
-            self._stats.failed("reservation_void")
-            return True
-        self._stats.count(
-            chunks_stored=visible, tokens_stored=store.tokens, bytes_stored=store.nbytes
-        )
-        for listener in self._listeners:
-            listener(store.keys)
-        return True
+            stats.failed("reservation_void")
+            return
+        tokens = len(self.keys) * self.session.chunk_size
+        stats.count(chunks_stored=visible, tokens_stored=tokens, bytes_stored=self.nbytes)
+        for listener in self.session.on_stored:
+            listener(self.keys)
+
+    def give_up(self) -> None:
+        """Return the reservation of a store that has failed, unless its copy may still be writing.
+        Does nothing to a store that was committed."""
+        if self.completion.wait(0.0):
+            give_back(self.session, self.reservation)
+
+
+def give_back(session: Session, reservation: int) -> None:
+    """Abort a reservation. No copy may be writing into its slots."""
+    session.outbox.send(partial(session.client.abort, reservation))
 
 
 LAUNCH_WITHIN = 0.5
@@ -164,8 +120,8 @@ def store(
     the slots."""
     if not chunks:
         return None
-    stats, committer = session.stats, session.committer
-    if not committer.has_room():
+    stats = session.stats
+    if len(session.outbox) >= MAX_INFLIGHT:
         stats.count(not_stored_backlog=len(chunks))
         return None
     mark, asked = session.copier.mark() if beside else None, time.monotonic()
@@ -175,7 +131,7 @@ def store(
     if fetched_in not in (None, reserved.epoch):
         # A reset came in between: these chunks are outdated.
         if reserved.reservation:
-            committer.give_back(reserved.reservation)
+            give_back(session, reserved.reservation)
         return None
     _note_refusals(stats, reserved, session.client.epoch)
     # Do not write if this process was paused meanwhile.
@@ -187,17 +143,15 @@ def store(
     try:
         copy = _gather(session, places, slots, launch_by, mark)
     except VCacheError:
-        committer.give_back(reserved.reservation)
+        give_back(session, reserved.reservation)
         raise
     if copy is None:
-        committer.give_back(reserved.reservation)
+        give_back(session, reserved.reservation)
         return None
     named = [keys[chunk] for chunk in slots]
     before = [*prefix, *keys[: chunks[0]]]
-    pending = PendingStore(
-        reserved.reservation, named, before, len(slots) * session.chunk_size, *copy, holds
-    )
-    committer.submit(pending)
+    pending = PendingStore(session, reserved.reservation, named, before, *copy, holds)
+    session.outbox.after(pending.wait, pending.finish, failed=pending.give_up)
     return pending
 
 

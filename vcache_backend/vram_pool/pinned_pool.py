@@ -9,9 +9,9 @@ from vcache_backend import threads
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.protocol.messages import SegmentId, SegmentInfo
-from vcache_backend.vram_pool import cuda_driver, pinned_segment
+from vcache_backend.vram_pool import cuda_driver, host_memory
 from vcache_backend.vram_pool.pool import Pool
-from vcache_backend.vram_pool.segment import MappedSegment
+from vcache_backend.vram_pool.regions import MappedSegment
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class PinnedPool(Pool):
 
     def _prepare_all(self) -> None:
         cuda_driver.load().beside_captures()
-        pinned_segment.move_near(self.device.ordinal or 0)
+        host_memory.move_near(self.device.ordinal or 0)
         progress = True
         while progress and not self._closed:
             before = len(self._mapped)

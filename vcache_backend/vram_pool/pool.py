@@ -14,11 +14,10 @@ from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import Location, SegmentId, SegmentInfo
-from vcache_backend.vram_pool import segment as segments
+from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.memory_budget import Shortfall
-from vcache_backend.vram_pool.segment import MappedSegment
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import MappedSegment, SlotView
 
 log = logging.getLogger(__name__)
 
@@ -185,8 +184,8 @@ class Pool:
                     return True
                 size = ByteSize(held + nbytes).about
                 log.info("the pool on %s gets %s, which fits: %s", self.device, size, over.said)
-            with segments.create(self.device, nbytes) as owned:
-                mapped = segments.map_segment(owned.info, owned.fd, self.device)
+            with regions.create(self.device, nbytes) as owned:
+                mapped = regions.map_segment(owned.info, owned.fd, self.device)
         except SegmentError as error:
             self._waits -= 1
             if self._waits >= 0:
@@ -239,7 +238,7 @@ class Pool:
         try:
             info, fd = self._client.open_segment(info.id)
             try:
-                mapped = segments.map_segment(info, fd, self.device)
+                mapped = regions.map_segment(info, fd, self.device)
             finally:
                 os.close(fd)
         except SegmentError as error:

@@ -152,7 +152,9 @@ class Introduction:
         self.tables = Tables(client)
         publications.view = self.tables.view
         publications.reachable = lambda: client.connected
-        publications.retract = partial(outbox.retract, publications.instance)
+        publications.retract = lambda sequence: outbox.send(
+            partial(client.retract, publications.instance, sequence)
+        )
         # Answers bring news even if no request waits for them any more.
         client.on_reply = lambda reply: (
             publications.hear(reply) if isinstance(reply, Found | Heard) else None
