@@ -48,8 +48,7 @@ R = TypeVar("R", bound=m.Reply)
 class Sent(Generic[R]):
     """A request whose answer will be read by `answer` or by the next call on the channel.
 
-    The next call reads the answer into this object. Call `answer` for a lease: an unread lease is
-    held until it expires. `received`: a list for the answer's fds."""
+    The next call reads the answer into this object. `received`: a list for the answer's fds."""
 
     def __init__(
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
@@ -181,13 +180,18 @@ class Channel:
         return sent.answer()
 
     def _open(
-        self, request: m.Request, kind: type[R], due: Callable[[R], int]
+        self,
+        request: m.Request,
+        kind: type[R],
+        due: Callable[[R], int],
+        seconds: float | None = None,
+        sends: Sequence[int] = (),
     ) -> tuple[R, list[int]]:
-        """Send a request whose answer brings fds, which the caller closes. due: the number of fds
-        that a reply should bring. ProtocolError if the number is wrong."""
+        """Send a request, with the fds `sends`, whose answer brings fds, which the caller closes.
+        due: the number of fds that a reply should bring. ProtocolError if the number is wrong."""
         fds: list[int] = []
         try:
-            reply = self._call(request, kind, received=fds)
+            reply = self._call(request, kind, seconds, sends, received=fds)
             if len(fds) != due(reply):
                 raise ProtocolError(
                     f"{len(fds)} fds came along, {due(reply)} were due; if fewer came, this "
