@@ -33,7 +33,7 @@ from vcache_backend.metadata_server.slot_directory import (
 )
 from vcache_backend.metadata_server.slots_table import SlotsTable
 from vcache_backend.protocol.messages import ChunkKey, Refusal, SegmentId
-from vcache_backend.resident.generations import GenerationView
+from vcache_backend.vram_pool.generations import GenerationView
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SEGMENTS = {"s0": 4096, "s1": 3072, "s2": 2000, "s3": 5200}

@@ -24,7 +24,6 @@ from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, ResidentRun
-from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.resident.tables import open_instance
@@ -32,6 +31,7 @@ from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region
+from vcache_backend.vram_pool.generations import Generations, GenerationView, UInt64s
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.segment import create, map_segment
 

@@ -24,7 +24,7 @@ from vcache_backend.integration.vllm.scheduler.own_promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.published_chunks import BLOCK_BYTES
 from vcache_backend.metadata_server.instances.resident_chunks import MAX_BYTES
 from vcache_backend.protocol.messages import MAX_BLOCKS, Find, Heard
-from vcache_backend.resident.generations import Generations
+from vcache_backend.vram_pool.generations import Generations
 
 __all__ = ["here"]
 pytestmark = needs_vllm

@@ -21,8 +21,8 @@ from processes import Worker, eventually, nursery
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.resident import generations
-from vcache_backend.resident.generations import SEALS, Generations, GenerationView
 from vcache_backend.seals import FUTURE_WRITE
+from vcache_backend.vram_pool.generations import SEALS, Generations, GenerationView
 
 ME = bytes(range(16))
 OTHER = bytes(16)
