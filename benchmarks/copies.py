@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vcache_backend.vram_pool import segment
+from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
-from vcache_backend.vram_pool.copies.planner import plan_blocks
+from vcache_backend.vram_pool.copies.geometry import PagedKV
+from vcache_backend.vram_pool.copies.plan import plan_blocks
 from vcache_backend.vram_pool.devices import Device, resolve
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import SlotView
 
 from .results import Row, row
 
@@ -46,8 +46,8 @@ class Case(NamedTuple):
 def slots(owner: Device, reader: Device, nbytes: int) -> Case:
     """Slots in a new segment of `owner`, one a chunk; on `reader` layers of (2, blocks, 16, 8, 128)
     bf16: pages of 32 KiB for K and for V, blocks in random order."""
-    with segment.create(owner, nbytes) as owned:
-        mapped = segment.map_segment(owned.info, owned.fd, reader)
+    with regions.create(owner, nbytes) as owned:
+        mapped = regions.map_segment(owned.info, owned.fd, reader)
     torch.cuda.set_device(reader.ordinal)
     gpu = torch.device("cuda", reader.ordinal or 0)
     layers = 1 if nbytes < 32 * MIB else 16
@@ -91,8 +91,8 @@ def in_place(owners: list[Device], reader: Device, nbytes: int) -> Case:
     each = nbytes // (layers * page_bytes)
     blocks, mapped = each * len(owners), []
     for owner in owners:
-        with segment.create(owner, nbytes) as owned:
-            mapped.append(segment.map_segment(owned.info, owned.fd, reader))
+        with regions.create(owner, nbytes) as owned:
+            mapped.append(regions.map_segment(owned.info, owned.fd, reader))
     torch.cuda.set_device(reader.ordinal)
     device = f"cuda:{reader.ordinal}"
     caches = [
@@ -155,8 +155,8 @@ def peer_speed(nbytes: int) -> float:
     """
     owner, reader = resolve("cuda:0"), resolve(f"cuda:{min(1, torch.cuda.device_count() - 1)}")
     torch.cuda.set_device(reader.ordinal)
-    with segment.create(owner, nbytes) as owned:
-        mapped = segment.map_segment(owned.info, owned.fd, reader)
+    with regions.create(owner, nbytes) as owned:
+        mapped = regions.map_segment(owned.info, owned.fd, reader)
     target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
     source = mapped.whole[:nbytes]
     pull = partial(target.copy_, source, non_blocking=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
-from vcache_backend.vram_pool import segment
+from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.devices import Device
 
 from .processes import PATIENT, metadata_server
@@ -33,7 +33,7 @@ def run(clients: int = 4) -> list[Row]:
     """All server cases against one server that holds CHUNKS chunks; about 20 seconds."""
     with metadata_server() as path, Client(path, PATIENT) as client:
         empty = client.stats().rss_bytes
-        with segment.create(Device("host", "host"), CHUNKS * CHUNK_BYTES) as owned:
+        with regions.create(Device("host", "host"), CHUNKS * CHUNK_BYTES) as owned:
             os.close(client.add_segment(owned.info, owned.fd)[1])
         store(client, CHUNKS)
         per_chunk = (client.stats().rss_bytes - empty) / CHUNKS

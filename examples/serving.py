@@ -437,6 +437,7 @@ def main(
     made: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace, Path], int],
     needs: tuple[str, ...],
+    cpu: Machine = CPU,
 ) -> int:
     """Parse, run, tidy up. The exit code: 1 with one message if it fails, 130 after Ctrl-C, 143
     after SIGTERM."""
@@ -457,7 +458,7 @@ def main(
             f"--ports: {count} different ones from 1 to 65535 are needed, not "
             f"{','.join(map(str, options.ports))}"
         )
-    options.machine = machine = CPU if options.cpu else GPU
+    options.machine = machine = cpu if options.cpu else GPU
     options.lengths = sorted(
         max(machine.chunk, n - n % machine.chunk) for n in options.lengths or machine.lengths
     )

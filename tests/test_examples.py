@@ -30,6 +30,7 @@ from vcache_backend.integration.lmcache import settings
 PLAIN = ROOT / "configs" / "lmcache-vcache.yaml"
 DOCS = ROOT / "docs" / "lmcache.md"
 EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
+REAL_MODEL = EXAMPLE.with_name("real_model.py")
 NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
 EXAMPLE_SECONDS = 400.0
 STORE = [sys.executable, "-m", "vcache_backend", "mooncake", "--segment", "64MiB"]
@@ -117,6 +118,23 @@ def test_the_example_shows_the_second_instance_read_what_the_first_computed(tmp_
     assert rows == [("A", 0, True), ("A", 512, True), ("B", 512, True)]
     assert shown["status"]["chunks"] >= 8
     assert shown["status"]["reports"] == []
+
+
+@NEEDS_VLLM
+@pytest.mark.timeout(EXAMPLE_SECONDS + 20)
+def test_a_real_model_answers_in_the_same_words_from_kv_that_another_server_computed(
+    tmp_path: Path,
+) -> None:
+    ports = ",".join(map(str, free_ports(2)))
+    given = f"--json --ports {ports} --logs {tmp_path}/run".split()
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    with forking(str(REAL_MODEL), given, tmp_path / "log", environment) as worker:
+        assert worker.answer(EXAMPLE_SECONDS) == 0, worker.log
+        said = worker.log
+    rows = json.loads(said[said.index("[\n") : said.rindex("\n]") + 2])
+    assert [row["same_answer"] for row in rows] == [True] * 3
+    assert "Jonas Petersen" in rows[1]["answer"]
+    assert [row["not_computed"] // 256 for row in rows] == [0, 6, 6]
 
 
 @NEEDS_VLLM

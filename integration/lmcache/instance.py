@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ..vllm.model import groups
 from ..vllm.model import spec as model_spec

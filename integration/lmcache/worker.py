@@ -28,7 +28,7 @@ from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from .boundary import THEIRS, WORKER
 from .instance import Instance

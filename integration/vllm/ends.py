@@ -10,7 +10,7 @@ import mmap
 import os
 from contextlib import ExitStack, suppress
 
-from vcache_backend.vram_pool.host_segment import allocate
+from vcache_backend.vram_pool.host_memory import allocate
 
 SIZE = 512
 """Words of a worker's ring. A load is in word `number % SIZE`. If a later load has overwritten the

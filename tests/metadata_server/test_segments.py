@@ -21,7 +21,7 @@ from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.protocol.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.segment import OwnedSegment, create, map_segment
+from vcache_backend.vram_pool.regions import OwnedSegment, create, map_segment
 
 GIB = 1 << 30
 

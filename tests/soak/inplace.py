@@ -39,7 +39,7 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
-from vcache_backend.vram_pool.exports.host_memory import HostExportable
+from vcache_backend.vram_pool.exports import HostExportable
 from vcache_backend.vram_pool.generations import Generations, UInt64s
 
 from .living import Living, Settings, Slowly, live_as

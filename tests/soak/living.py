@@ -20,7 +20,7 @@ from vcache_backend.config import Config
 from vcache_backend.transfer import pooled, resident_runs
 from vcache_backend.transfer.sources import Settled
 from vcache_backend.vram_pool.copies.copier import Completion, Copier
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 
 from .forked import begin
 

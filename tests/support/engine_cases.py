@@ -25,7 +25,7 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import SlotView
 
 ROOMY = 1 << 20
 """A segment that holds every chunk of most tests."""

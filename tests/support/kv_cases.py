@@ -14,7 +14,7 @@ import torch
 from soak.memory import mix
 
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 CHUNK = 32
 POISON = 0xA5

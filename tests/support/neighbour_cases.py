@@ -29,11 +29,11 @@ from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.resident.tables import open_instance
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exports.memory import Region
+from vcache_backend.vram_pool.exports import Region
 from vcache_backend.vram_pool.generations import Generations, GenerationView, UInt64s
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.segment import create, map_segment
+from vcache_backend.vram_pool.regions import create, map_segment
 
 HOST = Device("host", "host")
 NAMESPACE = b"resident"

@@ -338,10 +338,10 @@ def _start() -> None:
 
 
 def _python_path() -> str:
+    """With all rooms of the tests: workers unpickle functions of test modules."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support"), *filter(None, given)]
-    )
+    rooms = sorted(str(room) for room in (ROOT / "tests").iterdir() if room.is_dir())
+    return os.pathsep.join([str(ROOT), str(ROOT / "tests"), *rooms, *filter(None, given)])
 
 
 # ---- functions in other processes

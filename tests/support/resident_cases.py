@@ -25,7 +25,7 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import HostCopier
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 
 
 def owner(here: Node, name: int = 1, **more: Any) -> Owner:

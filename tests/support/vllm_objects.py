@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vcache_backend.vram_pool.copies.copier import HostCopier
-from vcache_backend.vram_pool.copies.planner import plan_blocks
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.copies.geometry import PagedKV
+from vcache_backend.vram_pool.copies.plan import plan_blocks
+from vcache_backend.vram_pool.regions import SlotView
 
 BLOCK, BLOCKS = 4, 12
 

@@ -18,12 +18,12 @@ from processes import QUICK, SECONDS, eventually, hung, leaving_nothing
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
-from vcache_backend.vram_pool import segment as segments
+from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.memory_budget import Shortfall, shortfall
 from vcache_backend.vram_pool.pool import Pool
-from vcache_backend.vram_pool.segment import MappedSegment
+from vcache_backend.vram_pool.regions import MappedSegment
 
 __all__ = ["here", "served"]
 MIB = 1 << 20
@@ -210,14 +210,14 @@ def test_who_cannot_map_a_segment_still_stores(
     """
     mine = Cache()
     far = served.engine("host:far", 8 * ROOMY, layout_of(mine))
-    mapping = segments.map_segment
+    mapping = regions.map_segment
 
     def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
         if info.device == "host:far":
             raise SegmentError(f"{reader} has no peer access to it")
         return mapping(info, fd, reader)
 
-    monkeypatch.setattr(segments, "map_segment", refusing)
+    monkeypatch.setattr(regions, "map_segment", refusing)
     served.engine("host:a", ROOMY, layout_of(mine))
     engine = served.engine("host:b", 0, layout_of(mine))
     put(engine, mine, prompt(CHUNK))

@@ -19,9 +19,9 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaCopier
-from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks
-from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.copies.geometry import PagedKV
+from vcache_backend.vram_pool.copies.plan import CopyPlan, plan_blocks
+from vcache_backend.vram_pool.regions import SlotView
 
 POISON = 0xA5
 Make = Callable[[], Copier]

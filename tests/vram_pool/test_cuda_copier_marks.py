@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vcache_backend.vram_pool.copies.copier import NOTHING
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import SlotView
 
 pytestmark = pytest.mark.gpu(count=1)
 

@@ -22,10 +22,10 @@ from test_segments import forged, open_fds
 
 from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.protocol.messages import SegmentId, SegmentInfo
-from vcache_backend.vram_pool import cuda_driver, cuda_segment, devices
+from vcache_backend.vram_pool import cuda_driver, devices, regions
 from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.segment import OwnedSegment, create, map_segment
+from vcache_backend.vram_pool.regions import OwnedSegment, create, map_segment
 
 
 def cpu_view(whole: Any, ordinal: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     driver = Driver(fake)
     monkeypatch.setattr(cuda_driver, "load", lambda: driver)
     monkeypatch.setattr(devices, "current_gpu", lambda: 0)
-    monkeypatch.setattr(cuda_segment, "view", cpu_view)
+    monkeypatch.setattr(regions, "view", cpu_view)
     return fake
 
 
@@ -152,7 +152,7 @@ def test_a_torch_that_cannot_view_the_mapping_leaves_nothing(
     def refuse(whole: Any, ordinal: int) -> torch.Tensor:
         raise SegmentError("torch has no CUDA")
 
-    monkeypatch.setattr(cuda_segment, "view", refuse)
+    monkeypatch.setattr(regions, "view", refuse)
     assert "torch has no CUDA" in why_not_mapped(owned, GPU0)
     gc.collect()  # Python 3.12 keeps the traceback in a cycle
     assert cuda.holds() == NOTHING

@@ -27,11 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.integration.vllm.in_place.exporter import Exporter
-from vcache_backend.vram_pool.exports import cuda_memory as cuda_exportable
-from vcache_backend.vram_pool.exports import host_memory as host_exportable
-from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
-from vcache_backend.vram_pool.exports.host_memory import HostExportable
-from vcache_backend.vram_pool.exports.memory import Region
+from vcache_backend.vram_pool import exports as cuda_exportable
+from vcache_backend.vram_pool import host_memory
+from vcache_backend.vram_pool.exports import CudaExportable, HostExportable, Region
 
 
 def kv(nbytes: int = MIB + 100, **more: Any) -> torch.Tensor:
@@ -108,7 +106,7 @@ def test_a_forked_child_cannot_write_vllms_memory() -> None:
 @pytest.mark.parametrize("asked", [True, False], ids=["", "where the kernel cannot be asked"])
 def test_pages_are_taken_before_they_are_used(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     if not asked:
-        monkeypatch.setattr(host_exportable, "_MADV_POPULATE_WRITE", 12345)
+        monkeypatch.setattr(host_memory, "_MADV_POPULATE_WRITE", 12345)
     memory = HostExportable()
     with memory.context():
         cache = kv(8 * MIB)

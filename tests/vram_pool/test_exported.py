@@ -18,9 +18,9 @@ from processes import PATIENT, QUICK, Stage, eventually
 from vcache_backend.errors import LayoutError
 from vcache_backend.protocol.messages import CacheShape, InstanceStats, LayerKind
 from vcache_backend.resident.own_cache import OwnCache, cache_shape, check_shape
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exports.memory import Region
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.exports import Region
 
 ONE = instance(1)
 BLOCKS = SMALL.blocks

@@ -17,16 +17,15 @@ from processes import IMPORT_SECONDS, SECONDS, ran
 
 from vcache_backend.integration.vllm.in_place.exporter import Exporter
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
-from vcache_backend.vram_pool.exports.memory import Region
+from vcache_backend.vram_pool.exports import CudaExportable, Region
 
 MIB = 1 << 20
 SIZE = 64 * MIB
 READER = """
 import sys, torch
-from vcache_backend.vram_pool import cuda_segment, devices
+from vcache_backend.vram_pool import devices, regions
 fd, nbytes, at, size, owner, gpu = *map(int, sys.argv[1:5]), *sys.argv[5:]
-whole = cuda_segment.map_fd(fd, nbytes, owner, devices.resolve(gpu))
+whole = regions.map_gpu_memory(fd, nbytes, owner, devices.resolve(gpu))
 assert torch.equal(whole[at : at + size], (torch.arange(size, device=gpu) % 251).to(torch.uint8))
 print("the same")
 """

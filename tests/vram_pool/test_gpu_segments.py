@@ -16,7 +16,7 @@ from vcache_backend.errors import SegmentError
 from vcache_backend.protocol.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.segment import MappedSegment, create, map_segment
+from vcache_backend.vram_pool.regions import MappedSegment, create, map_segment
 
 MIB = 1 << 20
 SIZE = 64 * MIB

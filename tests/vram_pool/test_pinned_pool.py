@@ -19,10 +19,10 @@ from test_segments import mappings, open_fds
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import SegmentError
-from vcache_backend.vram_pool import devices, pinned_pool, pinned_segment
+from vcache_backend.vram_pool import devices, host_memory, pinned_pool
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.segment import create, map_segment
+from vcache_backend.vram_pool.regions import create, map_segment
 
 __all__ = ["cuda", "here", "served"]
 
@@ -87,7 +87,7 @@ def test_a_segment_that_failed_leaves_nothing(cuda: FakeCuda, quiet: None, call:
 def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
     cuda: FakeCuda, quiet: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_segment, "_STEP_BYTES", MIB // 4)
+    monkeypatch.setattr(host_memory, "_STEP_BYTES", MIB // 4)
     with create(HOST, MIB - 12_345) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
         start, steps = mapped.whole.data_ptr(), [MIB // 4, MIB // 4, MIB // 4, MIB // 4 - 12_288]
         assert cuda.registered == {start + at * (MIB // 4): size for at, size in enumerate(steps)}
@@ -107,11 +107,11 @@ def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) ->
 def test_the_last_gibibyte_of_the_machine_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None
 ) -> None:
-    answers = [0, pinned_segment.SPARE_BYTES + MIB]
+    answers = [0, host_memory.SPARE_BYTES + MIB]
     monkeypatch.setattr(devices, "host_available", lambda: answers.pop(0))
     create(HOST, MIB).close()
-    monkeypatch.setattr(devices, "host_available", lambda: pinned_segment.SPARE_BYTES + MIB - 1)
-    monkeypatch.setattr(pinned_segment, "GROW_SECONDS", 0.0)
+    monkeypatch.setattr(devices, "host_available", lambda: host_memory.SPARE_BYTES + MIB - 1)
+    monkeypatch.setattr(host_memory, "GROW_SECONDS", 0.0)
     why = "1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free"
     with pytest.raises(SegmentError, match=why):
         create(HOST, MIB)
@@ -121,7 +121,7 @@ def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_lit
     monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None, memfd: int
 ) -> None:
     """It may be another process's, and of any size."""
-    monkeypatch.setattr(devices, "host_available", lambda: pinned_segment.SPARE_BYTES + 1)
+    monkeypatch.setattr(devices, "host_available", lambda: host_memory.SPARE_BYTES + 1)
     segment = info("s0", os.fstat(memfd).st_size, "host:a")
     with pytest.raises(SegmentError, match="are not allocated yet"):
         map_segment(segment, memfd, HOST)

@@ -30,7 +30,7 @@ def add_segment(
     socket: Socket = None,
 ) -> None:
     """Lend memory of a device, such as an idle GPU. The server keeps it when this command ends."""
-    from vcache_backend.vram_pool import devices, segment
+    from vcache_backend.vram_pool import devices, regions
 
     try:
         place = devices.resolve(device)
@@ -42,7 +42,7 @@ def add_segment(
         raise SegmentError(
             f"--bytes {nbytes}: {available.about} of host memory are free; lend less"
         )
-    with command.client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
+    with command.client(config_file, socket) as client, regions.create(place, int(nbytes)) as owned:
         os.close(client.add_segment(owned.info, owned.fd)[1])
         info = owned.info
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")

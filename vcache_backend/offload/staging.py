@@ -16,8 +16,8 @@ import torch
 from vcache_backend.offload.objects import HEADER_BYTES
 from vcache_backend.offload.verbs import Place
 from vcache_backend.seals import RESIZING
-from vcache_backend.vram_pool import host_segment, pinned_segment
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool import host_memory
+from vcache_backend.vram_pool.regions import SlotView
 
 ALIGNMENT = 4096
 
@@ -43,13 +43,11 @@ def staging(fd: int, nbytes: int, count: int, ordinal: int | None) -> list[Buffe
     size = stride * count
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING)
+    # In one step: the driver's own copies, which write objects, may not cross steps.
+    whole = host_memory.map_fd(fd, size, ordinal, step=size)
     if ordinal is None:
-        whole = host_segment.map_fd(fd, size)
         # Take the pages now, not during a request.
         whole.zero_()
-    else:
-        # In one step: the driver's own copies, which write objects, may not cross steps.
-        whole = pinned_segment.map_fd(fd, size, ordinal, step=size)
     return [Buffer((at, nbytes), whole[at : at + nbytes]) for at in range(0, size, stride)]
 
 

@@ -26,10 +26,10 @@ from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import CacheShape, ResidentRun
 from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.resident.tables import RETRY_SECONDS, Refusals, open_instance
-from vcache_backend.vram_pool import cuda_segment, host_segment
+from vcache_backend.vram_pool import host_memory, regions
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.generations import GenerationView
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +80,10 @@ class Neighbour:
         """Map the regions for `device`, and compute `bases`. Raises SegmentError, OSError."""
         for fd, nbytes in zip(fds, self.shape.regions, strict=True):
             if device.medium == "cuda":
-                self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
+                self._mapped.append(regions.map_gpu_memory(fd, nbytes, self.shape.device, device))
             else:
                 # The check proves the size, and the memory cannot shrink, so no read raises SIGBUS.
-                host_segment.check(fd, nbytes)
+                host_memory.check(fd, nbytes)
                 mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
                 self._mapped.append(mapping)
         addresses = [_address(held) for held in self._mapped]

@@ -8,9 +8,9 @@ from vcache_backend.errors import LayoutError
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.standing import Standing
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exports.memory import Region
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.exports import Region
 
 
 def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> m.CacheShape:

@@ -68,7 +68,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         axes: see `PagedKV.describe`; None: recognised from the shapes. more: fields that tensors do
         not show, such as `revision`, `tp_size`, `extra`. LayoutError if the arrangement is not
         recognised, ValueError for wrong values."""
-        from vcache_backend.vram_pool.paged import PagedKV
+        from vcache_backend.vram_pool.copies.geometry import PagedKV
 
         kv = PagedKV.describe(kvcaches, block_size, axes=axes)
         sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)[. ]", kv.name)}

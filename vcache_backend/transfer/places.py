@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks, whole_blocks
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.plan import CopyPlan, plan_blocks, whole_blocks
 
 
 class BlockPlaces:

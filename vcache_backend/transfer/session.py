@@ -21,10 +21,10 @@ from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.memory_budget import LEAST, Shortfall
-from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pool import Pool
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch

@@ -23,8 +23,8 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
-from vcache_backend.vram_pool.copies.planner import CopyPlan, chunk_planes
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.plan import CopyPlan, chunk_planes
 from vcache_backend.vram_pool.pool import PoolSegment
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.histogram import Histogram
 from vcache_backend.protocol.messages import MAX_OWNERS, InstanceId, Reads
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import where
-from vcache_backend.vram_pool.paged import PagedKV
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session

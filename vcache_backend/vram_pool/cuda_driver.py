@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
@@ -266,10 +267,23 @@ class Driver:
         """Wait for all work of the current context's device."""
         self.attempt("cuCtxSynchronize")
 
-    def end(self, context: Any, used: ExitStack, otherwise: str) -> None:
-        """Wait for all work of the context's device, then close `used`, which frees memory that
-        kernels may have used: unmapping and unlocking do not wait by themselves. Never raises.
-        otherwise: the log's words for a failure."""
+    @contextmanager
+    def until_dropped(self, owner: object, ordinal: int, otherwise: str) -> Iterator[ExitStack]:
+        """A stack for the device's resources, in whose context the block runs. They are given back
+        when `owner` is dropped; at once if the block raises.
+
+        Waits for all work of the device first: unmapping and unlocking do not wait by themselves.
+        otherwise: the log's words for a failure. Not at exit: the driver then frees all memory by
+        itself, and may be gone already."""
+        with ExitStack() as undo:
+            context = self.retain(ordinal)
+            undo.callback(self.release_context, ordinal)
+            with self.current(context), ExitStack() as used:
+                yield used
+                undo.callback(self._end, context, used.pop_all(), otherwise)
+            weakref.finalize(owner, undo.pop_all().close).atexit = False
+
+    def _end(self, context: Any, used: ExitStack, otherwise: str) -> None:
         try:
             with self.current(context):
                 self.synchronize()

@@ -21,14 +21,12 @@ from vcache_backend.protocol.messages import (
     SegmentInfo,
     SlotRun,
 )
-from vcache_backend.vram_pool import cuda_driver, pinned_segment
-from vcache_backend.vram_pool import segment as segments
+from vcache_backend.vram_pool import cuda_driver, host_memory, regions
+from vcache_backend.vram_pool.copies.geometry import Int64s
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.generations import GenerationView
 from vcache_backend.vram_pool.memory_budget import Shortfall
-from vcache_backend.vram_pool.paged import Int64s
-from vcache_backend.vram_pool.segment import MappedSegment
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.regions import MappedSegment, SlotView
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +249,7 @@ class Pool:
         with threads.survives("the pool in host memory"):
             try:
                 cuda_driver.load().beside_captures()
-                pinned_segment.move_near(self.device.ordinal or 0)
+                host_memory.move_near(self.device.ordinal or 0)
                 progress = True
                 while progress and not self._closed:
                     before = len(self._mapped)
@@ -296,8 +294,8 @@ class Pool:
                     return True
                 size = ByteSize(held + nbytes).about
                 log.info("the pool on %s gets %s, which fits: %s", self.device, size, over.said)
-            with segments.create(self.device, nbytes) as owned:
-                mapped = segments.map_segment(owned.info, owned.fd, self.device)
+            with regions.create(self.device, nbytes) as owned:
+                mapped = regions.map_segment(owned.info, owned.fd, self.device)
         except SegmentError as error:
             self._waits -= 1
             if self._waits >= 0:
@@ -345,7 +343,7 @@ class Pool:
             log.debug("segment %s: %s", info.id, error)
             return None
         try:
-            mapped = segments.map_segment(info, fd, self.device)
+            mapped = regions.map_segment(info, fd, self.device)
         except SegmentError as error:
             os.close(table)
             self._refuse(info.id, error)

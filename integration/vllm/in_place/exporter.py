@@ -13,9 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 from vcache_backend.errors import LayoutError, SegmentError, VCacheError
-from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
-from vcache_backend.vram_pool.exports.host_memory import HostExportable
-from vcache_backend.vram_pool.exports.memory import Region
+from vcache_backend.vram_pool.exports import CudaExportable, HostExportable, Region
 
 from ..model.groups import POOL
 

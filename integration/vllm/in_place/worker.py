@@ -16,7 +16,7 @@ from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ..metadata import PublicationSpec
 from ..worker.loading import Attached

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.paged import Share
+from vcache_backend.vram_pool.copies.geometry import Share
 
 from ...doubts import NULL
 from .weights import digest, text

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from .groups import Groups
 from .weights import digest, extra, plain, rope, text, weights

@@ -10,7 +10,7 @@ from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ..metadata import LoadSpec
 

@@ -17,7 +17,7 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import InstanceId
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.paged import PagedKV
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ... import vllm_memory
 from ..in_place.exporter import Exporter

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import reference
-from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.plan import CopyPlan
+from vcache_backend.vram_pool.regions import SlotView
 
 _Move = Callable[[PagedKV, CopyPlan, Sequence[Tensor]], None]
 

@@ -17,11 +17,11 @@ import torch
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool import cuda_driver
-from vcache_backend.vram_pool.copies import kernels
+from vcache_backend.vram_pool.copies import kernel
 from vcache_backend.vram_pool.copies.copier import Completion, Finished, Mark, check, check_rows
-from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.slots import SlotView
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.plan import CopyPlan, of_kinds
+from vcache_backend.vram_pool.regions import SlotView
 
 CLOSE_SECONDS = 5.0
 """How long `CudaCopier.drain` waits for the copies of each stream."""
@@ -88,13 +88,13 @@ class _Slots:
         self.local = all(slot.local for slot in slots)
         self.host = any(slot.whole.device.type == "cpu" for slot in slots)
 
-    def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
+    def fill(self, table: Int64s, parts: Sequence[kernel.TablePart]) -> list[int]:
         """Write the kernel's table for each kind of layers. Returns the alignments of the slots."""
         found = []
         addresses = np.array([slot.address for slot in self._slots], dtype=np.int64)
         for number, (kind, first, end) in enumerate(parts):
             plan, begin = self._plan.of(self.kv, number)
-            found.append(kernels.fill_slots(kind, plan, addresses + begin, table[first:end]))
+            found.append(kernel.fill_slots(kind, plan, addresses + begin, table[first:end]))
         return found
 
 
@@ -116,11 +116,11 @@ class _Rows:
         self.local, self.host = local, host
         self._rows, self._bases, self._keep = rows, origins, keep
 
-    def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
+    def fill(self, table: Int64s, parts: Sequence[kernel.TablePart]) -> list[int]:
         """Write the kernel's table for each kind of layers. Returns the alignments of the pages to
         read."""
         return [
-            kernels.fill_table(kind, rows, bases, table[first:end])
+            kernel.fill_table(kind, rows, bases, table[first:end])
             for (kind, rows, bases), (_, first, end) in zip(
                 of_kinds(self.kv, self._rows, self._bases), parts, strict=True
             )
@@ -140,7 +140,7 @@ class CudaCopier:
         self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
         with torch.cuda.device(self.device):
             self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
-        self._tables: list[kernels.Table] = []
+        self._tables: list[kernel.Table] = []
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
         self._lock = threading.Lock()
@@ -151,11 +151,9 @@ class CudaCopier:
         with torch.cuda.device(self.device):
             for kind in kv.kinds:
                 table = torch.empty((len(kind.planes), 3), dtype=torch.int64, device=self.device)
-                for tuning in (kernels.PEER, kernels.LOCAL, kernels.HOST):
+                for tuning in (kernel.PEER, kernel.LOCAL, kernel.HOST):
                     for to_origin, many in ((True, False), (False, False), (False, True)):
-                        kernels.launch(
-                            kind, 0, table, to_origin=to_origin, many=many, tuning=tuning
-                        )
+                        kernel.launch(kind, 0, table, to_origin=to_origin, many=many, tuning=tuning)
 
     def gather(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
@@ -208,7 +206,7 @@ class CudaCopier:
             )
         if not job.blocks:
             return Finished(0.0)
-        parts = kernels.table_parts(kv, job.blocks, job.origins)
+        parts = kernel.table_parts(kv, job.blocks, job.origins)
         size = parts[-1].end
         # Launches go to the thread's current device. Work is queued by stream handle: torch's
         # stream contexts and copies would cost the host as much as the rest of a retrieve.
@@ -246,24 +244,24 @@ class CudaCopier:
         self,
         side: torch.cuda.Stream,
         job: _Slots | _Rows,
-        table: kernels.Table,
-        parts: Iterable[tuple[kernels.TablePart, int]],
+        table: kernel.Table,
+        parts: Iterable[tuple[kernel.TablePart, int]],
         after: Mark | None,
         to_origin: bool,
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Queue a kernel on `side` for each part and alignment. Returns the events before and after
-        the kernels."""
+        the kernel."""
         current, start = torch.cuda.current_stream(), torch.cuda.Event(enable_timing=True)
         if isinstance(after, CudaMark):
             side.wait_event(after.event)
         elif after is None:
             self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
         start.record(side)
-        tuning = kernels.tuning_for(
+        tuning = kernel.tuning_for(
             local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
         )
         for part, aligned in parts:
-            kernels.launch(
+            kernel.launch(
                 part.kv,
                 job.blocks,
                 table.there[part.first :],
@@ -279,7 +277,7 @@ class CudaCopier:
             current.wait_event(end)
         return start, end
 
-    def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
+    def _table(self, rows: int, side: torch.cuda.Stream) -> kernel.Table:
         """A table of at least `rows` rows that no copy uses; an earlier copy's if possible."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
@@ -290,7 +288,7 @@ class CudaCopier:
         # may still use memory of that stream, and the table is written without waiting for such
         # work.
         with torch.cuda.stream(side):
-            return kernels.Table(
+            return kernel.Table(
                 max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver
             )
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds
-from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment
+from vcache_backend.vram_pool.copies.plan import CopyPlan, of_kinds
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -37,9 +37,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies.planner import CopyPlan, plane_offsets
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment
+from vcache_backend.vram_pool.copies.plan import CopyPlan, plane_offsets
 from vcache_backend.vram_pool.cuda_driver import Driver
-from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
 
 _COLUMNS = tl.constexpr(3)
 

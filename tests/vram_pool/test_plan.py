@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.transfer.places import BlockPlaces, SlotPlaces
-from vcache_backend.vram_pool.copies.planner import plan_blocks, whole_blocks
-from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share
+from vcache_backend.vram_pool.copies.plan import plan_blocks, whole_blocks
 
 BLOCK = 4
 CHUNK = 16

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.paged import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 
 Bools = npt.NDArray[np.bool_]
 

@@ -18,17 +18,17 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies import kernels, reference
-from vcache_backend.vram_pool.copies.kernels import Tuning
-from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds, plan_blocks
-from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
+from vcache_backend.vram_pool.copies import kernel, reference
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share
+from vcache_backend.vram_pool.copies.kernel import Tuning
+from vcache_backend.vram_pool.copies.plan import CopyPlan, of_kinds, plan_blocks
 
 POISON = 0xA5
 SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
 REGISTERS = replace(SMALL, stages=1)
 TUNINGS = pytest.mark.parametrize("tuning", [SMALL, REGISTERS], ids=["pipelined", "registers"])
 DIRECTIONS = pytest.mark.parametrize("to_slot", [True, False], ids=["gather", "scatter"])
-COMPILED = isinstance(kernels.copy_kernel, triton.JITFunction)
+COMPILED = isinstance(kernel.copy_kernel, triton.JITFunction)
 INTERPRETED = pytest.mark.skipif(
     COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set"
 )
@@ -94,20 +94,20 @@ def run_kernel(
     count = len(copy.blocks)
     for number, kind in enumerate(kv.kinds):
         plan, begin = copy.of(kv, number)
-        table = np.empty((kernels.table_rows(kind, count), 3), dtype=np.int64)
-        aligned = kernels.fill_slots(kind, plan, addresses + begin, table)
+        table = np.empty((kernel.table_rows(kind, count), 3), dtype=np.int64)
+        aligned = kernel.fill_slots(kind, plan, addresses + begin, table)
         there = torch.from_numpy(table).to(kv.device)
-        kernels.launch(kind, count, there, to_origin=to_slot, tuning=tuning, aligned=aligned)
+        kernel.launch(kind, count, there, to_origin=to_slot, tuning=tuning, aligned=aligned)
     return aligned
 
 
 def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: Tuning) -> int:
     """Returns the alignment."""
-    filled = np.empty((kernels.table_rows(kv, len(rows), len(origins)), 3), dtype=np.int64)
-    aligned = kernels.fill_table(kv, rows, origins, filled)
+    filled = np.empty((kernel.table_rows(kv, len(rows), len(origins)), 3), dtype=np.int64)
+    aligned = kernel.fill_table(kv, rows, origins, filled)
     table = torch.from_numpy(filled).to(kv.device)
     more: dict[str, Any] = {"many": len(origins) > 1, "aligned": aligned}
-    kernels.launch(kv, len(rows), table, to_origin=to_origin, tuning=tuning, **more)
+    kernel.launch(kv, len(rows), table, to_origin=to_origin, tuning=tuning, **more)
     return aligned
 
 
@@ -236,7 +236,7 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
 def test_a_copy_of_too_many_pieces_is_refused() -> None:
     kv = cache((12, 4, 64), 4, "cpu")
     with pytest.raises(LayoutError, match="is too large; move fewer chunks"):
-        kernels.launch(kv, 1 << 30, torch.empty(0), to_origin=True, tuning=SMALL)
+        kernel.launch(kv, 1 << 30, torch.empty(0), to_origin=True, tuning=SMALL)
 
 
 # ---- out of other KV caches, and out of them and slots at once
@@ -327,16 +327,16 @@ def test_each_kind_of_layers_has_its_part_of_one_table_aligned_for_the_kernel(de
     pairs = zip(chosen, starts, strict=True)
     rows = np.array([[owner, at[0], place, *at[1:]] for (owner, _, place), at in pairs])
     origins = np.stack([np.concatenate([kind.planes[:, 0] for kind in kv.kinds]) for kv in owners_])
-    parts = kernels.table_parts(reader, 3, 2)
+    parts = kernel.table_parts(reader, 3, 2)
     assert all(part.first % 2 == 0 for part in parts)
     assert all(one.end <= other.first for one, other in itertools.pairwise(parts))
     filled = np.empty((parts[-1].end, 3), dtype=np.int64)
     filling = zip(parts, of_kinds(reader, rows, origins), strict=True)
-    aligned = [kernels.fill_table(*kind, filled[at.first : at.end]) for at, kind in filling]
+    aligned = [kernel.fill_table(*kind, filled[at.first : at.end]) for at, kind in filling]
     table = torch.from_numpy(filled).to(device)
     for part, bits in zip(parts, aligned, strict=True):
         there = table[part.first :]
-        kernels.launch(part.kv, 3, there, to_origin=False, tuning=SMALL, many=True, aligned=bits)
+        kernel.launch(part.kv, 3, there, to_origin=False, tuning=SMALL, many=True, aligned=bits)
     for (owner, _, place, *_), block in zip(rows.tolist(), (8, 3, 0), strict=True):
         for mine, theirs in zip(pages(expected), pages(owners_[owner]), strict=True):
             mine[place] = theirs[block]

@@ -1,1 +1,0 @@
-"""GPU and host memory for a KV cache that other processes can map."""
