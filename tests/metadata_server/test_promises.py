@@ -13,9 +13,9 @@ from test_directory import work_of
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server.pool import backlog, promises
-from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.directory import Directory
+from vcache_backend.metadata_server.processes import Peer
+from vcache_backend.metadata_server.processes import ProcessId
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 

@@ -17,7 +17,7 @@ from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, stage
 
 from vcache_backend.errors import MAX_LINE_CHARS
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.serving.layouts import MAX_COMPARED
+from vcache_backend.metadata_server.report import MAX_COMPARED
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 

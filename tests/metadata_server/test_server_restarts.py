@@ -19,7 +19,7 @@ from server_cases import KIB, few_descriptors, has_room, offer, offering, put, r
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import succession
 from vcache_backend.metadata_server.ledger import Ledger
-from vcache_backend.metadata_server.records import (
+from vcache_backend.metadata_server.processes import (
     Counted,
     EpochTable,
     Held,

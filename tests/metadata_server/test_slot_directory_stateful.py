@@ -23,15 +23,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model import FakeClock, chunk_key, pattern, room_of
 
 from vcache_backend.metadata_server import slot_directory, slots_table
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.processes import Peer
+from vcache_backend.metadata_server.processes import ProcessId
 from vcache_backend.metadata_server.slot_directory import (
     SlotDirectory,
     SlotGrant,
     SlotRegion,
     SlotRun,
 )
-from vcache_backend.metadata_server.slots_table import SlotsTable
+from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol.messages import ChunkKey, Refusal, SegmentId
 from vcache_backend.vram_pool.generations import GenerationView
 

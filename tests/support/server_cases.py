@@ -40,16 +40,17 @@ def offering(stage_: Stage, memfd: int) -> Client:
     return client
 
 
-def offer(client: Client, segment: m.SegmentInfo, fd: int) -> None:
-    """Add a segment now, and again to each later server that lists it as absent."""
+def offer(client: Client, segment: m.SegmentInfo, fd: int) -> int:
+    """Add a segment now, and again to each later server that lacks it. Returns its table's fd."""
+    _, table = client.add_segment(segment, fd)
 
     def follow(infos: list[m.SegmentInfo]) -> None:
-        for listed in infos:
-            if listed.id == segment.id and listed.state == "absent":
-                client.add_segment(segment, fd, again=True)
+        if all(listed.id != segment.id for listed in infos):
+            _, same = client.add_segment(segment, fd, table)
+            os.close(same)
 
-    client.add_segment(segment, fd)
     client.on_segments = follow
+    return table
 
 
 def reserving(stage_: Stage) -> Child:

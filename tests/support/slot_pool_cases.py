@@ -21,14 +21,14 @@ import numpy as np
 from model import chunk_key
 
 from vcache_backend.metadata_server import processes, slot_directory
-from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.processes import Peer
 from vcache_backend.metadata_server.slot_directory import (
     SlotDirectory,
     SlotGrant,
     SlotRegion,
     SlotRun,
 )
-from vcache_backend.metadata_server.slots_table import SlotsTable
+from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol import trust
 from vcache_backend.protocol.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.generations import GenerationView

@@ -490,8 +490,8 @@ class Node:
             self.stored(chunks)
 
     def chunk_keys(self) -> list[ChunkKey]:
-        """Of the chunks in the pool, from the server's ledger."""
-        return list(processes.ledger_of(self.socket).chunks)
+        """Of the chunks in the pool, from the server's tables."""
+        return processes.pool_keys(self.socket)
 
     def unleased(self) -> None:
         """Wait until nobody has a lease: those under which nothing is read end in the

@@ -79,7 +79,7 @@ def serve(
 ) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
-    from vcache_backend.metadata_server.server import serve as run
+    from vcache_backend.metadata_server.main import serve as run
 
     settings = command.load(config_file, socket).server
     log_format.begin(log)

@@ -21,7 +21,7 @@ from typing import Any
 from vcache_backend.cli.terminal import print_json
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.metadata_server.server import Server
+from vcache_backend.metadata_server.main import Server
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 
 PROMPTS, CHUNKS = 8, 8
