@@ -21,9 +21,9 @@ from processes import Raw, Stage
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import resident_chunks as residents
 from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
-from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.processes import is_pidfd
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import wire

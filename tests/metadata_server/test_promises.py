@@ -12,10 +12,9 @@ from processes import Stage, eventually, info, make_memfd
 from test_directory import work_of
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server.pool import backlog, promises
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.processes import Peer
-from vcache_backend.metadata_server.processes import ProcessId
+from vcache_backend.metadata_server.pool import backlog, promises
+from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 

@@ -20,10 +20,8 @@ from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.processes import Peer
-from vcache_backend.metadata_server.processes import ProcessId
-from vcache_backend.metadata_server.report import MAX_REPORTS, Reports
-from vcache_backend.metadata_server.report import fitting, server_stats
+from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.report import MAX_REPORTS, Reports, fitting, server_stats
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.metadata_server.succession import Predecessors
 from vcache_backend.protocol import messages as m

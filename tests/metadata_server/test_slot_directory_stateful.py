@@ -23,8 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model import FakeClock, chunk_key, pattern, room_of
 
 from vcache_backend.metadata_server import slot_directory, slots_table
-from vcache_backend.metadata_server.processes import Peer
-from vcache_backend.metadata_server.processes import ProcessId
+from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.slot_directory import (
     SlotDirectory,
     SlotGrant,

@@ -271,7 +271,7 @@ class Reader(Instance):
             BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
             keys,
             mark=self.session.copier.mark(),
-            residents=runs,
+            runs=runs,
             neighbours=self.neighbours,
         )
 

@@ -187,7 +187,7 @@ class Slowly:
 def _believe_copies() -> None:
     """For a control: count every copy as right, whatever the generations say after it."""
     for part in (ResidentPart, PooledPart):
-        part.settle = _believed(part.settle)  # type: ignore[method-assign]
+        part.settle = _believed(part.settle)  # type: ignore[method-assign, assignment]
 
 
 def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:

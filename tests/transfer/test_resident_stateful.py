@@ -18,11 +18,10 @@ from instance_cases import counts, instance_id, numbers
 from model import FakeClock, chunk_key
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server.residents import BLOCK_BYTES
-from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.processes import Peer
-from vcache_backend.metadata_server.processes import ProcessId
+from vcache_backend.metadata_server.pool import backlog
+from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.residents import BLOCK_BYTES
 from vcache_backend.protocol import messages as m
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
