@@ -36,7 +36,7 @@ from vcache_backend.protocol.messages import (
     SegmentInfo,
     SlotRun,
 )
-from vcache_backend.resident.generations import GenerationView
+from vcache_backend.vram_pool.generations import GenerationView
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SEGMENTS = {"s0": 4096, "s1": 3072, "s2": 2000, "s3": 5200}

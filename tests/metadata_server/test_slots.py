@@ -16,7 +16,7 @@ from vcache_backend.metadata_server.processes import ProcessId
 from vcache_backend.metadata_server.slots import SlabPlace, SlotsTable
 from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.protocol.slot_layout import TABLE_BYTES
-from vcache_backend.resident.generations import GenerationView
+from vcache_backend.vram_pool.generations import GenerationView
 
 NBYTES = 4096
 KEY = ChunkKey(bytes(range(26)))

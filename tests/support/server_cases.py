@@ -21,7 +21,7 @@ from vcache_backend.protocol.client import Client
 
 KIB = 1 << 10
 
-A_TURN = 56 * 1024
+A_TURN = 40 * 1024
 """Calls of functions: some milliseconds."""
 
 CLIENT = """

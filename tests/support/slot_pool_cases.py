@@ -31,7 +31,7 @@ from vcache_backend.metadata_server.slot_directory import (
 from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol import trust
 from vcache_backend.protocol.messages import ChunkKey, SegmentId
-from vcache_backend.resident.generations import GenerationView
+from vcache_backend.vram_pool.generations import GenerationView
 
 CHUNK = 16384
 KEYS = [chunk_key(number) for number in range(160)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -42,7 +43,7 @@ def add_segment(
             f"--bytes {nbytes}: {available.about} of host memory are free; lend less"
         )
     with command.client(config_file, socket) as client, regions.create(place, int(nbytes)) as owned:
-        client.add_segment(owned.info, owned.fd)
+        os.close(client.add_segment(owned.info, owned.fd)[1])
         info = owned.info
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vcache_backend.config import Config, OffloadConfig
@@ -17,11 +17,11 @@ from vcache_backend.offload.staging import Ring, staging
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.write import DROPPED, Writer
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, Location, of_ranks
+from vcache_backend.protocol.messages import ChunkKey, of_ranks
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.regions import SlotView
+from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ first request may need the tier."""
 CLOSE_SECONDS = 3.0
 MEASURED_BYTES = 1 << 20
 """A load of fewer bytes does not count for the bandwidth."""
-Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier:
@@ -56,9 +55,10 @@ class OffloadTier:
         self._store.wait(START_SECONDS)
 
     def bind(
-        self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views
+        self, config: Config, layout: Layout, device: Device, chunk_bytes: int, pool: Pool
     ) -> None:
-        """Make the buffers for chunks of these KV caches, once. views: maps slots.
+        """Make the buffers for chunks of these KV caches, once. pool: maps
+        segments.
 
         ConfigError if memory is lacking."""
         if self._reader is not None:
@@ -81,7 +81,7 @@ class OffloadTier:
         client = Client(config.server.path, config.client, device.name, device.medium)
         ring, seconds = Ring(buffers[batch:]), settings.get_seconds
         self._reader = Reader(store, stats, form, ring, seconds, self._measured)
-        self._writer = Writer(store, stats, form, buffers[:batch], client, views)
+        self._writer = Writer(store, stats, form, buffers[:batch], client, pool)
         log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
 
     # ---- look-ups

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vcache_backend import config
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError
-from vcache_backend.resident.generations import MACHINE
 from vcache_backend.supported import VLLM
+from vcache_backend.vram_pool.generations import MACHINE
 
 from . import compat, groups
 from . import spec as model_spec

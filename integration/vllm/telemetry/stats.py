@@ -25,7 +25,7 @@ from vcache_backend.transfer.stats import LoadStats
 log = logging.getLogger("vllm.vcache")
 OTHER = "other"
 FAILURES = (
-    *("internal", "lease_lost", "server", "late", "segment", "copy", "changed"),
+    *("internal", "server", "late", "segment", "copy", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)

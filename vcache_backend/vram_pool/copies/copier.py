@@ -92,6 +92,7 @@ class Copier(Protocol):
         keep: object = None,
         *,
         local: bool = False,
+        host: bool = False,
     ) -> Completion:
         """Copy pages at any addresses into KV blocks, in one launch, ordered like `scatter`.
 
@@ -100,7 +101,8 @@ class Copier(Protocol):
         If the KV cache has several kinds of layers, `planes` covers all kinds, and each further
         kind has a column of offsets behind the block. Addresses are not checked: the caller keeps
         the pages readable until the copy is over. keep: an object to hold until the copy is over.
-        local: all pages are on the KV cache's device. Raises LayoutError, and moves nothing, if a
+        local: all pages are on the KV cache's device. host: some are in host memory that the
+        device reads. Raises LayoutError, and moves nothing, if a
         row names a block or an origin that does not exist."""
         ...
 
@@ -165,6 +167,7 @@ class HostCopier:
         keep: object = None,
         *,
         local: bool = False,
+        host: bool = False,
     ) -> Finished:
         check_rows(kv, rows, origins)
         if kv.device.type != "cpu":

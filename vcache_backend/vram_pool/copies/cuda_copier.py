@@ -103,11 +103,17 @@ class _Rows:
     LayoutError."""
 
     def __init__(
-        self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool
+        self,
+        kv: PagedKV,
+        rows: Int64s,
+        origins: Int64s,
+        keep: object,
+        local: bool,
+        host: bool,
     ) -> None:
         check_rows(kv, rows, origins)
         self.kv, self.blocks, self.origins = kv, len(rows), len(origins)
-        self.local, self.host = local, False
+        self.local, self.host = local, host
         self._rows, self._bases, self._keep = rows, origins, keep
 
     def fill(self, table: Int64s, parts: Sequence[kernel.TablePart]) -> list[int]:
@@ -168,8 +174,9 @@ class CudaCopier:
         keep: object = None,
         *,
         local: bool = False,
+        host: bool = False,
     ) -> Completion:
-        return self._run(self._scatters, _Rows(kv, rows, origins, keep, local), after)
+        return self._run(self._scatters, _Rows(kv, rows, origins, keep, local, host), after)
 
     def mark(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device).record_event())
