@@ -19,10 +19,6 @@ from vcache_backend.protocol import messages as m
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0
 """After this silence an instance does not answer any more: heartbeats come every second."""
-ABSENT = (
-    "absent: lost when the server was restarted, unless a worker still maps it and offers "
-    "it again; `vcache segment add` lends anew"
-)
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 """A GPU's UUID. Tables show the beginning."""
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
@@ -191,10 +187,7 @@ def segments_table(segments: Sequence[m.SegmentInfo]) -> RenderableType:
         for info in segments
     ]
     columns = ("~segment", "~device", ">full", ">used", ">size", ">chunks", "state")
-    made = table("Segments", columns, rows)
-    if all(info.state != "absent" for info in segments):
-        return made
-    return Group(made, Text(ABSENT, style="yellow"))
+    return table("Segments", columns, rows)
 
 
 def instances_table(instances: Sequence[m.InstanceStats]) -> Table:
@@ -233,7 +226,6 @@ def _headline(stats: m.ServerStats) -> Text:
         ("   ", "clients", f"{stats.clients:,}"),
         ("   ", "memory", ByteSize(stats.rss_bytes).about),
         ("\n", "chunks", f"{stats.chunks:,}"),
-        ("   ", "leases", f"{stats.leases:,}"),
         ("   ", "reservations", f"{stats.reservations:,}"),
         ("   ", "quarantined", f"{stats.quarantined:,}"),
     ):

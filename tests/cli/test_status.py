@@ -14,7 +14,7 @@ from vcache_backend import status
 from vcache_backend.protocol import messages as m
 
 ID = m.SegmentId("0123456789ab")
-SEGMENT = m.SegmentInfo(ID, "GPU-3c1f", "cuda", 8 << 30, 6 << 30, chunks=1536, leased=3)
+SEGMENT = m.SegmentInfo(ID, "GPU-3c1f", "cuda", 8 << 30, 6 << 30, chunks=1536)
 COUNTERS = {"lookup_chunks": 200, "promised_chunks": 1234, "promised_chunks_broken": 12}
 COUNTERS |= {"awaited_tokens": 6144, "waited_milliseconds": 3250}
 LATENCY = {"lookup": m.Latency(40, 12.5, 80.25), "clear": m.Latency(0, 0, 0)}

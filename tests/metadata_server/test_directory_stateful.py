@@ -571,10 +571,22 @@ class SlotMachine(RuleBasedStateMachine):
 
     def follow(self, may_go: set[ChunkKey], pins_at: float = 0.0) -> None:
         """Take over what was evicted, if it may have been."""
-        for key in [key for key in self.live if self.shown(key) and not self.has(key)]:
+        for key, one in list(self.live.items()):
+            if self.has(key) or not (self.shown(key) or self.lost(one)):
+                continue
             assert key in may_go, "evicted what the request itself uses"
             assert not pins_at or self.pinned.get(key, 0.0) <= pins_at, "evicted though pinned"
             del self.live[key]
+
+    def lost(self, one: Writing) -> bool:
+        """Whether a chunk is not in its table any more, which may be half read."""
+        region = self.directory.region(SegmentId(one.segment))
+        for number, slab in enumerate(region.slabs if region is not None else ()):
+            at, rest = divmod(one.offset - slab.place.offset, slab.place.slot_bytes)
+            if 0 <= at < slab.place.slots:
+                slot = number << slots.SLAB_BITS | at
+                return bool(rest) or region.table.generations[slot] != one.number
+        return False
 
     @invariant()
     def the_same_chunks_are_found(self) -> None:

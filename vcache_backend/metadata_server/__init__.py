@@ -1,1 +1,1 @@
-"""The metadata server: the pool's directory and tables, instances that share in place. No torch, no CUDA."""
+"""The metadata server: the pool's directory, and instances that share in place. No torch."""

@@ -28,7 +28,7 @@ SEARCH = 64
 MAX_SEARCH = 2048
 """The most chunks that one request looks at to evict some: a few milliseconds."""
 MAX_WRITTEN = 1 << 16
-"""About the most slots that are being written or in quarantine: a clearing voids all in one turn."""
+"""About the most slots that are being written or in quarantine: a clearing voids all at once."""
 MAX_DONE = 4096
 """The most ends of writes to remember that no table here knows yet."""
 CLAIM_SECONDS = 120.0
@@ -303,8 +303,8 @@ class Directory:
         return m.Reserved(number, self._write_seconds, slots, reason, epoch)
 
     def commit(self, client: Peer, number: int) -> list[m.ChunkKey]:
-        """Let readers find what a client has written, the first the most recent. Returns the chunks:
-        none if it comes too late, or after a reset. In any case the client has finished writing."""
+        """Let readers find what a client has written, the first the most recent. Returns the
+        chunks, none if it is too late or there was a reset. The client has finished writing."""
         write = self._writes.get(number)
         if write is None or write.client != client.id or self._now() > write.deadline:
             self.abort(client, number)
@@ -394,12 +394,16 @@ class Directory:
             self.counters["expired_reservations"] += 1
             self._quarantine(number)
 
-    def written(self) -> tuple[int, Counter[int]]:
-        """The number of open reservations, and of quarantined slots by the pid of their writer."""
+    def written(self) -> tuple[int, int]:
+        """The numbers of open and of quarantined reservations."""
+        return len(self._writes), sum(map(len, self._void.values()))
+
+    def quarantined(self) -> Counter[int]:
+        """The number of quarantined slots by the pid of their writer."""
         slots = Counter[int]()
         for process, void in self._void.items():
             slots[process.pid] += sum(map(len, void.values()))
-        return len(self._writes), slots
+        return slots
 
     def writers(self) -> set[ProcessId]:
         """The processes whose end frees slots. Also of earlier servers."""
@@ -469,7 +473,7 @@ class Directory:
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
         written = sum(len(write.places) for write in self._writes.values())
-        if written + sum(self.written()[1].values()) >= MAX_WRITTEN:
+        if written + self.quarantined().total() >= MAX_WRITTEN:
             busy = f"{MAX_WRITTEN:,} slots are being written or in quarantine: see `vcache status`"
             return m.Refusal.FULL, busy
         largest = max((r.nbytes for r in self.regions.values() if _usable(r, client)), default=-1)
@@ -660,7 +664,7 @@ class Directory:
     # ---- inside: after a restart
 
     def _rebuild(self, number: int) -> Steps:
-        """Read the slots of an earlier server's table. What is being written goes into quarantine."""
+        """Read the slots of an earlier server's table. What was being written is quarantined."""
         region = self.regions[number]
         for at, slab in enumerate(region.slabs):
             first = at << SLAB_BITS

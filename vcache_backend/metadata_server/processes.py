@@ -1,4 +1,4 @@
-"""The clients' processes: who they are, when they end, and the fds that the server keeps of them."""
+"""The clients' processes: who they are, when they end, and the fds that the server keeps."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def server_stats(service: Service) -> m.ServerStats:
         clients=len(layouts.clients),
         chunks=len(directory),
         reservations=open_,
-        quarantined=quarantined.total(),
+        quarantined=quarantined,
         counters=dict(service.counters),
         latency={
             n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us)
@@ -222,7 +222,7 @@ def server_stats(service: Service) -> m.ServerStats:
         namespaces=layouts.namespaces(),
         rss_bytes=_rss_bytes(),
         reports=service.reports.newest_last(),
-        quarantined_slots=dict(quarantined),
+        quarantined_slots=dict(directory.quarantined()),
         mismatches=layouts.mismatches(),
         instances=instances,
         reads=in_place.reads(layouts.clients.values()),

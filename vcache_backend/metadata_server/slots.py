@@ -2,7 +2,7 @@
 clients map for reading. Only the metadata server writes it.
 
 Readers compare a slot's generation after they have copied the slot, as they do with a block of
-another instance's KV cache (`resident.generations`). The next server takes the table over from any
+another instance's KV cache (`vram_pool.generations`). The next server takes the table over from any
 client that holds the segment. The segment's memory and its table live equally long.
 
 A generation and the slot's record together say what the slot is:
@@ -75,8 +75,8 @@ class Slot(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """The number of a namespace's last reset or clearing: chunks with a smaller number do not count.
-    epoch: the number of its last reset; 0 without one."""
+    """first: the number of a namespace's last reset or clearing; chunks with a smaller number do
+    not count. epoch: the number of its last reset; 0 without one."""
 
     first: int = 0
     epoch: int = 0
@@ -222,7 +222,7 @@ def resets_in(fd: int) -> Resets:
     """The resets in a table without slots that another server made, perhaps a living one. The
     caller keeps `fd`. OSError if it is no such table."""
     with ExitStack() as undo:
-        file, memory = _opened(fd, "", 0, undo)
+        _, memory = _opened(fd, "", 0, undo)
         return _resets(memory)
 
 

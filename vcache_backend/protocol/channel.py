@@ -321,7 +321,7 @@ class Channel:
         return True
 
     def _keep_resets(self, fds: list[int]) -> None:
-        """Keep the table of resets of the server that welcomed this client. Close the previous one."""
+        """Keep the table of resets of the server that welcomed this client; close the last."""
         wire.close_fds(([] if self._resets is None else [self._resets]) + fds[1:])
         self._resets = fds[0] if fds else None
 

@@ -29,7 +29,8 @@ class Client(Channel):
     deadline (`client.request_seconds`; control calls: `client.control_seconds`). ServerTimeout: the
     deadline passed. ServerUnavailable, at once: not connected (the breaker is open). Refused: the
     server refused. After a failure a background thread reconnects. When a connection is lost, the
-    server voids the connection's reservations at once. In a forked child every call raises ServerUnavailable."""
+    server voids the connection's reservations at once. In a forked child every call raises
+    ServerUnavailable."""
 
     def __init__(
         self,

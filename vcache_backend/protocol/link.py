@@ -39,8 +39,8 @@ class ServerLink:
         """Connect, say hello and wait for the welcome. OSError, also if another user serves or
         could serve at the path, or if the server refuses.
 
-        Sends nothing before the server's user is known. resets: the fd of the previous server's table,
-        sent with the hello. The fd of the new server's is put into `received`."""
+        Sends nothing before the server's user is known. resets: the fd of the previous server's
+        table, sent with the hello. The fd of the new server's is put into `received`."""
         if fault := folder_fault(path, self._trusted):
             raise ConnectionError(f"{fault}, or name its user in client.server_uid if it is meant")
         # With a timeout of Python's, `connect` would not wait where others fill the server's queue.

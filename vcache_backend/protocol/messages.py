@@ -98,8 +98,6 @@ MAX_TOKENS = 1 << 32
 """The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Serial = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-"""A generation or an epoch. However long a server counts on from it, 64 bits suffice."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 MAX_PIN_SECONDS = 60.0
 """The longest time for which one request keeps chunks from eviction."""
@@ -293,9 +291,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hello(Request, frozen=True, tag="hello"):
     """The first message of a connection → `Welcome`, or `Error` and the connection closes.
 
-    Fds, either of which may be missing: a pidfd of the client, and the epochs of the previous
-    server (see `Welcome`). `layout`: the instance's layout as text, field by field (see `transfer.layout.Layout`);
-    empty for tools. `token`: a number that the client keeps, which identifies the client where its
+    Fds, either of which may be missing: a pidfd of the client, and the previous server's table of
+    resets (see `Welcome`). `layout`: the instance's layout as text, field by field (see
+    `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, which identifies the client where its
     pid is not visible. `name`: the instance's name for people, such as its port, `:8000`."""
 
     version: int
@@ -564,9 +562,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """The hello was accepted; the server's table of epochs comes along as an fd, to be shown to the
-    next server. `epoch`: changes with every start of the server. `mismatches`: for each other namespace of the
-    model, a line that says why the client cannot share with it."""
+    """The hello was accepted; the server's table of resets comes along as an fd, to be shown to the
+    next server. `epoch`: changes with every start of the server. `mismatches`: for each other
+    namespace of the model, a line that says why the client cannot share with it."""
 
     epoch: int
     mismatches: list[str]
