@@ -6,16 +6,23 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from model import chunk_key
 from processes import QUICK, Child, Stage, info
 
+from vcache_backend.metadata_server.processes import Peer
+from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.slots import Region, SlotsTable
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
 KIB = 1 << 10
+
+A_TURN = 40 * 1024
+"""Calls of functions: some milliseconds."""
 
 CLIENT = """
 import os, sys, time
@@ -31,6 +38,33 @@ from model import chunk_key
 print("reserved", client.reserve([chunk_key(n) for n in range(4)], 1024).reservation)
 time.sleep(60)
 """
+
+
+def work_of(what: Callable[[], object]) -> int:
+    """How many calls of functions it makes."""
+    calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        what()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def asked(service: Service, client: Peer, request: m.AnyRequest) -> m.Reply:
+    return service.answer(client, request, [])[0]
+
+
+def add_region(service: Service, segment: m.SegmentInfo) -> Region:
+    """Use a segment of which there are no bytes."""
+    region = Region(segment, SlotsTable.create(segment.id, segment.nbytes))
+    service.directory.add(region)
+    return region
 
 
 def offering(stage_: Stage, memfd: int) -> Client:

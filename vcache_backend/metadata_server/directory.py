@@ -310,14 +310,18 @@ class Directory:
             self.abort(client, number)
             return []
         self._shut(number)
+        use = max(self._uses, int(self._now() * 1e9))
         for key, place in reversed(write.places.items()):
-            if self.chunks.get(key) is not None:  # a segment has brought the chunk meanwhile
+            part, use = self.chunks.of_byte[key[_SHARD_BYTE]], use + 1
+            if key in part:  # a segment has brought the chunk meanwhile
                 self._evict(key)
-            region, slot = self._at(place)
+            region, slot = self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
             region.table.fill(slot, number)
-            region.pins[slot] = 0.0
-            self._put(key, place)
-        self._use(list(write.places), list(write.places.values()))
+            region.pins[slot], region.uses[slot] = 0.0, use
+            region.chunks += 1
+            self._of_space[key[: m.NAMESPACE_BYTES]] += 1
+            part[key] = place
+        self._uses = use
         self.counters["committed"] += len(write.places)
         return list(write.places)
 
