@@ -77,9 +77,8 @@ def twin(kv: PagedKV) -> PagedKV:
     ]
     for copy, page in zip(copies, kv.pages, strict=True):
         copy.copy_(page)
-    planes = np.array([(page.data_ptr(), page.stride(0)) for page in copies], dtype=np.int64)
     others = tuple(twin(other) for other in kv.others)
-    return replace(kv, pages=tuple(copies), planes=planes, others=others)
+    return replace(kv, pages=tuple(copies), others=others)
 
 
 def pages(kv: PagedKV) -> list[Tensor]:
