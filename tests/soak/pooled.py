@@ -36,7 +36,7 @@ class Worker(Living):
         self._memory = Memory(BLOCKS)
         self._memory.words[:] = POISON
         copier = Slowly(HostCopier(), self, SLOW, SLOW_SECONDS)
-        self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)
+        self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)  # type: ignore[arg-type]
         self._engine.register(self._memory.tensors)
         self._verdict = self._engine._session.leases.verdict
         self._engine._session.leases.verdict = self._judged  # type: ignore[method-assign]

@@ -52,8 +52,8 @@ def _begun(context: LoadContext, plan: CopyPlan, parts: list[MemoryPart]) -> Com
 
 
 def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
-    plans = [plan.of(kv, number)[0] for number in range(len(kv.kinds))]
-    rows = np.empty((len(plan.blocks), 2 + len(plans)), dtype=np.int64)
+    inside = [plan.offsets(kv, number) for number in range(len(kv.kinds))]
+    rows = np.empty((len(plan.blocks), 2 + len(inside)), dtype=np.int64)
     rows[:, 2] = plan.blocks[:, 2]
     numbers: dict[int, int] = {}
     bases: list[Int64s] = []
@@ -65,9 +65,9 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s,
             numbers[id(origin)] = len(bases)
             bases.append(planes)
         rows[begin:end, 0] = numbers[id(origin)]
-        for number, kind_plan in enumerate(plans):
+        for number, offsets in enumerate(inside):
             rows[begin:end, 2 + number if number else 1] = part.offsets(
-                plan.blocks[begin:end, 0] - start, kind_plan.blocks[begin:end, 1], number
+                plan.blocks[begin:end, 0] - start, offsets[begin:end], number
             )
     return rows, np.stack(bases)
 
