@@ -38,7 +38,7 @@ class Worker(Living):
         self._memory = Memory(BLOCKS)
         self._memory.words[:] = POISON
         copier = Slowly(HostCopier(), self, SLOW, SLOW_SECONDS)
-        self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)
+        self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)  # type: ignore[arg-type]
         self._engine.register(self._memory.tensors)
         self._refused = 0
         """Chunks that had changed after their copy, so far."""

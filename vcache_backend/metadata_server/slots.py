@@ -2,7 +2,7 @@
 clients map for reading. Only the metadata server writes it.
 
 Readers compare a slot's generation after they have copied the slot, as they do with a block of
-another instance's KV cache (`resident.generations`). The next server takes the table over from any
+another instance's KV cache (`vram_pool.generations`). The next server takes the table over from any
 client that holds the segment. The segment's memory and its table live equally long.
 
 A generation and the slot's record together say what the slot is:
