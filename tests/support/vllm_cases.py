@@ -374,7 +374,7 @@ class Node:
     def serve(self) -> None:
         """Start the metadata server, or start it again."""
         within = IN_A_CONTAINER if self.isolated else ()
-        self.server = self.undo.enter_context(processes.start_server(self.socket, within=within))
+        self.server = self.undo.enter_context(processes.start_server(self.socket, {}, within))
 
     def start(
         self,
