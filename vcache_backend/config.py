@@ -337,8 +337,7 @@ def _encode(value: object) -> object:
 def from_dict(
     values: dict[str, Any], source: str = "configuration", lines: dict[str, int] | None = None
 ) -> Config:
-    """Check `values`, turn `connector.share: auto` into `pool` if another setting needs a pool, and
-    apply `VCACHE_SOCKET`.
+    """Check `values`, and apply `VCACHE_SOCKET`.
 
     ConfigError names `source`, the key, and the key's line if `lines` has it: see
     `config_file.parse`."""
@@ -351,22 +350,8 @@ def from_dict(
     except msgspec.ValidationError as error:
         said = config_file.explained(str(error), Config, lines or {}, values)
         raise ConfigError(f"{source}: {printable(said, MAX_LINE_CHARS)}") from error
-    share, pool = config.connector.share, config.pool
-    lends = pool.segment_bytes or pool.device != "auto"
-    if share == "auto" and (lends or config.offload.policy != "off"):
-        share = "pool"
-    if share != "auto":
-        config = sharing(config, share)
     socket = os.environ.get("VCACHE_SOCKET")
     return with_socket(config, socket, "VCACHE_SOCKET") if socket else config
-
-
-def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
-    """Set `connector.share`, and in place also `pool.segment_bytes: 0` unless given."""
-    connector, pool = msgspec.structs.replace(config.connector, share=share), config.pool
-    if share == "in_place" and pool.segment_bytes is None:
-        pool = msgspec.structs.replace(pool, segment_bytes=ByteSize(0))
-    return msgspec.structs.replace(config, connector=connector, pool=pool)
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:

@@ -45,7 +45,7 @@ class Instance:
         """Describe this worker's KV caches. LayoutError."""
         table = groups.LayerGroup(0, self.model.block_size, 0, tuple(self.kvcaches))
         tables = groups.Groups([table], chunk_size)
-        kv = model_spec.describe(tables, self.kvcaches, self.num_blocks)
+        kv = tables.describe(self.kvcaches, self.num_blocks)
         if kv.others:
             raise LayoutError(
                 f"the layers' pages have several sizes ({kv.name}), which is not supported "

@@ -36,7 +36,7 @@ from .boundary import AwaitedLoads, Boundary, WorkerLoads, answer, guarded
 from .ends import LoadEnds
 from .metadata import StepMetadata, WorkerReport
 from .model import compat, versions
-from .model.decision import decide
+from .model.sharing import plan
 from .model.spec import ShardSpec
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
@@ -106,7 +106,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self.on_close(self._ends.close)
         versions.watch()
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        decision = decide(vllm_config, kv_cache_config, config)
+        decision = plan(vllm_config, kv_cache_config, config)
         if decision.refused:
             raise VCacheError(decision.refused)
         meter = self._meter = stats.Meter()

@@ -1,7 +1,7 @@
 """What the plugin finds out about its instance, which instances share, and what must be right
 before it works.
 
-What vLLM's configuration says is read by `integration.vllm.model.spec`, see test_vllm_model_spec.
+What vLLM's configuration says is read by `integration.vllm.model.spec`, see test_vllm_spec.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_the_weights_go_by_what_they_are(
 
 # ---- who shares
 
-# What else of vLLM's configuration matters: test_vllm_model_spec.
+# What else of vLLM's configuration matters: test_vllm_spec.
 DIFFERENT: list[dict[str, Any]] = [{"model_config__model": "org/other"}, {"worker_id": 2}]
 DIFFERENT += [{"parallel_config__tensor_parallel_size": 1}]
 DIFFERENT += [{"kvcaches": dict(reversed(caches().items()))}]

@@ -232,7 +232,7 @@ class Reader(Instance):
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice)
-        self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
+        self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)  # type: ignore[assignment]
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
         self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}

@@ -14,6 +14,7 @@ import numpy as np
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.transfer import sources
 from vcache_backend.vram_pool.copies.copier import HostCopier
 
 from . import memory
@@ -32,10 +33,12 @@ class Worker(Living):
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice)
+        # Nothing is pinned: slots are used again under every slow load.
+        sources.PIN_SECONDS = 0.0
         self._memory = Memory(BLOCKS)
         self._memory.words[:] = POISON
         copier = Slowly(HostCopier(), self, SLOW, SLOW_SECONDS)
-        self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)
+        self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)  # type: ignore[arg-type]
         self._engine.register(self._memory.tensors)
         self._refused = 0
         """Chunks that had changed after their copy, so far."""

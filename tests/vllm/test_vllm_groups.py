@@ -23,7 +23,6 @@ from vllm_objects import comes_back, vllm_config
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
 import torch
-import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as kinds
@@ -33,11 +32,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.errors import LayoutError
-from vcache_backend.integration.vllm.model import compat, decision, groups, versions
-from vcache_backend.integration.vllm.model import spec as model_spec
-from vcache_backend.integration.vllm.model.decision import decide
+from vcache_backend.integration.vllm.model import compat, groups
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.keys import state_keys
 
@@ -204,7 +200,7 @@ UNCACHED = other("FullAttentionSpec", prefix_cacheable=False)
         ([spec(), other("RSWASpec")], "the KV cache is RSWASpec"),
         ([state(mamba_cache_mode="none"), spec()], "without --no-enable-prefix-caching"),
         ([state(num_speculative_blocks=2), spec()], "without --speculative-config"),
-        ([state()], "none keeps tokens"),
+        ([state()], "no layer keeps KV of tokens"),
         ([UNCACHED], "not part of vLLM's own prefix cache"),
         (
             [spec(33), spec(0, 48)],
@@ -254,7 +250,7 @@ def test_latents_and_indexers_keys_are_one_table_that_comes_back(layout: str) ->
     assert found.plain
     assert found.groups == groups.read(here, 128).groups
     tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout[layout])
-    kv = model_spec.describe(found, tensors, 10)
+    kv = found.describe(tensors, 10)
     nbytes = 2 * 64 * 3 * (656 + 132)
     assert (kv.chunk_bytes(128), len(kv.kinds)) == (nbytes, 2)
     assert comes_back(kv, 128)
@@ -285,7 +281,7 @@ def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_si
     assert compat.clears(there)
     assert groups.several(there)
     tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
-    kv = model_spec.describe(found, tensors, 10)
+    kv = found.describe(tensors, 10)
     block = sum(layers[f"0.{name}"].page_size_bytes for name in ("mla", "k")) * 2
     assert kv.page_bytes <= block == there.kv_cache_tensors[0].block_stride
     assert kv.blocks_in(512) == found.blocks
@@ -310,25 +306,15 @@ def wide(kind: Any, **more: int) -> Any:
     return kind(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, **more)
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) -> None:
-    nothing = dict.fromkeys(("revision", "hf_config", "quantization"))
-    draft = SimpleNamespace(model="head", use_mla=alike, **nothing)
-    guesses = SimpleNamespace(method="eagle3", num_speculative_tokens=3, draft_model_config=draft)
-    config = vllm_config(model_config__use_mla=True, speculative_config=guesses)
-    model = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
-    assert model.use_mla == alike
-
-
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
 def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(layer: str) -> None:
     """Its kernel wants blocks of 8 tokens. Otherwise chunks would be read from other blocks."""
     found, there = groups.read(caches(spec(33), spec()), 64), torch.zeros(2 * 10, 1, 8, 16)
-    kv = model_spec.describe(found, {layer: there}, 10)
+    kv = found.describe({layer: there}, 10)
     assert (kv.block_size, [share.block_size for share in kv.shares]) == (8, [8, 8])
     assert kv.blocks_in(64) == 2 * found.blocks
     with pytest.raises(LayoutError, match="20 blocks of 16 tokens where vLLM hands out 7 of 16"):
-        model_spec.describe(found, {layer: torch.zeros(20, 1, 16, 16)}, 7)
+        found.describe({layer: torch.zeros(20, 1, 16, 16)}, 7)
 
 
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
@@ -338,11 +324,11 @@ def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
     for there, fits in ((flat[:, :40], True), *((one, False) for one in wrong)):
         held = {"layer 0": there, "layer 1": room}
         if fits:
-            assert model_spec.describe(found, held, 10).layers == 1
+            assert found.describe(held, 10).layers == 1
         else:
             said = "the state of layer 0 does not lie in pages of 1024 B"
             with pytest.raises(LayoutError, match=said):
-                model_spec.describe(found, held, 10)
+                found.describe(held, 10)
 
 
 def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
@@ -353,89 +339,6 @@ def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
             groups.read(config, 64)
     kept = other("SlidingWindowSpec", sliding_window=33, extra_retained_tokens=16)
     assert groups.read(caches(kept), 64).text == "window49/16"
-
-
-def refused(chunk_size: int = 64, **changes: Any) -> str:
-    """Why an instance with one table does not cache; changes: of vLLM's configuration."""
-    settings = from_dict({"engine": {"chunk_size": chunk_size}, "connector": {"model": "named"}})
-    return decide(vllm_config(**changes), caches(spec()), settings).refused
-
-
-def test_other_releases_of_vllm_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
-        monkeypatch.setattr(vllm, "__version__", version)
-        assert refused() == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
-    for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
-        monkeypatch.setattr(vllm, "__version__", version)
-        assert "is not supported" not in refused()
-
-
-def test_chunks_that_no_request_can_fill_are_refused() -> None:
-    said = "engine.chunk_size is 2064, and no request has more than 2048 tokens (max_model_len)"
-    for size in (2048, 2064):
-        assert refused(size).startswith(said) == (size > 2048)
-
-
-def test_any_name_is_a_version_or_none() -> None:
-    """What is no text names nothing. Half of a surrogate pair comes out of JSON."""
-    for name in ("x" * 1_000_000, "v\udc80é\0\n\x1b[31m", "../../v0", "", None, 7, b"v"):
-        shared = isinstance(name, str) and bool(name)
-        assert (versions.digest(name) == versions.digest(name)) == shared
-
-
-def test_a_model_whose_pooling_needs_every_token_is_refused() -> None:
-    """vLLM ends if its prompt is not computed as a whole."""
-    for supported in (False, True):
-        said = refused(model_config__is_prefix_caching_supported=supported)
-        assert said.startswith("the model's pooling needs every token") == (not supported)
-
-
-def test_who_returns_the_experts_of_each_token_is_refused_where_vllm_knows_none_of_loaded_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM's worker looks for them, and raises. 0.33 takes the hit for none."""
-    aux = decision.AuxOutputSchedulerConnector
-    for enabled, caps in ((False, False), (True, False), (True, True)):
-        monkeypatch.setattr(aux, "cap_external_hit", None, raising=False)
-        if not caps:
-            monkeypatch.delattr(aux, "cap_external_hit")
-        said = refused(aux_output_config__enabled=enabled)
-        assert ("without --enable-return-routed-experts" in said) == (enabled and not caps)
-
-
-def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_named() -> None:
-    config = vllm_config(use_v2_model_runner=False)
-    for specs in ((spec(33), spec()), (spec(33),), (state(), spec())):
-        in_place, auto = (
-            decide(config, caches(*specs), from_dict({"connector": {"model": "named"} | share}))
-            for share in ({"share": "in_place"}, {})
-        )
-        said = in_place.refused
-        assert said.endswith("is shared through a pool only: set connector.share: pool")
-        assert (auto.settings.connector.share, auto.refused) == ("pool", "")
-
-
-def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:
-    """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
-    in_place, sizes = {"share": "in_place"}, [{"segment_bytes": lent} for lent in (0, 1 << 30)]
-    shares, lends = (from_dict({"connector": in_place, "pool": size}) for size in sizes)
-    drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
-    assert compat.loads_at_once(vllm_config(), shares)
-    assert not compat.loads_at_once(vllm_config(), lends)
-    assert not compat.loads_at_once(drafts, shares)
-
-
-def test_a_plain_table_adds_nothing_to_the_namespace_and_others_their_text(tmp_path: Path) -> None:
-    """Which would keep instances from chunks that they had stored before."""
-    (tmp_path / "model").mkdir()
-    config = vllm_config(model_config__model=str(tmp_path / "model"), use_v2_model_runner=False)
-    alone = compat.read_model(config, caches(spec()), ConnectorConfig())
-    assert alone.extra.pop("groups") == ""
-    assert alone == model_spec.read_model(config)
-    several = compat.read_model(config, caches(spec(33), spec()), ConnectorConfig())
-    assert several.extra == alone.extra | {"groups": "full/16 window33/16"}
-    window = compat.read_model(config, caches(spec(33)), ConnectorConfig())
-    assert window.extra["groups"] == "window33/16"
 
 
 # ---- real vLLM
@@ -562,7 +465,7 @@ def test_a_second_turn_finds_the_state_within_the_last_answer(here: Node, pairs:
 
 
 @needs_vllm
-def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(here: Node, pairs: Pairs) -> None:
+def test_a_state_that_goes_before_its_load_is_computed(here: Node, pairs: Pairs) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     known, cold = set(here.chunk_keys()), pair.keep(here, tokens)
     stored = eventually(
@@ -574,9 +477,8 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(here: Node, pairs
             states = [key for key in state_keys(list(stored), 1) if key in stored]
             assert client.remove(states) == pair.states
 
-    with vllm_cases.stopped_at(pair.a, vllm_cases.LEASE) as place:
+    with vllm_cases.stopped_at(pair.a, vllm_cases.PIN) as place:
         pair.a.forget()
         (failed,) = place.while_there(evict, Prompt(tokens))
     assert failed.cached == 0
     assert failed.agrees(cold)
-    here.unleased()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import pickle
-import platform
 import random
 from collections import Counter
 from contextlib import ExitStack
@@ -28,14 +27,12 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vcache_backend.config import Config
 from vcache_backend.integration.vllm.metadata import (
     LoadSpec,
     PublicationSpec,
     StepMetadata,
     WorkerReport,
 )
-from vcache_backend.integration.vllm.model.decision import decide, hinders
 from vcache_backend.protocol.messages import KEY_BYTES, MAX_PUBLISHED, ChunkKey, Publish
 
 __all__ = ["engine", "here", "make"]
@@ -44,48 +41,6 @@ pytestmark = needs_vllm
 
 SHORT = {"long_prefill_token_threshold": 2 * CHUNK, "max_num_batched_tokens": 5 * BLOCK + 8}
 """vLLM's settings for steps that compute little of a prompt."""
-
-# ---- what of vLLM decides whether its KV cache can be memory that other processes read
-
-
-UNCACHED = "without prefix caching vLLM's KV cache keeps nothing to share: take out "
-UNCACHED += "--no-enable-prefix-caching"
-SLEEP = "sleep mode frees nothing of a KV cache that others can map: start vLLM "
-SLEEP += "without --enable-sleep-mode"
-EXPANDABLE = "expandable_segments does not work with the allocator of a shared KV "
-EXPANDABLE += "cache (pytorch issue 147851): take it out of"
-MACHINE = "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64"
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value", "said"),
-    [
-        ("parallel_config", "tensor_parallel_size", 2, None),
-        ("parallel_config", "pipeline_parallel_size", 2, None),
-        ("cache_config", "enable_prefix_caching", False, UNCACHED),
-        ("model_config", "enable_sleep_mode", True, SLEEP),
-        ("model_config", "enable_cumem_allocator", True, SLEEP),
-        ("device_config", "device_type", "cuda", EXPANDABLE),
-        (None, "machine", lambda: "aarch64", MACHINE),
-    ],
-    ids=["ranks", "stages", "uncached", "sleep", "cumem", "expandable", "machine"],
-)
-def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    section: str | None,
-    name: str,
-    value: Any,
-    said: str | None,
-) -> None:
-    """vLLM's own configuration, changed in one thing. Of block tables: test_vllm_groups."""
-    config, tables = engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr(getattr(config, section) if section else platform, name, value)
-    line = hinders(config, tables)
-    shared = decide(config, tables, Config()).settings.connector.share
-    assert (shared, "\n" in line) == ("pool" if said else "in_place", False)
-    assert line.startswith(said) if said else not line
 
 
 def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:

@@ -42,25 +42,6 @@ def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "share", "lends"),
-    [
-        ("connector: {share: in_place}", {}, "in_place", 0),
-        ("connector: {share: in_place}\npool: {segment_bytes: 8 GiB}", {}, "in_place", 8 << 30),
-        ("connector: {share: in_place}", {"connector": {"share": "pool"}}, "pool", 8 << 30),
-        ("", {}, "auto", 8 << 30),
-        ("pool: {segment_bytes: 0}", {}, "auto", 0),
-        ("", {"pool": {"device": "host"}}, "pool", 8 << 30),
-        ("offload: {policy: write_through}", {}, "pool", 8 << 30),
-    ],
-)
-def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_set(
-    tmp_path: Path, text: str, given: dict[str, Any], share: str, lends: int
-) -> None:
-    found = settings.read({"config": yaml(tmp_path, text), **given})
-    assert (found.connector.share, found.pool.lent) == (share, lends)
-
-
 EXTRA = "kv_connector_extra_config: "
 MIN_HIT = f"{EXTRA}Object contains unknown field `min_hit` - at `$.connector`"
 

@@ -87,7 +87,7 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
 def test_an_unlisted_cause_is_counted_as_other() -> None:
     meter = Meter()
     known = {"not_stored_chunks": "full", "offload_dropped_chunks": "full"}
-    known |= {"failures": "lease_lost"}
+    known |= {"failures": "changed"}
     for name, cause in known.items():
         meter.count(name, 1, cause)
         meter.count(name, 2, "a reason of its own")

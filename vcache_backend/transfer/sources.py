@@ -170,8 +170,8 @@ class Part(ABC):
 
 def _rows(kv: PagedKV, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, Int64s]:
     """The table of a copy, see `Copier.pull`."""
-    plans = [plan.of(kv, number)[0] for number in range(len(kv.kinds))]
-    rows = np.empty((len(plan.blocks), 2 + len(plans)), dtype=np.int64)
+    insides = [plan.offsets(kv, number) for number in range(len(kv.kinds))]
+    rows = np.empty((len(plan.blocks), 2 + len(insides)), dtype=np.int64)
     rows[:, 2] = plan.blocks[:, 2]
     numbers: dict[int, int] = {}
     bases: list[Int64s] = []
@@ -183,9 +183,9 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, I
             numbers[id(planes)] = len(bases)
             bases.append(planes)
         rows[begin:end, 0] = numbers[id(planes)]
-        for number, of_kind in enumerate(plans):
+        for number, inside in enumerate(insides):
             rows[begin:end, 2 + number if number else 1] = offsets(
-                plan.blocks[begin:end, 0] - start, of_kind.blocks[begin:end, 1], number
+                plan.blocks[begin:end, 0] - start, inside[begin:end], number
             )
     return rows, np.stack(bases)
 

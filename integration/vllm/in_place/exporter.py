@@ -15,7 +15,7 @@ import torch
 from vcache_backend.errors import LayoutError, SegmentError, VCacheError
 from vcache_backend.vram_pool.exports import CudaExportable, HostExportable, Region
 
-from ..model.groups import POOL
+from ..model.sharing import POOL
 
 log = logging.getLogger("vllm.vcache")
 

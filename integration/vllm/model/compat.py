@@ -1,21 +1,45 @@
-"""Hides the differences between the three supported releases of vLLM."""
+"""Asks vLLM, and hides the differences between its three supported releases."""
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import msgspec
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from vcache_backend import config
-from vcache_backend.errors import LayoutError
+from vcache_backend.config import Config
 
 from . import groups
-from . import spec as model_spec
+
+# ---- what differs
+
+
+def tells_of_sleep() -> bool:
+    """Whether vLLM tells the connector before it takes the KV cache's memory away: from 0.33 on."""
+    return hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def caps_hits_of_experts() -> bool:
+    """Whether vLLM takes a hit for none if it has to return the experts of each token: from 0.33
+    on."""
+    return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
+
+
+def hit_source_of_peers() -> Any:
+    """The source in `vllm:prompt_tokens_cached_by_source` of tokens from another instance's KV
+    cache. None before vLLM 0.32, which does not ask."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
+# ---- what vLLM decides
 
 
 def hash_root(vllm_config: Any) -> bytes:
@@ -37,7 +61,7 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def loads_at_once(vllm_config: Any, settings: config.Config) -> bool:
+def loads_at_once(vllm_config: Any, settings: Config) -> bool:
     """Whether a load may begin during the steps under way, since no step can write to its blocks.
 
     vLLM 0.31 and later hold back the blocks of an ended request until no step under way can write
@@ -68,35 +92,6 @@ def spec_kind(kv_cache_config: Any) -> str | None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     specs = [spec for spec in specs if groups.kind(spec)[0] == "full"] or specs
     return str(kv_cache_interface.get_kv_cache_spec_kind(specs[0]).value) if specs else None
-
-
-def read_model(
-    vllm_config: Any, kv_cache_config: Any, connector: config.ConnectorConfig
-) -> model_spec.ModelSpec:
-    """`model_spec.read_model`, adapted to models with several groups, and to weights with versions
-    (docs/adr/0024)."""
-    model = model_spec.read_model(vllm_config, connector.model)
-    if connector.weights:
-        extra = model.extra | {"versions": "named"}
-        model = msgspec.structs.replace(model, named=True, extra=extra)
-    try:
-        tables = groups.read(kv_cache_config, 0)
-    except LayoutError:
-        return model
-    # MLA's ranks hold equal latents, but different states, and different heads of another draft.
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    mla = model.use_mla and not tables.states and (draft is None or draft.use_mla)
-    return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": tables.text})
-
-
-def hit_source_of_peers() -> Any:
-    """The source in `vllm:prompt_tokens_cached_by_source` of tokens from another instance's KV
-    cache. None before vLLM 0.32, which does not ask."""
-    try:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:
-        return None
-    return CacheHitSource.P2P
 
 
 def transfer_results(

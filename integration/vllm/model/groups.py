@@ -10,29 +10,25 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies.geometry import Share
+from vcache_backend.vram_pool.copies.geometry import PagedKV, Share
 
 from ...doubts import NULL
 from .weights import digest, text
 
-POOL = "connector.share: pool"
-"""The setting for models, and for memory, that cannot be shared in place."""
-STATES = "MambaSpec"
-"""vLLM's specification of layers with a state in place of tokens: Mamba, gated delta nets, short
-convolutions."""
 _KINDS = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "full",
     "SlidingWindowSpec": "window",
     "SlidingWindowMLASpec": "window",
-    STATES: "state",
+    "MambaSpec": "state",
 }
-_MIXED = "UniformTypeKVCacheSpecs"
-"""vLLM's specification of a table whose layers' pages have several sizes. Workers see this
-specification; the scheduler sees the specification of the table's first layer."""
+"""By the name of vLLM's specification. `state`: a state in place of tokens (Mamba, gated delta
+nets, short convolutions)."""
 _ENCODER = "an encoder's output depends on the whole input: no setting changes that"
-_REASONS: Mapping[str, str] = {
+_REASONS = {
     "ChunkedLocalAttentionSpec": (
         "chunked local attention gives blocks back while their request runs: set "
         "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"
@@ -40,20 +36,22 @@ _REASONS: Mapping[str, str] = {
     "CrossAttentionSpec": _ENCODER,
     "EncoderOnlyAttentionSpec": _ENCODER,
 }
+"""Why layers of other specifications are not cached."""
 
 
 class LayerGroup(NamedTuple):
-    """Layers that share a block table.
-
-    number: the group's number in vLLM. block_size: in tokens. window: how many tokens the layers
-    attend to, with the current token and extra tokens that vLLM retains; 0: all. state: a digest of
-    the kind of state; empty if the layers keep tokens."""
+    """Layers that share a block table."""
 
     number: int
+    """The group's number in vLLM."""
     block_size: int
+    """In tokens."""
     window: int
+    """How many tokens the layers attend to, with the current token and extra tokens that vLLM
+    retains; 0: all."""
     layers: tuple[str, ...] = ()
     state: str = ""
+    """A digest of the kind of state; empty if the layers keep tokens."""
 
     def __str__(self) -> str:
         """The group's kind and block size."""
@@ -73,12 +71,6 @@ class Groups:
     A chunk's blocks are listed group by group, the blocks of several chunks chunk by chunk. Methods
     take `rows`, a request's block tables by vLLM's group number.
 
-    groups: the groups that keep tokens; groups that attend to all tokens come first. states: the
-    groups that keep a state. block: the least common multiple of all block sizes, in tokens. size:
-    tokens of a chunk. sizes: tokens of a block, by vLLM's group number. shares: a chunk's part in
-    each group. plain: the only table's layers attend to all tokens. whole: hits end at multiples of
-    `whole` tokens: at any block if `plain`, otherwise at a chunk's end.
-
     Chunks do not contain states. If vLLM has the state after a chunk's last token, one block of
     each group in `states`, it is stored as `parts` further chunks with separate keys (vLLM's pages
     have one size)."""
@@ -88,19 +80,23 @@ class Groups:
         group."""
         tokens = [group for group in groups if not group.state]
         self.groups = sorted(tokens, key=lambda group: (group.window > 0, group.number))
+        """The groups that keep tokens; those that attend to all tokens come first."""
         self.states = [group for group in groups if group.state]
         self.sizes = [group.block_size for group in groups]
-        self.block, self.size = math.lcm(*self.sizes), chunk_size
+        """Tokens of a block, by vLLM's group number."""
+        self.block = math.lcm(*self.sizes)
+        self.size = chunk_size
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
             misfit = f"chunk_size {chunk_size} is not a multiple of {self.block} tokens"
             advice = f"set engine.chunk_size (with LMCache: chunk_size) to {fitting}"
             raise LayoutError(f"{misfit}: {advice}")
-        self.shares = tuple(
-            Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
-        )
+        self.shares = [Share(group.block_size, _tail(group, chunk_size)) for group in self.groups]
+        """A chunk's part in each group."""
         self.plain = len(groups) == len(self.groups) == 1 and not self.groups[0].window
+        """The only table's layers attend to all tokens."""
         self.whole = self.block if self.plain else chunk_size
+        """Hits end at multiples of this many tokens."""
 
     @property
     def text(self) -> str:
@@ -122,6 +118,35 @@ class Groups:
     def parts(self) -> int:
         """How many chunks a state occupies."""
         return -(-len(self.states) // self.blocks) if self.states else 0
+
+    def describe(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> PagedKV:
+        """Describe the geometry of a worker's `kv_caches`, vLLM's view of each layer.
+
+        num_blocks: vLLM's number. LayoutError if blocks do not match vLLM's, or are not whole
+        pages."""
+        held, states = (
+            [
+                {name: kv_caches[name] for name in group.layers if name in kv_caches}
+                for group in kind
+            ]
+            for kind in (self.groups, self.states)
+        )
+        # The attention kernel may cut vLLM's blocks. A pipeline stage may lack a group's layers;
+        # the group's blocks are then cut like all other blocks.
+        counts = {len(cache) for layers in held for cache in layers.values()}
+        split = max((count // num_blocks for count in counts if count % num_blocks == 0), default=1)
+        shares = [share._replace(block_size=share.block_size // split) for share in self.shares]
+        # vLLM 0.31 and later show a layer with these axes, in any memory order. A state's view has
+        # one head and no tokens.
+        kv = PagedKV.describe_groups(
+            list(zip(held, shares, strict=True)), axes="block head token dim"
+        )
+        if kv.num_blocks != num_blocks * split:
+            raise LayoutError(
+                f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands "
+                f"out {num_blocks} of {self.groups[0].block_size}"
+            )
+        return kv.with_states(states, split)
 
     def length(self, rows: Sequence[Sequence[int]]) -> int:
         """How many of the request's tokens have blocks in every group."""
@@ -236,29 +261,24 @@ def several(kv_cache_config: Any) -> bool:
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """The specifications of a table's layers; the scheduler sees the first. If pages have several
-    sizes, a specification for each layer, otherwise a single specification for all layers."""
-    return list(spec.kv_cache_specs.values()) if type(spec).__name__ == _MIXED else [spec]
+    """The specifications of a table's layers. If pages have several sizes, a specification for each
+    layer in workers, and the first of them in the scheduler; otherwise a single specification for
+    all layers."""
+    mixed = type(spec).__name__ == "UniformTypeKVCacheSpecs"
+    return list(spec.kv_cache_specs.values()) if mixed else [spec]
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     """Read an instance's groups from vLLM's `KVCacheConfig`. LayoutError, in one line, if a group
     cannot be cached."""
     groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
     for group in groups:
-        specs = layer_specs(group.kv_cache_spec)
-        reason = next(filter(None, map(_refusal, specs)), None)
-        moved = group.enable_kv_transfer and not group.host_resident
-        if reason is None and not (moved and group.kv_cache_spec.prefix_cacheable):
-            reason = "its blocks are not part of vLLM's own prefix cache: no setting changes that"
-        if reason is not None:
+        if reason := _refusal(group):
             name = group.layer_names[0] if group.layer_names else "a group"
             raise LayoutError(f"{name} and its group: {reason}")
     layer_groups = [_group(number, group) for number, group in enumerate(groups)]
     if all(group.state for group in layer_groups):
-        raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
+        raise LayoutError("no layer keeps KV of tokens: no setting changes that")
     return Groups(layer_groups, chunk_size)
 
 
@@ -271,25 +291,27 @@ def kind(spec: Any) -> tuple[str, int]:
     return named, int(spec.sliding_window) if named == "window" else 0
 
 
-def _refusal(spec: Any) -> str | None:
-    """Say why layers of this specification cannot be cached, and what to change; or None."""
-    name = type(spec).__name__
-    if name not in _KINDS:
-        lacks = "whose blocks do not hold the whole prefix: no setting changes that"
-        return _REASONS.get(name, f"the KV cache is {name}, {lacks}")
-    if name != STATES:
-        return None
-    if spec.mamba_cache_mode != "align":
-        return (
-            "vLLM keeps no states at blocks' ends: start it without "
-            "--no-enable-prefix-caching and --mamba-cache-mode"
-        )
-    if spec.num_speculative_blocks:
-        return (
-            "states contain speculated tokens before these are verified: start vLLM without "
-            "--speculative-config"
-        )
-    return None
+def _refusal(group: Any) -> str:
+    """Say why a group cannot be cached, and what to change; empty if it can."""
+    for spec in layer_specs(group.kv_cache_spec):
+        name = type(spec).__name__
+        if name not in _KINDS:
+            lacks = "whose blocks do not hold the whole prefix: no setting changes that"
+            return _REASONS.get(name, f"the KV cache is {name}, {lacks}")
+        if _KINDS[name] == "state" and spec.mamba_cache_mode != "align":
+            return (
+                "vLLM keeps no states at blocks' ends: start it without "
+                "--no-enable-prefix-caching and --mamba-cache-mode"
+            )
+        if _KINDS[name] == "state" and spec.num_speculative_blocks:
+            return (
+                "states contain speculated tokens before these are verified: start vLLM without "
+                "--speculative-config"
+            )
+    moved = group.enable_kv_transfer and not group.host_resident
+    if moved and group.kv_cache_spec.prefix_cacheable:
+        return ""
+    return "its blocks are not part of vLLM's own prefix cache: no setting changes that"
 
 
 def _group(number: int, group: Any) -> LayerGroup:

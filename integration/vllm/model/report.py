@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ from vcache_backend.config import Config
 from vcache_backend.doctor.model import Layers, ModelReport
 
 from . import groups
-from .decision import decide
+from .sharing import plan
 
 BLOCKS = 1 << 20
 """Blocks of the described KV cache, enough for any model's longest request. The number has no
@@ -72,7 +73,7 @@ def report(name: str, settings: Config) -> ModelReport:
         nothing = "the model keeps nothing of its tokens: no setting changes that"
         return ModelReport(vllm.__version__, architecture, refused=nothing)
     kv_cache = _kv_cache(vllm_config, specs)
-    model, settings, refused = decide(vllm_config, kv_cache, settings)
+    model, settings, refused = plan(vllm_config, kv_cache, settings)
     chunk, state = (0, 0) if refused else _sizes(kv_cache, settings.engine.chunk_size)
     return ModelReport(
         vllm.__version__,
@@ -123,10 +124,9 @@ def _alone() -> Iterator[None]:
 
 def _layers(kv_cache: Any) -> list[Layers]:
     """Count the layers of each kind, in the order of vLLM's block tables."""
-    counted: dict[tuple[str, int], int] = {}
+    counted = Counter[tuple[str, int]]()
     for group in kv_cache.kv_cache_groups:
-        kind, window = groups.kind(group.kv_cache_spec)
-        counted[kind, window] = counted.get((kind, window), 0) + len(group.layer_names)
+        counted[groups.kind(group.kv_cache_spec)] += len(group.layer_names)
     return [Layers(*kind, count) for kind, count in counted.items()]
 
 

@@ -3,28 +3,20 @@ docs/adr/0024."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
+from ...hooks import replace
+
 log = logging.getLogger("vllm.vcache")
 DIGEST_BYTES = 32
-CHANGES = frozenset(
-    {
-        "start_weight_update",
-        "start_draft_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "load_model",
-        "reload_weights",
-        "reset_weights",
-    }
-)
+CHANGES = {"start_weight_update", "start_draft_weight_update", "update_weights"}
+CHANGES |= {"finish_weight_update", "load_model", "reload_weights", "reset_weights"}
 """The calls of vLLM's workers that change weights."""
 
 
@@ -43,29 +35,32 @@ def unknown() -> bytes:
     return secrets.token_bytes(DIGEST_BYTES)
 
 
-@functools.cache
 def watch() -> None:
     """Make every engine of this process tell its connectors of changes of weights
     (`weights_change`) and of named versions (`weights_are`). Idempotent.
 
     The engine calls both in its scheduler's thread, between two steps."""
-    name, call = EngineCore.set_weight_version, EngineCore.collective_rpc
+    replace(EngineCore, "set_weight_version", _after_naming, "weight_version")
+    replace(EngineCore, "collective_rpc", _before_changes, "method")
 
-    @functools.wraps(name)
+
+def _after_naming(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def set_weight_version(self: Any, weight_version: str) -> Any:
-        answer = name(self, weight_version)
+        answer = theirs(self, weight_version)
         _tell(self, "weights_are", weight_version)
         return answer
 
-    @functools.wraps(call)
+    return set_weight_version
+
+
+def _before_changes(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         # Before the call, which may fail halfway.
         if str(getattr(method, "__name__", method)) in CHANGES:
             _tell(self, "weights_change")
-        return call(self, method, *args, **kwargs)
+        return theirs(self, method, *args, **kwargs)
 
-    EngineCore.set_weight_version = set_weight_version
-    EngineCore.collective_rpc = collective_rpc
+    return collective_rpc
 
 
 def _tell(engine: Any, call: str, *given: object) -> None:

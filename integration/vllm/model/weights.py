@@ -1,13 +1,5 @@
 """Identifies the weights that vLLM loads, and the settings that change their results, as text that
-is equal in every process.
-
-Weights have a name and a revision. From the Hugging Face hub: the repository and its commit, even
-if vLLM names a folder of the hub's cache. Local files: the real path, and a digest of file names,
-sizes and times, because the pool outlives weights that are overwritten in place. So equal copies
-under two paths do not share, unless the user gives them one name. The revision is empty if vcache
-cannot know which weights vLLM has loaded: weights in object storage or in another process
-(`_ELSEWHERE`), local files that cannot be read, and local files that changed after this process
-began, since vLLM reads the files before vcache does."""
+is equal in every process. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -24,16 +16,6 @@ from typing import Any
 from ... import BOOTED, booted
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
-_VOLATILE = ("transformers_version",)
-"""Keys of a Hugging Face configuration, besides keys with a leading `_`, that do not describe the
-model."""
-_ROPE = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "rope_local_base_freq",
-)
 _EXACT_SECONDS = 0.1
 """The accuracy of process and file times. vLLM needs more time before it loads weights."""
 _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
@@ -49,13 +31,25 @@ _ENVIRONMENT = (
 )
 """Variables that change a model's results beyond the rounding of another kernel; and the variable
 that makes results independent of the batch."""
-_NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
-"""Speculative methods without a model of their own, and so without layers in the KV cache."""
+ROPE = "rope_parameters rope_scaling rope_theta partial_rotary_factor rope_local_base_freq"
+_IMAGES = (
+    "media_io_kwargs mm_processor_kwargs mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
+    "video_pruning_rate"
+)
+"""Settings that change an instance's reading of an image. vLLM's hash of the image covers its
+content and the request's own settings."""
 
 
 def weights(model: Any, load: Any = None) -> tuple[str, str]:
-    """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring. load:
-    vLLM's `LoadConfig`."""
+    """(name, revision) of the weights in vLLM's `ModelConfig`. load: vLLM's `LoadConfig`.
+
+    From the Hugging Face hub: the repository and its commit, even if vLLM names a folder of the
+    hub's cache. Local files: the real path, and a digest of file names, sizes and times, because
+    the pool outlives weights that are overwritten in place. So equal copies under two paths do not
+    share, unless the user gives them one name. The revision is empty if vcache cannot know which
+    weights vLLM has loaded: weights in object storage or in another process, local files that
+    cannot be read, and local files that changed after this process began, since vLLM reads them
+    before vcache does."""
     # For weights in object storage vLLM copies the small files into a folder, and keeps the
     # address in `model_weights`.
     name = str(getattr(model, "model_weights", "") or model.model)
@@ -68,34 +62,26 @@ def weights(model: Any, load: Any = None) -> tuple[str, str]:
             return identity[0], ""
     except OSError:
         return name, ""
-    if identity is not None:
-        return identity
     revision = getattr(model, "revision", None)
     # The text of vLLM's resolved revision is the branch's name: read the commit instead.
-    return name, str(getattr(revision, "resolved", revision) or "")
+    return identity or (name, str(getattr(revision, "resolved", revision) or ""))
 
 
 def located(name: str) -> tuple[str, str] | None:
-    """(name, revision) of the weights at a path; see the module's docstring. None if nothing is at
-    the path, OSError if it cannot be read."""
-    snapshot = _SNAPSHOT.search(name)
-    if snapshot:
+    """(name, revision) of the weights at a path, see `weights`. None if nothing is at the path,
+    OSError if it cannot be read."""
+    if snapshot := _SNAPSHOT.search(name):
         return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
-    path = Path(name)
-    return (str(path.resolve()), _files_digest(path.resolve())) if path.exists() else None
-
-
-def _files_digest(path: Path) -> str:
-    """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden
-    files and subfolders."""
-    hashed = blake2b(digest_size=8, person=b"vcache-model-1")
-    for file in _files(path):
-        status = file.stat()
-        hashed.update(os.fsencode(file.name) + f"/{status.st_size} {status.st_mtime_ns}\n".encode())
-    return f"files-{hashed.hexdigest()}"
+    path = Path(name).resolve()
+    if not path.exists():
+        return None
+    found = [(file.name, file.stat()) for file in _files(path)]
+    seen = [(os.fsencode(name).hex(), one.st_size, one.st_mtime_ns) for name, one in found]
+    return str(path), f"files-{digest(seen)}"
 
 
 def _files(path: Path) -> list[Path]:
+    """The file at `path`, or the folder's files without hidden ones and subfolders."""
     if path.is_file():
         return [path]
     return sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
@@ -118,149 +104,122 @@ def _changed_lately(path: Path) -> bool:
     return max(times, default=0.0) > began + min(BOOTED, booted())
 
 
-def extra(vllm_config: Any) -> dict[str, str]:
+# ---- settings
+
+
+def settings(vllm_config: Any, rotary: str) -> dict[str, str]:
     """Settings that change a block's bytes and have no field of their own in `Layout`."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    skipped = getattr(cache, "kv_cache_dtype_skip_layers", ()) or ()
-    settings = {
+    images = set_in(model.multimodal_config, _IMAGES)
+    if "video_pruning_rate" in images:
+        images |= set_in(model.multimodal_config, "video_pruning_method")
+    adapters = set_in(vllm_config.lora_config, "target_modules enable_tower_connector_lora")
+    dtype = text(getattr(vllm_config.lora_config, "lora_dtype", "auto"))
+    if dtype not in ("auto", text(model.dtype)):
+        adapters["dtype"] = dtype
+    variables = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
+    variables = {name: value for name, value in variables.items() if value not in ("", "0")}
+    to_dict = getattr(getattr(model, "hf_config", None), "to_dict", dict)
+    found = {
         "engine": f"vllm {getattr(sys.modules.get('vllm'), '__version__', '')}",
-        "model_config": digest(_model_config(model)),
+        "model_config": digest(plain(to_dict())),
         "model_layers": str(model.get_total_num_hidden_layers()),
-        "model_dtype": plain(model.dtype),
+        "model_dtype": dtype_name(model.dtype),
         "quantization": str(model.quantization or ""),
-        "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
-        "weights": _loaded(getattr(vllm_config, "load_config", None)),
-        "code": digest(_code(model)),
-        "environment": digest(_environment()),
-        "kv_skip_layers": ",".join(map(str, skipped)),
+        "quantization_config": digest(plain(getattr(model, "quantization_config", None))),
+        "weights": _loaded(vllm_config.load_config),
+        "code": digest(_foreign_code(model)),
+        "environment": digest(variables),
+        "kv_skip_layers": ",".join(map(str, cache.kv_cache_dtype_skip_layers or ())),
         "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
-        "multimodal": digest(_seen_as(getattr(model, "multimodal_config", None))),
-        "draft": _draft(getattr(vllm_config, "speculative_config", None)),
-        "longest": _longest(model),
-        "adapted": digest(_adapted(getattr(vllm_config, "lora_config", None), text(model.dtype))),
+        "multimodal": digest(images),
+        "draft": _draft(vllm_config.speculative_config),
+        "longest": _longest(model, rotary),
+        "adapted": digest(adapters),
     }
-    return {name: value for name, value in settings.items() if value}
+    return {name: value for name, value in found.items() if value}
 
 
-def _environment() -> dict[str, str]:
-    """The variables of `_ENVIRONMENT` that are set, and not off."""
-    values = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
-    return {name: value for name, value in values.items() if value not in ("", "0")}
+def set_in(section: Any, names: str) -> dict[str, Any]:
+    """The settings of a section of vLLM's configuration that are set, as plain values. names:
+    separated by blanks."""
+    given = {name: plain(getattr(section, name, None)) for name in names.split()}
+    return {name: value for name, value in given.items() if value}
 
 
-def _seen_as(multimodal: Any) -> dict[str, Any]:
-    """Settings that change an instance's reading of an image. vLLM's hash of the image covers its
-    content and the request's own settings."""
-    names = (
-        "media_io_kwargs",
-        "mm_processor_kwargs",
-        "mm_encoder_attn_dtype",
-        "mm_encoder_fp8_scale_path",
-        "video_pruning_rate",
-    )
-    settings = {name: getattr(multimodal, name, None) for name in names}
-    settings["video_pruning_method"] = settings["video_pruning_rate"] and getattr(
-        multimodal, "video_pruning_method", None
-    )
-    return {name: _plain(value) for name, value in settings.items() if value}
-
-
-def _longest(model: Any) -> str:
+def _longest(model: Any, rotary: str) -> str:
     """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE; dynamic NTK in some
     models) or scales queries (Llama 4, with the generation settings that may override it);
     otherwise empty."""
     scales = str(getattr(model.hf_config, "model_type", "")).startswith("llama4")
     settings = [model.generation_config, model.override_generation_config] if scales else []
-    matters = scales or any(kind in rope(model) for kind in ("longrope", "dynamic"))
+    matters = scales or "longrope" in rotary or "dynamic" in rotary
     return f"{model.max_model_len} {digest(settings)}".strip() if matters else ""
-
-
-def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
-    """Settings that change how an instance applies a LoRA adapter, without defaults. dtype: the
-    model's, the adapters' default."""
-    names = "target_modules", "enable_tower_connector_lora"
-    settings = {name: getattr(lora, name, None) for name in names}
-    settings["dtype"] = (
-        set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
-    )
-    given = {name: value for name, value in settings.items() if value}
-    return {name: sorted(at) if isinstance(at, list) else at for name, at in given.items()}
 
 
 def _loaded(load: Any) -> str:
     """Name a load format that reads other files than safetensors, with a digest of its settings;
     otherwise empty."""
     kind = text(getattr(load, "load_format", "auto"))
-    if kind in _SAFETENSORS:
-        return ""
-    return f"{kind} {digest(_plain(getattr(load, 'model_loader_extra_config', None)))}".strip()
+    settings = digest(plain(getattr(load, "model_loader_extra_config", None)))
+    return "" if kind in _SAFETENSORS else f"{kind} {settings}".strip()
 
 
-def _code(model: Any) -> dict[str, str]:
+def _foreign_code(model: Any) -> dict[str, str]:
     """Name foreign code that computes models: registered classes of models, and of layers in place
     of vLLM's, the user's choice of classes, and the revision of a model's own code."""
+
+    def place(registered: Any) -> str:
+        made = getattr(registered, "model_cls", registered)
+        if isinstance(made, type):
+            return f"{made.__module__}:{made.__qualname__}"
+        return f"{registered.module_name}:{registered.class_name}"
+
     models = getattr(getattr(model, "registry", None), "models", {})
     layers = getattr(sys.modules.get("vllm.model_executor.custom_op"), "op_registry_oot", {})
-    places = {name: _place(registered) for name, registered in [*models.items(), *layers.items()]}
-    others = {name: place for name, place in places.items() if not place.startswith("vllm.")}
-    revision = str(getattr(model, "code_revision", None) or "")
-    others |= {"revision": revision} if revision else {}
-    return others | (getattr(model, "model_class_overrides", None) or {})
-
-
-def _place(registered: Any) -> str:
-    """The module and the name of a class, or of the class of an entry in vLLM's registry."""
-    model_class = getattr(registered, "model_cls", registered)
-    if isinstance(model_class, type):
-        return f"{model_class.__module__}:{model_class.__qualname__}"
-    return f"{registered.module_name}:{registered.class_name}"
+    places = {name: place(registered) for name, registered in [*models.items(), *layers.items()]}
+    others = {name: where for name, where in places.items() if not where.startswith("vllm.")}
+    return others | set_in(model, "code_revision") | set_in(model, "model_class_overrides")
 
 
 def _draft(speculative: Any) -> str:
+    """Name a draft model with layers in the KV cache, and its weights; otherwise empty."""
     method = getattr(speculative, "method", None)
-    if method in _NO_DRAFT_KV:
+    if method in (None, "ngram", "ngram_gpu", "suffix"):
         return ""
     model = getattr(speculative, "draft_model_config", None)
     return f"{method} {'@'.join(weights(model)) if model is not None else ''}".strip()
 
 
-def rope(model: Any) -> str:
-    """The rotary embedding of a `ModelConfig`, as canonical JSON; empty without one."""
-    config = getattr(model, "hf_text_config", None)
-    settings = {name: getattr(config, name, None) for name in _ROPE}
-    if not any(settings.values()):
-        return ""
-    return _canonical({name: value for name, value in settings.items() if value is not None})
+# ---- text
 
 
-def _model_config(model: Any) -> Any:
-    """The Hugging Face configuration, without keys that differ between equal instances
-    (`_VOLATILE`, and keys with a leading `_`)."""
-    hf_config: Any = getattr(model, "hf_config", None)
-    return _plain(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
-
-
-def _plain(values: Any) -> Any:
-    """A configuration as mappings and lists, without keys that differ between equal instances."""
+def plain(values: Any) -> Any:
+    """A configuration as mappings and lists, without keys that differ between equal instances:
+    the version of transformers, and keys with a leading `_`."""
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
     if isinstance(values, Mapping):
-        kept = {
-            str(name): value
-            for name, value in values.items()
-            if not str(name).startswith("_") and name not in _VOLATILE
-        }
-        return {name: _plain(value) for name, value in kept.items()}
+        named = {str(name): value for name, value in values.items()}
+        varies = {name for name in named if name[:1] == "_"} | {"transformers_version"}
+        return {name: plain(value) for name, value in named.items() if name not in varies}
     if isinstance(values, set | frozenset):
         return sorted(str(value) for value in values)
-    return [_plain(value) for value in values] if isinstance(values, list | tuple) else values
+    return [plain(value) for value in values] if isinstance(values, list | tuple) else values
 
 
-def _canonical(values: Any) -> str:
+def dtype_name(dtype: object) -> str:
+    """The name of a torch dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def canonical(values: Any) -> str:
+    """Plain values as JSON, equal in every process."""
+
     # An object's text may hold an address, which differs by process: then use the type's name.
     def named(value: object) -> str:
-        said = str(value)
-        return type(value).__qualname__ if " at 0x" in said else said
+        shown = str(value)
+        return type(value).__qualname__ if " at 0x" in shown else shown
 
     return json.dumps(values, sort_keys=True, separators=(",", ":"), default=named)
 
@@ -270,13 +229,8 @@ def digest(values: Any) -> str:
     value."""
     if not values:
         return ""
-    data = _canonical(values).encode()
+    data = canonical(values).encode()
     return blake2b(data, digest_size=8, person=b"vcache-model-1").hexdigest()
-
-
-def plain(dtype: object) -> str:
-    """The name of a torch dtype without `torch.`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def text(named: Any) -> str:

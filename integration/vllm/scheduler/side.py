@@ -24,7 +24,7 @@ from ..in_place.publications import Publications
 from ..in_place.victims import Victims
 from ..metadata import QUIET, LoadSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
-from ..model.decision import Decision
+from ..model.sharing import Plan
 from ..model.spec import ShardSpec
 from ..telemetry import traces
 from ..telemetry.events import Announcer
@@ -55,7 +55,7 @@ class SchedulerSide:
         self,
         vllm_config: Any,
         kv_cache_config: Any,
-        decision: Decision,
+        decision: Plan,
         loads: bool,
         stores: bool,
         meter: Meter,

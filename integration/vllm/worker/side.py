@@ -25,7 +25,7 @@ from ..in_place.worker import InPlace
 from ..metadata import StepMetadata
 from ..model import compat, groups
 from ..model import spec as model_spec
-from ..model.decision import decide
+from ..model.sharing import plan
 from ..telemetry import traces
 from ..telemetry.stats import Meter
 from .loading import Attached
@@ -55,7 +55,7 @@ class WorkerSide:
     ) -> None:
         self._vllm, self._kv_config = vllm_config, kv_cache_config
         self._place = pp_rank, tp_rank
-        self._model, config, self._refused = decide(vllm_config, kv_cache_config, config)
+        self._model, config, self._refused = plan(vllm_config, kv_cache_config, config)
         self._config = config
         if self._model.device_type == "cpu":
             # A first model run that is small, as after a hit, uses AMX without asking Linux for it.
@@ -91,7 +91,7 @@ class WorkerSide:
             raise VCacheError(self._refused)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
-        kv = model_spec.describe(tables, kv_caches, blocks)
+        kv = tables.describe(kv_caches, blocks)
         shard = model_spec.read_shard(self._vllm, kv_caches, kv, size, *self._place, tables.layers)
         session = self._session(kv_caches, kv, shard)
         block_size = tables.groups[0].block_size

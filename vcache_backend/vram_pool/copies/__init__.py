@@ -1,1 +1,1 @@
-"""Copies between paged KV caches and slots: plans, kernels with a reference each, copiers."""
+"""Copies between paged KV caches and slots: geometry, plans, a kernel with a reference, copiers."""

@@ -1,27 +1,21 @@
-"""The interface of copiers, which run copy plans, and the copier for host memory. The GPU copier is
-in cuda_copier.py."""
-
-# torch.cuda's streams and events have no types.
-# mypy: allow-untyped-calls
+"""The interface of copiers, which run copy plans, and the copier for host memory. The GPU's copier
+is in cuda_copier.py."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import reference
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan
+from vcache_backend.vram_pool.copies.plan import CopyPlan, slot_rows
 from vcache_backend.vram_pool.regions import SlotView
-
-_Move = Callable[[PagedKV, CopyPlan, Sequence[Tensor]], None]
 
 
 class Completion(Protocol):
@@ -51,37 +45,48 @@ class Mark(Protocol):
         ...
 
 
-class Copier(Protocol):
+class CopyJob(NamedTuple):
+    """What a copier copies: rows between a KV cache and origins, see `Copier.pull`."""
+
+    kv: PagedKV
+    rows: Int64s
+    origins: Int64s
+    keep: object = None
+    """To be held until the copy is over."""
+    local: bool = False
+    """Whether all pages of the origins are on the KV cache's device."""
+    host: bool = False
+    """Whether some are in host memory."""
+    to_origin: bool = False
+    """Out of the KV cache, otherwise into it."""
+
+
+class Copier(ABC):
     """Moves bytes into and out of one KV cache. One worker uses it, in any thread.
 
-    slots: the request's, in the order of the plan's slot indices. `gather` and `scatter` raise
-    LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or if the plan or
-    the device does not match the KV cache. After a VCacheError no part of the copy runs. After
-    another error (torch's RuntimeError, a Triton error) the copy may be running, and the slots must
-    not be used again.
+    slots: the request's, in the order of the plan's slot indices. `gather`, `scatter` and `pull`
+    raise LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or if the
+    plan or the device does not match the KV cache. After a VCacheError no part of the copy runs.
+    After another error (torch's RuntimeError, a Triton error) the copy may be running, and the
+    slots must not be used again.
 
     after: the copy starts once the work before this mark is done, and the caller's stream goes on
     beside the copy. The caller must let no other work touch the blocks until the copy is over, or
     queue a `fence`."""
-
-    def prepare(self, kv: PagedKV) -> None:
-        """Prepare copies of `kv`, so that no request waits for compilation. Optional; before the
-        first copy."""
-        ...
 
     def gather(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
     ) -> Completion:
         """Copy KV blocks into slots, with the bytes that work queued before this call writes. Work
         queued afterwards may overwrite the blocks."""
-        ...
+        return self._run(_slot_job(kv, plan, slots, to_origin=True), after)
 
     def scatter(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
     ) -> Completion:
         """Copy slots into KV blocks. Work queued before this call reads the old bytes; work queued
         afterwards reads the new bytes."""
-        ...
+        return self._run(_slot_job(kv, plan, slots), after)
 
     def pull(
         self,
@@ -101,23 +106,28 @@ class Copier(Protocol):
         If the KV cache has several kinds of layers, `planes` covers all kinds, and each further
         kind has a column of offsets behind the block. Addresses are not checked: the caller keeps
         the pages readable until the copy is over. keep: an object to hold until the copy is over.
-        local: all pages are on the KV cache's device. host: some are in host memory that the
-        device reads. Raises LayoutError, and moves nothing, if a
-        row names a block or an origin that does not exist."""
-        ...
+        local: all pages are on the KV cache's device; host: some are in host memory. Raises
+        LayoutError, and moves nothing, if a row names a block or an origin that does not exist."""
+        _check_rows(kv, rows, origins)
+        return self._run(CopyJob(kv, rows, origins, keep, local, host), after)
+
+    @abstractmethod
+    def _run(self, job: CopyJob, after: Mark | None) -> Completion: ...
+
+    def prepare(self, kv: PagedKV) -> None:  # noqa: B027 - optional
+        """Prepare copies of `kv`, so that no request waits for compilation. Optional; before the
+        first copy."""
 
     def mark(self) -> Mark:
         """A mark after all work that is queued on the current stream now."""
-        ...
+        return NOTHING
 
-    def fence(self, copy: Completion) -> None:
+    def fence(self, copy: Completion) -> None:  # noqa: B027 - nothing runs on in host memory
         """Make the current stream wait for `copy`, made by this copier, before later work. The host
         never waits."""
-        ...
 
-    def drain(self) -> None:
+    def drain(self) -> None:  # noqa: B027 - nothing runs on in host memory
         """Wait for the copies under way, with a deadline. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -141,65 +151,23 @@ NOTHING = Finished(0.0)
 """As a Mark: a copy that waits for no work."""
 
 
-class HostCopier:
-    """Copies with `reference`, in the caller's thread: for KV caches in host memory, and for host
-    segments."""
+class HostCopier(Copier):
+    """Copies with `reference`, in the caller's thread: for KV caches in host memory."""
 
-    def prepare(self, kv: PagedKV) -> None:
-        """Nothing is compiled."""
-
-    def gather(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
-        return self._run(reference.gather, kv, plan, slots)
-
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Finished:
-        return self._run(reference.scatter, kv, plan, slots)
-
-    def pull(
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        after: Mark | None = None,
-        keep: object = None,
-        *,
-        local: bool = False,
-        host: bool = False,
-    ) -> Finished:
-        check_rows(kv, rows, origins)
-        if kv.device.type != "cpu":
+    def _run(self, job: CopyJob, after: Mark | None) -> Finished:
+        if job.kv.device.type != "cpu":
             raise LayoutError(
-                f"the KV cache is on {kv.device}, and this copier only knows host memory"
+                f"the KV cache is on {job.kv.device}, and this copier only knows host memory"
             )
         started = time.perf_counter()
-        reference.pull(kv, rows, origins)
-        return Finished(time.perf_counter() - started)
-
-    def mark(self) -> Mark:
-        return Finished(0.0)
-
-    def fence(self, copy: Completion) -> None:
-        """Every copy ended before its call returned."""
-
-    def drain(self) -> None:
-        """Nothing is ever under way."""
-
-    def _run(self, move: _Move, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
-        check(kv, plan, slots)
-        started = time.perf_counter()
-        move(kv, plan, [slot.tensor for slot in slots])
-        if kv.device.type == "cuda":
-            # The lease on the slots may end once this returns, so torch must not be reading them
-            # any more.
-            torch.cuda.current_stream(kv.device).synchronize()
+        reference.copy(job.kv, job.rows, job.origins, to_origin=job.to_origin)
         return Finished(time.perf_counter() - started)
 
 
-def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
-    """Raise LayoutError unless every byte of the plan lies inside of its slot."""
+def _slot_job(
+    kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], *, to_origin: bool = False
+) -> CopyJob:
+    """Raises LayoutError unless every byte of the plan lies inside of its slot."""
     if plan.block_size != kv.block_size:
         raise LayoutError(
             f"the plan has blocks of {plan.block_size} tokens, the cache {kv.block_size}"
@@ -211,11 +179,16 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     for number, slot in enumerate(slots):
         if slot.nbytes < need:
             raise LayoutError(f"a chunk needs {need:,} B but slot {number} has {slot.nbytes:,} B")
+    addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+    local = all(slot.local for slot in slots)
+    host = any(slot.whole.device.type == "cpu" for slot in slots)
+    rows, origins = slot_rows(kv, plan, addresses)
+    return CopyJob(kv, rows, origins, tuple(slots), local, host, to_origin)
 
 
-def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
+def _check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
     """Raise LayoutError unless every row's origin and block exist. See `Copier.pull`."""
-    planes, columns = sum(len(kind.planes) for kind in kv.kinds), 2 + len(kv.kinds)
+    planes, columns = sum(len(kind.pages) for kind in kv.kinds), 2 + len(kv.kinds)
     if rows.shape[1:] != (columns,) or origins.shape[1:] != (planes,):
         raise LayoutError(
             f"rows of {columns} and origins of {planes} planes are needed; given are "

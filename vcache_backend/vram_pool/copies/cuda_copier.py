@@ -8,20 +8,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.copies import kernel
-from vcache_backend.vram_pool.copies.copier import Completion, Finished, Mark, check, check_rows
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, of_kinds
-from vcache_backend.vram_pool.regions import SlotView
+from vcache_backend.vram_pool.copies.copier import Completion, Copier, CopyJob, Finished, Mark
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 CLOSE_SECONDS = 5.0
 """How long `CudaCopier.drain` waits for the copies of each stream."""
@@ -77,57 +74,7 @@ class CudaCompletion:
         return float(self._start.elapsed_time(self.end)) / 1000 if self.done() else None
 
 
-class _Slots:
-    """A copy between a KV cache and slots. Keeps both alive. Raises LayoutError."""
-
-    origins = 1
-
-    def __init__(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
-        check(kv, plan, slots)
-        self.kv, self.blocks, self._plan, self._slots = kv, len(plan.blocks), plan, tuple(slots)
-        self.local = all(slot.local for slot in slots)
-        self.host = any(slot.whole.device.type == "cpu" for slot in slots)
-
-    def fill(self, table: Int64s, parts: Sequence[kernel.TablePart]) -> list[int]:
-        """Write the kernel's table for each kind of layers. Returns the alignments of the slots."""
-        found = []
-        addresses = np.array([slot.address for slot in self._slots], dtype=np.int64)
-        for number, (kind, first, end) in enumerate(parts):
-            plan, begin = self._plan.of(self.kv, number)
-            found.append(kernel.fill_slots(kind, plan, addresses + begin, table[first:end]))
-        return found
-
-
-class _Rows:
-    """A copy into a KV cache from any addresses: see `Copier.pull`. Keeps `keep` alive. Raises
-    LayoutError."""
-
-    def __init__(
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        keep: object,
-        local: bool,
-        host: bool,
-    ) -> None:
-        check_rows(kv, rows, origins)
-        self.kv, self.blocks, self.origins = kv, len(rows), len(origins)
-        self.local, self.host = local, host
-        self._rows, self._bases, self._keep = rows, origins, keep
-
-    def fill(self, table: Int64s, parts: Sequence[kernel.TablePart]) -> list[int]:
-        """Write the kernel's table for each kind of layers. Returns the alignments of the pages to
-        read."""
-        return [
-            kernel.fill_table(kind, rows, bases, table[first:end])
-            for (kind, rows, bases), (_, first, end) in zip(
-                of_kinds(self.kv, self._rows, self._bases), parts, strict=True
-            )
-        ]
-
-
-class CudaCopier:
+class CudaCopier(Copier):
     """Copies with the Triton kernel on two streams of GPU `ordinal`: a stream for gathers, and a
     stream for scatters and pulls.
 
@@ -150,33 +97,11 @@ class CudaCopier:
         """Compile the few kernels for `kv`, each in up to a second."""
         with torch.cuda.device(self.device):
             for kind in kv.kinds:
-                table = torch.empty((len(kind.planes), 3), dtype=torch.int64, device=self.device)
+                table = torch.empty((len(kind.pages), 3), dtype=torch.int64, device=self.device)
                 for tuning in (kernel.PEER, kernel.LOCAL, kernel.HOST):
                     for to_origin, many in ((True, False), (False, False), (False, True)):
-                        kernel.launch(kind, 0, table, to_origin=to_origin, many=many, tuning=tuning)
-
-    def gather(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Completion:
-        return self._run(self._gathers, _Slots(kv, plan, slots), after, to_origin=True)
-
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Completion:
-        return self._run(self._scatters, _Slots(kv, plan, slots), after)
-
-    def pull(
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        after: Mark | None = None,
-        keep: object = None,
-        *,
-        local: bool = False,
-        host: bool = False,
-    ) -> Completion:
-        return self._run(self._scatters, _Rows(kv, rows, origins, keep, local, host), after)
+                        part = kernel.TablePart(kind, 0, 0, many, 16)
+                        kernel.launch(part, table, to_origin=to_origin, tuning=tuning)
 
     def mark(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device).record_event())
@@ -191,23 +116,15 @@ class CudaCopier:
         for stream in (self._gathers, self._scatters):
             _poll(stream.query, CLOSE_SECONDS)
 
-    def _run(
-        self,
-        side: torch.cuda.Stream,
-        job: _Slots | _Rows,
-        after: Mark | None,
-        *,
-        to_origin: bool = False,
-    ) -> Completion:
-        kv = job.kv
+    def _run(self, job: CopyJob, after: Mark | None) -> Completion:
+        kv, stream = job.kv, self._gathers if job.to_origin else self._scatters
         if kv.device != self.device:
             raise LayoutError(
                 f"the KV cache is on {kv.device}, but this copier is of {self.device}"
             )
-        if not job.blocks:
+        if not len(job.rows):
             return Finished(0.0)
-        parts = kernel.table_parts(kv, job.blocks, job.origins)
-        size = parts[-1].end
+        size = kernel.table_rows(kv, len(job.rows), len(job.origins))
         # Launches go to the thread's current device. Work is queued by stream handle: torch's
         # stream contexts and copies would cost the host as much as the rest of a retrieve.
         with (
@@ -215,17 +132,16 @@ class CudaCopier:
             if torch.cuda.current_device() != self.device.index
             else nullcontext()
         ):
-            table = self._table(size, side)
-            alignments = job.fill(table.array[:size], parts)
+            table = self._table(size, stream)
+            parts = kernel.fill_table(kv, job.rows, job.origins, table.array)
             try:
                 # Before the wait, so that the table travels while earlier work still computes.
-                table.upload(size, self._driver, side.cuda_stream)
-                pairs = zip(parts, alignments, strict=True)
-                start, end = self._launch(side, job, table, pairs, after, to_origin)
+                table.upload(size, self._driver, stream.cuda_stream)
+                start, end = self._launch(stream, job, table, parts, after)
             except BaseException:
                 # The current stream may not be waiting for the kernel, and the caller has no
                 # completion: no kernel may be left running.
-                side.synchronize()
+                stream.synchronize()
                 raise
         completion = CudaCompletion(
             self.device, start, end, job, lambda: self._tables.append(table)
@@ -242,37 +158,33 @@ class CudaCopier:
 
     def _launch(
         self,
-        side: torch.cuda.Stream,
-        job: _Slots | _Rows,
+        stream: torch.cuda.Stream,
+        job: CopyJob,
         table: kernel.Table,
-        parts: Iterable[tuple[kernel.TablePart, int]],
+        parts: Sequence[kernel.TablePart],
         after: Mark | None,
-        to_origin: bool,
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Queue a kernel on `side` for each part and alignment. Returns the events before and after
-        the kernel."""
+        """Queue a kernel on `stream` for each part. Returns the events before and after the
+        kernels."""
         current, start = torch.cuda.current_stream(), torch.cuda.Event(enable_timing=True)
         if isinstance(after, CudaMark):
-            side.wait_event(after.event)
+            stream.wait_event(after.event)
         elif after is None:
-            self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
-        start.record(side)
+            self._driver.follow(stream.cuda_stream, table.ready, current.cuda_stream)
+        start.record(stream)
         tuning = kernel.tuning_for(
             local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
         )
-        for part, aligned in parts:
+        for part in parts:
             kernel.launch(
-                part.kv,
-                job.blocks,
-                table.there[part.first :],
-                to_origin=to_origin,
-                many=job.origins > 1,
+                part,
+                table.there,
+                to_origin=job.to_origin,
                 tuning=tuning,
-                aligned=aligned,
-                stream=side.cuda_stream,
+                stream=stream.cuda_stream,
             )
         end = torch.cuda.Event(enable_timing=True)
-        end.record(side)
+        end.record(stream)
         if after is None:
             current.wait_event(end)
         return start, end

@@ -1,10 +1,11 @@
 """Describes vLLM's paged KV cache for copies: pages of opaque bytes at raw addresses.
 
 A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, if K and V lie
-apart. A chunk holds the layers in order, for each layer the blocks, and for each block the parts:
-the page of (layer, v-th block of the chunk, part) begins at `((layer * blocks_per_chunk + v) *
-parts + part) * page_bytes`. If layers differ in page size, a chunk first holds all layers of the
-first layer's kind in this way, then the layers of the next kind, and so on."""
+apart. The pages of one layer and part are a *plane*: equally far apart, block by block. A chunk
+holds the layers in order, for each layer the blocks, and for each block the parts: the page of
+(layer, v-th block of the chunk, part) begins at `((layer * blocks_per_chunk + v) * parts + part) *
+page_bytes`. If layers differ in page size, a chunk first holds all layers of the first layer's kind
+in this way, then the layers of the next kind, and so on."""
 
 from __future__ import annotations
 
@@ -25,8 +26,6 @@ from vcache_backend.errors import LayoutError
 
 Int64s = npt.NDArray[np.int64]
 MAX_WORD = 16
-
-
 DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -47,80 +46,72 @@ _KNOWN = {
 }
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """How one layer lies in memory. Sizes and strides in bytes."""
+def alignment(*values: int) -> int:
+    """The largest power of two, up to 16, that divides all of `values`: the bytes that one access
+    may move."""
+    bits = MAX_WORD
+    for value in values:
+        bits |= value
+    return bits & -bits
 
-    name: str
-    parts: int
-    part_stride: int
-    num_blocks: int
-    block_stride: int
-    page_bytes: int
+
+# ---- one layer
+
+
+class _Layer(NamedTuple):
+    """A layer's tensor as it lies in memory."""
+
+    order: str
+    """The order of a block's bytes and their dtype, as text."""
+    planes: list[Tensor]
+    """A plane for each part: uint8 (num_blocks, page_bytes)."""
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        return self.name, self.parts, self.page_bytes
+        return self.order, len(self.planes), self.planes[0].shape[1]
 
 
-class LayerTensor:
-    """A layer's tensor, with the layer's name for error messages."""
+class _LayerTensor:
+    """Recognises how one layer's KV tensor lies in memory, from its shape and strides."""
 
     def __init__(self, name: str, tensor: Tensor, block_size: int) -> None:
         self.name, self.tensor, self.block_size = name, tensor, block_size
 
     def __str__(self) -> str:
         kv = self.tensor
-        dtype = str(kv.dtype).removeprefix("torch.")
-        return (
-            f"{self.name} (shape {tuple(kv.shape)}, strides {kv.stride()}, {dtype} on {kv.device})"
-        )
+        shape = f"shape {tuple(kv.shape)}, strides {kv.stride()}, {_dtype(kv)} on {kv.device}"
+        return f"{self.name} ({shape})"
 
     def error(self, why: str) -> LayoutError:
         return LayoutError(f"KV cache of {self} with block_size {self.block_size}: {why}")
 
-    def pages(self, a: Arrangement) -> list[Tensor]:
-        kv = self.tensor
-        if kv.is_meta:
-            raise self.error("it has no memory")
-        start = kv.storage_offset() * kv.element_size()
-        raw = torch.empty(0, dtype=torch.uint8, device=kv.device).set_(kv.untyped_storage())
-        shape, stride = (a.num_blocks, a.page_bytes), (a.block_stride, 1)
-        return [
-            raw.as_strided(shape, stride, start + part * a.part_stride) for part in range(a.parts)
-        ]
-
-    def arrangement(self, axes: str | None) -> Arrangement:
-        kv = self.tensor
+    def described(self, axes: str | None) -> _Layer:
+        """Raises LayoutError. axes: see `PagedKV.describe`."""
+        kv, item = self.tensor, self.tensor.element_size()
         if kv.dtype not in DTYPES or not kv.numel():
             raise self.error(
                 "empty, or of a dtype vcache does not move; it moves bfloat16, float16, "
                 "float32, fp8 and uint8"
             )
+        if kv.is_meta:
+            raise self.error("it has no memory")
         names = self._named(axes) if axes is not None else self._recognised()
-        block, item = names.index("block"), kv.element_size()
-        part = names.index("part") if "part" in names else None
+        block = names.index("block")
         inside = [axis for axis in range(kv.dim()) if axis != block]
-        order = self._dense(inside)
-        if order is None and part is not None:
+        order, parts, apart = self._dense(inside), 1, 0
+        if order is None and "part" in names:
+            part = names.index("part")
             order = self._dense([axis for axis in inside if axis != part])
-        else:
-            part = None
+            parts, apart = kv.shape[part], kv.stride(part) * item
         if order is None:
             raise self.error("a block's bytes are not contiguous; pass the tensor vLLM allocated")
-        sizes = [(names[axis], kv.shape[axis]) for axis in order]
-        page_bytes = math.prod(size for _, size in sizes) * item
-        parts = 1 if part is None else kv.shape[part]
-        part_stride = 0 if part is None else kv.stride(part) * item
-        text = ".".join(
-            f"{name}{size}" for name, size in ([("part", parts)] if parts > 1 else []) + sizes
-        )
-        name = f"{text} {str(kv.dtype).removeprefix('torch.')}"
-        found = Arrangement(
-            name, parts, part_stride, kv.shape[block], kv.stride(block) * item, page_bytes
-        )
-        self._refuse_overlap(found)
-        return found
+        page_bytes = math.prod(kv.shape[axis] for axis in order) * item
+        blocks, stride = kv.shape[block], kv.stride(block) * item
+        self._refuse_overlap(page_bytes, (blocks, stride), (parts, apart))
+        text = [f"part{parts}"] * (parts > 1) + [f"{names[axis]}{kv.shape[axis]}" for axis in order]
+        starts = (kv.data_ptr() + part * apart for part in range(parts))
+        planes = [_plane(kv, start, blocks, page_bytes, stride) for start in starts]
+        return _Layer(f"{'.'.join(text)} {_dtype(kv)}", planes)
 
     def _named(self, axes: str) -> tuple[str, ...]:
         names, shape = tuple(axes.split()), self.tensor.shape
@@ -138,12 +129,13 @@ class LayerTensor:
 
     def _recognised(self) -> tuple[str, ...]:
         shape = self.tensor.shape
-        fits = []
-        for names in (tuple(known.split()) for known in _KNOWN.get(len(shape), ())):
-            if shape[names.index("token")] == self.block_size and (
-                "part" not in names or shape[names.index("part")] == 2
-            ):
-                fits.append(names)
+        known = (tuple(axes.split()) for axes in _KNOWN.get(len(shape), ()))
+        fits = [
+            names
+            for names in known
+            if shape[names.index("token")] == self.block_size
+            and ("part" not in names or shape[names.index("part")] == 2)
+        ]
         if not fits:
             raise self.error(
                 "no known layout has this shape; check block_size, or pass axes, such as 'block "
@@ -167,31 +159,41 @@ class LayerTensor:
             expected *= shape[axis]
         return order[::-1]
 
-    def _refuse_overlap(self, a: Arrangement) -> None:
-        blocks = (a.num_blocks, a.block_stride)
-        span = a.page_bytes
-        for count, stride in sorted([blocks, (a.parts, a.part_stride)], key=lambda pair: pair[1]):
+    def _refuse_overlap(self, span: int, *counted: tuple[int, int]) -> None:
+        """counted: how many pages there are, and how far apart, in each direction."""
+        for count, stride in sorted(counted, key=lambda pair: pair[1]):
             if count > 1 and stride < span:
                 raise self.error(f"pages of {span} B overlap: they are {stride} B apart")
             span += (count - 1) * stride
 
 
-def alignment(*values: int) -> int:
-    """The largest power of two, up to 16, that divides all of `values`: the bytes that one access
-    may move."""
-    bits = MAX_WORD
-    for value in values:
-        bits |= value
-    return bits & -bits
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plane(tensor: Tensor, start: int, blocks: int, nbytes: int, stride: int) -> Tensor:
+    """The pages of `nbytes` bytes from address `start` on in the tensor's storage, as uint8."""
+    storage = tensor.untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return raw.as_strided((blocks, nbytes), (stride, 1), start - storage.data_ptr())
+
+
+def _span(block: Tensor) -> int:
+    """Bytes from the beginning of a block's first number to the end of the last number."""
+    steps = zip(block.shape, block.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * block.element_size()
+
+
+# ---- all layers
 
 
 class Share(NamedTuple):
-    """The part of a chunk that belongs to a group of layers with a block table of its own.
-
-    The part has blocks of `block_size` tokens, for the chunk's last `tail` tokens; 0: for all."""
+    """The part of a chunk that belongs to a group of layers with a block table of its own."""
 
     block_size: int
+    """Tokens of a block."""
     tail: int = 0
+    """The part has blocks for the chunk's last `tail` tokens; 0: for all."""
 
     def of(self, chunk_size: int) -> int:
         """The number of the part's blocks in a chunk of `chunk_size` tokens."""
@@ -200,30 +202,26 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PagedKV:
-    """The geometry of one worker's KV cache. Keeps the cache's memory alive. Immutable; any thread.
+    """The geometry of one worker's KV cache. Keeps the cache's memory alive. Immutable; any
+    thread."""
 
-    dtype: the type of the numbers; several types are joined by +. name: the order of bytes in a
-    chunk as text, without the number of blocks; equal in all processes that may share. pages: for
-    each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) of vLLM's memory.
-    planes: (layers * parts, 2) int64: the address of each view, and the bytes from block to block.
-    shares: a Share for each group of layers, if there are several groups. All groups lie in the
-    same planes, and each block belongs to one group at a time. A chunk holds the blocks of the
-    first group, then the blocks of the second group, and so on. others: the layers of further
-    kinds, kind by kind; `layers`, `parts`, `page_bytes`, `pages` and `planes` describe the first
-    kind alone."""
-
-    device: torch.device
-    dtype: str
-    layers: int
-    parts: int
-    page_bytes: int
-    block_size: int
-    num_blocks: int
     name: str
+    """The order of bytes in a chunk as text, without the number of blocks; equal in all processes
+    that may share."""
+    dtype: str
+    """The type of the numbers; several types are joined by +."""
+    block_size: int
+    """Tokens of a block."""
+    parts: int
     pages: tuple[Tensor, ...]
-    planes: Int64s
+    """For each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) of vLLM's
+    memory. Of the first kind alone."""
     shares: tuple[Share, ...] = ()
+    """A Share for each group of layers, if there are several groups. All groups lie in the same
+    planes, and each block belongs to one group at a time. A chunk holds the blocks of the first
+    group, then the blocks of the second group, and so on."""
     others: tuple[PagedKV, ...] = ()
+    """The layers of further kinds, kind by kind."""
 
     @classmethod
     def describe(
@@ -242,48 +240,33 @@ class PagedKV:
         named = (
             kvcaches.items()
             if isinstance(kvcaches, Mapping)
-            else ((f"layer {i}", kv) for i, kv in enumerate(kvcaches))
+            else ((f"layer {number}", tensor) for number, tensor in enumerate(kvcaches))
         )
-        layers = [LayerTensor(name, tensor, block_size) for name, tensor in named]
+        layers = [_LayerTensor(name, tensor, block_size) for name, tensor in named]
         if not layers:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
-        kinds: dict[tuple[str, int, int], list[tuple[LayerTensor, Arrangement]]] = {}
+        first, blocks = layers[0], 0
+        kinds: dict[tuple[str, int, int], list[Tensor]] = {}
+        dtypes: dict[tuple[str, int, int], str] = {}
         for layer in layers:
-            found = layer.arrangement(axes)
-            kinds.setdefault(found.kind, []).append((layer, found))
-            first = next(iter(kinds.values()))[0]
-            if (layer.tensor.device, found.num_blocks) != (
-                first[0].tensor.device,
-                first[1].num_blocks,
-            ):
-                raise layer.error(f"its blocks are not those of {first[0]}")
-        described = [cls._of_a_kind(alike, block_size) for alike in kinds.values()]
+            here = layer.tensor.device == first.tensor.device
+            found = layer.described(axes) if here else None
+            if found is None or len(found.planes[0]) != (blocks or len(found.planes[0])):
+                raise layer.error(f"its blocks are not those of {first}")
+            blocks = len(found.planes[0])
+            kinds.setdefault(found.kind, []).extend(found.planes)
+            dtypes[found.kind] = _dtype(layer.tensor)
+        described = [
+            cls(kind[0], dtypes[kind], block_size, kind[1], tuple(planes))
+            for kind, planes in kinds.items()
+        ]
         if len(described) == 1:
             return described[0]
         return replace(
             described[0],
-            dtype="+".join(dict.fromkeys(kv.dtype for kv in described)),
+            dtype="+".join(dict.fromkeys(dtypes.values())),
             name=" + ".join(f"{kv.layers} x {kv.name}" for kv in described),
             others=tuple(described[1:]),
-        )
-
-    @classmethod
-    def _of_a_kind(
-        cls, layers: Sequence[tuple[LayerTensor, Arrangement]], block_size: int
-    ) -> PagedKV:
-        tensor, first = layers[0][0].tensor, layers[0][1]
-        pages = tuple(page for layer, found in layers for page in layer.pages(found))
-        return cls(
-            device=tensor.device,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            layers=len(layers),
-            parts=first.parts,
-            page_bytes=first.page_bytes,
-            block_size=block_size,
-            num_blocks=first.num_blocks,
-            name=first.name,
-            pages=pages,
-            planes=np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64),
         )
 
     @classmethod
@@ -294,76 +277,52 @@ class PagedKV:
         pages have several sizes, a block of all layers is one page.
 
         Raises LayoutError like `describe`, and if the groups do not lie in the same memory."""
-        held = [layers for layers, _ in groups if layers]
-        sizes = {_span(tensor[0]) for layers in held for tensor in layers.values()}
-        if len(held) > 1 and len(sizes) > 1:
-            shares = tuple(share for _, share in groups)
-            return replace(cls._side_by_side(held, shares[0].block_size), shares=shares)
-        found = {
-            next(iter(layers)): cls.describe(layers, share.block_size, axes=axes)
-            for layers, share in groups
-            if layers
-        }
-        if not found:
+        held = [(layers, share.block_size) for layers, share in groups if layers]
+        if not held:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
-        widest = max(found.values(), key=lambda kv: kv.layers)
-        for layer, kv in found.items():
-            if kv.pitch != widest.pitch or (kv.planes != widest.planes[: len(kv.planes)]).any():
+        shares = tuple(share for _, share in groups)
+        sizes = {_span(tensor[0]) for layers, _ in held for tensor in layers.values()}
+        if len(held) > 1 and len(sizes) > 1:
+            one = cls._of_whole_blocks([layers for layers, _ in held], shares[0].block_size)
+            return replace(one, shares=shares)
+        found = [cls.describe(layers, size, axes=axes) for layers, size in held]
+        widest = max(found, key=lambda kv: kv.layers)
+        for kv, (layers, _) in zip(found, held, strict=True):
+            if kv.parts != widest.parts or kv.places != widest.places[: len(kv.pages)]:
                 raise LayoutError(
                     "KV caches of several block tables must lie in the same memory, but "
-                    f"{layer} and its group have "
+                    f"{next(iter(layers))} and its group have "
                     f"{kv.layers} layers of {kv.name}, others {widest.layers} of {widest.name}, "
                     "or lie elsewhere"
                 )
-        name = " + ".join(dict.fromkeys(kv.name for kv in found.values()))
-        return replace(
-            widest,
-            name=name,
-            block_size=groups[0][1].block_size,
-            shares=tuple(share for _, share in groups),
-        )
+        name = " + ".join(dict.fromkeys(kv.name for kv in found))
+        return replace(widest, name=name, block_size=shares[0].block_size, shares=shares)
 
     @classmethod
-    def _side_by_side(cls, groups: Sequence[Mapping[str, Tensor]], block_size: int) -> PagedKV:
+    def _of_whole_blocks(cls, groups: Sequence[Mapping[str, Tensor]], block_size: int) -> PagedKV:
         """Describe groups whose blocks hold the layers' pages side by side, in an order of each
         group. Raises LayoutError if a block is not one piece of memory."""
-        tensors = [tensor for layers in groups for tensor in layers.values()]
-        first = min(tensors, key=Tensor.data_ptr)
-        base, storage = first.data_ptr(), first.untyped_storage()
+        layers = [(name, tensor) for group in groups for name, tensor in group.items()]
+        first = min((tensor for _, tensor in layers), key=Tensor.data_ptr)
         stride, count = first.stride(0) * first.element_size(), len(first)
         nbytes, order = 0, blake2b(digest_size=16)
-        for layers in groups:
+        for group in groups:
             order.update(b"group")
-            for name, tensor in layers.items():
-                begin = tensor.data_ptr() - base
-                blocks = tensor.untyped_storage().data_ptr(), len(tensor)
+            for name, tensor in group.items():
+                begin = tensor.data_ptr() - first.data_ptr()
                 nbytes = max(nbytes, begin + _span(tensor[0]))
-                if (
-                    blocks != (storage.data_ptr(), count)
-                    or tensor.stride(0) * tensor.element_size() != stride
-                    or nbytes > stride
-                ):
+                table = tensor.stride(0) * tensor.element_size(), len(tensor)
+                same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+                if not same or table != (stride, count) or nbytes > stride:
                     raise LayoutError(
                         f"the pages of several block tables have several sizes, and those of "
                         f"{name} do not lie beside the others' in one block"
                     )
                 text = f"{begin} {tuple(tensor.shape[1:])} {tensor.stride()[1:]} {tensor.dtype};"
                 order.update(text.encode())
-        raw = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
-        page = raw.as_strided((count, nbytes), (stride, 1), base - storage.data_ptr())
-        types = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-        return cls(
-            device=first.device,
-            dtype="+".join(types),
-            layers=1,
-            parts=1,
-            page_bytes=nbytes,
-            block_size=block_size,
-            num_blocks=count,
-            name=f"block{nbytes} {order.hexdigest()}",
-            pages=(page,),
-            planes=np.array([(base, stride)], dtype=np.int64),
-        )
+        dtypes = "+".join(dict.fromkeys(_dtype(tensor) for _, tensor in layers))
+        page = _plane(first, first.data_ptr(), count, nbytes, stride)
+        return cls(f"block{nbytes} {order.hexdigest()}", dtypes, block_size, 1, (page,))
 
     def with_states(self, groups: Sequence[Mapping[str, Tensor]], split: int) -> PagedKV:
         """This KV cache with further groups, whose layers keep a state in each block's page.
@@ -371,32 +330,47 @@ class PagedKV:
         split: how many blocks of this KV cache make a block of the states. Raises LayoutError if
         the states do not lie in the same planes."""
         pages, stride, room = list(self.pages), int(self.planes[0, 1]), split * self.page_bytes
+        whole = self.parts == 1 and (split == 1 or stride == self.page_bytes)
         for layers in groups:
             for number, (layer, states) in enumerate(layers.items()):
                 start, apart = states.data_ptr(), states.stride(0) * states.element_size()
                 if number == len(pages):
-                    storage = states.untyped_storage()
-                    raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-                    at = start - storage.data_ptr()
-                    pages.append(
-                        raw.as_strided((self.num_blocks, self.page_bytes), (stride, 1), at)
-                    )
-                fits = _span(states[0]) <= room and (split == 1 or stride == self.page_bytes)
-                alike = (apart, len(states)) == (
-                    split * stride,
-                    self.num_blocks // split,
-                ) and pages[number].data_ptr() == start
-                if self.parts > 1 or not fits or not alike:
+                    pages.append(_plane(states, start, self.num_blocks, self.page_bytes, stride))
+                here = pages[number].data_ptr(), split * stride, self.num_blocks // split
+                if not whole or _span(states[0]) > room or (start, apart, len(states)) != here:
                     raise LayoutError(
                         f"the state of {layer} does not lie in pages of {room} B beside others"
                     )
-        planes = np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64)
-        return replace(self, layers=len(pages) // self.parts, pages=tuple(pages), planes=planes)
+        return replace(self, pages=tuple(pages))
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.pages[0].device
+
+    @cached_property
+    def layers(self) -> int:
+        """Layers of the first kind."""
+        return len(self.pages) // self.parts
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Of the first kind."""
+        return int(self.pages[0].shape[1])
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return int(self.pages[0].shape[0])
 
     @property
-    def pitch(self) -> tuple[torch.device, int, int, int]:
-        """The properties that groups in the same memory have in common."""
-        return self.device, self.parts, self.page_bytes, self.num_blocks
+    def places(self) -> list[tuple[object, ...]]:
+        """Of each plane: device, blocks, page size, address, bytes from block to block."""
+        return [(p.device, *p.shape, p.data_ptr(), p.stride(0)) for p in self.pages]
+
+    @cached_property
+    def planes(self) -> Int64s:
+        """(layers * parts, 2): the address of each view in `pages`, and the bytes from block to
+        block."""
+        return np.array([(page.data_ptr(), page.stride(0)) for page in self.pages], dtype=np.int64)
 
     @cached_property
     def kinds(self) -> tuple[PagedKV, ...]:
@@ -411,7 +385,7 @@ class PagedKV:
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block of the KV cache, in the layers of all kinds."""
-        return sum(kv.layers * kv.parts * kv.page_bytes for kv in self.kinds)
+        return sum(len(kv.pages) * kv.page_bytes for kv in self.kinds)
 
     @cached_property
     def aligned(self) -> int:
@@ -433,9 +407,3 @@ class PagedKV:
                     "engine.chunk_size"
                 )
         return sum(share.of(chunk_size) for share in shares)
-
-
-def _span(block: Tensor) -> int:
-    """Bytes from the beginning of a block's first number to the end of the last number."""
-    steps = zip(block.shape, block.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * block.element_size()

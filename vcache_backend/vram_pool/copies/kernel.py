@@ -1,5 +1,5 @@
 """A Triton kernel that copies all layers and all chunks of a request in one launch. Reference:
-`reference.gather`, `.scatter`, `.pull`.
+`reference.copy`.
 
 Its input is one int64 table with rows of three numbers, on the KV cache's device:
 
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment
-from vcache_backend.vram_pool.copies.plan import CopyPlan, plane_offsets
+from vcache_backend.vram_pool.copies.plan import of_kinds
 from vcache_backend.vram_pool.cuda_driver import Driver
 
 _COLUMNS = tl.constexpr(3)
@@ -99,149 +99,121 @@ class Table:
         driver.copy_async(*self._addresses, rows * 24, stream)
 
 
-def table_rows(kv: PagedKV, blocks: int, origins: int = 1) -> int:
-    planes = len(kv.planes)
-    return planes + blocks + (-(-origins * planes // 3) if origins > 1 else 0)
-
-
 class TablePart(NamedTuple):
-    """The rows [first, end) of a copy's table, for the launch that copies one kind of layers."""
+    """A kind's part of a copy's table, for the launch that copies this kind of layers."""
 
     kv: PagedKV
     first: int
-    end: int
+    """The part's first row."""
+    blocks: int
+    many: bool
+    """Whether the table has several origins."""
+    aligned: int
+    """The alignment of the origins' pages, up to 16 bytes."""
 
 
-def table_parts(kv: PagedKV, blocks: int, origins: int = 1) -> list[TablePart]:
-    """Where the table of each of `kv.kinds` lies in the table of a copy of `blocks` blocks."""
-    parts, end = list[TablePart](), 0
-    for kind in kv.kinds:
-        # The kernel is compiled for tables aligned to 16 bytes, and a row has 24 bytes.
-        first = end + end % 2
-        end = first + table_rows(kind, blocks, origins)
-        parts.append(TablePart(kind, first, end))
+def table_rows(kv: PagedKV, blocks: int, origins: int) -> int:
+    """The rows of a copy's table, for all kinds of layers."""
+    return sum(_part_rows(kind, blocks, origins) for kind in kv.kinds)
+
+
+def _part_rows(kv: PagedKV, blocks: int, origins: int) -> int:
+    planes = len(kv.pages)
+    rows = planes + blocks + (-(-origins * planes // 3) if origins > 1 else 0)
+    # The kernel is compiled for tables aligned to 16 bytes, and a row has 24 bytes.
+    return rows + rows % 2
+
+
+def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> list[TablePart]:
+    """Write the kernel's table for the copy of `rows`: see `Copier.pull`. table: (rows, 3), at
+    least `table_rows` of them."""
+    parts, first = list[TablePart](), 0
+    for kind, its_rows, bases in of_kinds(kv, rows, origins):
+        planes = len(kind.pages)
+        part, end = table[first:], planes + len(rows)
+        part[:planes, :2] = kind.planes
+        part[:planes, 2] = bases[0]
+        part[planes:end, :2] = its_rows[:, 1:]
+        if len(origins) > 1:
+            part[planes:end, 2] = its_rows[:, 0] * planes + end * 3
+            part.reshape(-1)[end * 3 : end * 3 + bases.size] = bases.reshape(-1)
+        aligned = alignment(
+            int(np.bitwise_or.reduce(its_rows[:, 1], initial=0)),
+            int(np.bitwise_or.reduce(bases, axis=None)),
+        )
+        parts.append(TablePart(kind, first, len(rows), len(origins) > 1, aligned))
+        first += _part_rows(kind, len(rows), len(origins))
     return parts
 
 
-def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
-    """Like `fill_table`, for a copy to or from slots, in half the time. addresses: (slots,) int64,
-    the addresses of the plan's slots."""
-    planes = len(kv.planes)
-    table[:planes, :2] = kv.planes
-    table[:planes, 2] = plane_offsets(
-        planes, kv.parts, kv.blocks_in(plan.chunk_size), kv.page_bytes
-    )
-    table[planes:, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
-    table[planes:, 1] = plan.blocks[:, 2]
-    table[planes:, 2] = 0
-    return alignment(int(np.bitwise_or.reduce(addresses, initial=0)))
-
-
-def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> int:
-    """Write the kernel's table for the copy of `rows`: see `Copier.pull`. Returns the alignment of
-    the origins' pages, up to 16 bytes."""
-    planes, end = len(kv.planes), len(kv.planes) + len(rows)
-    table[:planes, :2] = kv.planes
-    table[:planes, 2] = origins[0]
-    table[planes:end, :2] = rows[:, 1:]
-    table[planes:end, 2] = rows[:, 0] * planes + end * 3
-    if len(origins) > 1:
-        table.reshape(-1)[end * 3 : end * 3 + origins.size] = origins.reshape(-1)
-    return alignment(
-        int(np.bitwise_or.reduce(rows[:, 1], initial=0)),
-        int(np.bitwise_or.reduce(origins, axis=None)),
-    )
-
-
 def launch(
-    kv: PagedKV,
-    blocks: int,
-    table: Tensor,
-    *,
-    to_origin: bool,
-    tuning: Tuning,
-    many: bool = False,
-    aligned: int = 16,
-    stream: int | None = None,
+    part: TablePart, table: Tensor, *, to_origin: bool, tuning: Tuning, stream: int | None = None
 ) -> None:
-    """Launch a copy of `blocks` blocks on the current device, which must hold the KV cache. The
-    first use compiles the kernel.
+    """Launch the copy of one part on the current device, which must hold the KV cache. Returns at
+    once. The first use compiles the kernel.
 
-    table: (rows, 3) int64, filled by `fill_table` or `fill_slots`, contiguous, on the current
-    device; the table must live until the kernel has run. aligned: the result of `fill_table` or
-    `fill_slots`. many: the table has several origins. to_origin: copy out of the KV cache (gather),
-    otherwise into the KV cache. stream: a stream's handle; None: the current stream. Returns at
-    once. Raises LayoutError for a copy of some 2^31 pieces or more."""
-    planes = len(kv.planes)
-    kernel = _compiled(
-        kv.page_bytes, tuning, alignment(kv.aligned, aligned), planes, to_origin, many, kv.device
-    )
-    pieces = blocks * planes * kernel.shape["PIECES"]
+    table: (rows, 3) int64, filled by `fill_table`, contiguous, on the current device; the table
+    must live until the kernel has run. to_origin: copy out of the KV cache (gather), otherwise into
+    the KV cache. stream: a stream's handle; None: the current stream. Raises LayoutError for a copy
+    of some 2^31 pieces or more."""
+    kv, planes = part.kv, len(part.kv.pages)
+    aligned = alignment(kv.aligned, part.aligned)
+    kernel = _compiled(kv.page_bytes, planes, aligned, tuning, to_origin, part.many, kv.device)
+    pieces = part.blocks * planes * kernel.shape["PIECES"]
     if pieces + 2 * tuning.ctas >= 1 << 31:
-        nbytes = blocks * planes * kv.page_bytes
+        nbytes = part.blocks * planes * kv.page_bytes
         raise LayoutError(
             f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks"
         )
-    grid = (max(1, min(tuning.ctas, pieces)), 1, 1)
+    grid, own = (max(1, min(tuning.ctas, pieces)), 1, 1), table[part.first :]
     if kernel.compiled is None:  # Triton's interpreter
-        copy_kernel[grid](table, blocks, **kernel.shape)
+        copy_kernel[grid](own, part.blocks, **kernel.shape)
     else:
-        kernel.compiled[grid](table, blocks, *kernel.constants, stream=stream)
+        constants = (kernel.shape[name] for name in copy_kernel.arg_names[2:])
+        kernel.compiled[grid](own, part.blocks, *constants, stream=stream)
 
 
 class _Kernel(NamedTuple):
-    """The kernel for a KV cache and a tuning. shape: the compile-time arguments. constants: the
-    same arguments in the launcher's order.
-
-    compiled: None under Triton's interpreter."""
+    """The kernel for a KV cache and a tuning."""
 
     shape: dict[str, Any]
+    """The compile-time arguments."""
     compiled: Any
-    constants: tuple[Any, ...]
+    """None under Triton's interpreter."""
 
 
 @lru_cache
 def _compiled(
     page_bytes: int,
-    tuning: Tuning,
-    aligned: int,
     planes: int,
+    aligned: int,
+    tuning: Tuning,
     to_origin: bool,
     many: bool,
     device: torch.device,
 ) -> _Kernel:
     """The compiled kernel. Cached, since at each launch `copy_kernel[grid]` would bind and
-    specialise the arguments and look up the kernel."""
-    shape = _shape(page_bytes, tuning, aligned) | {
+    specialise the arguments and look up the kernel.
+
+    Words are as wide, up to 8 bytes, as all sizes and addresses allow."""
+    word, piece = min(8, aligned), _piece(page_bytes, tuning.block_bytes)
+    shape = {
         "PLANES": planes,
+        "PAGE_WORDS": page_bytes // word,
+        "BLOCK": piece // word,
+        "PIECES": triton.cdiv(page_bytes, piece),
+        "WORD": {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[word],
+        "ALIGN": aligned,
         "TO_ORIGIN": to_origin,
         "MANY": many,
-    }
-    if not isinstance(copy_kernel, triton.JITFunction):
-        return _Kernel(shape, None, ())
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = copy_kernel.warmup(torch.int64, 1, grid=(1,), **shape)
-    return _Kernel(shape, compiled, tuple(shape[name] for name in copy_kernel.arg_names[2:]))
-
-
-def _shape(page_bytes: int, tuning: Tuning, aligned: int) -> dict[str, Any]:
-    """The kernel's compile-time sizes. Words are as wide, up to 8 bytes, as all sizes and addresses
-    allow."""
-    word = min(8, aligned)
-    block_bytes = _piece(page_bytes, tuning.block_bytes)
-    return {
-        "PAGE_WORDS": page_bytes // word,
-        "BLOCK": block_bytes // word,
-        "PIECES": triton.cdiv(page_bytes, block_bytes),
-        "WORD": _WORDS[word],
-        "ALIGN": aligned,
         "STAGES": tuning.stages,
         # A thread moves at least 16 bytes; with more threads, several would move the same bytes.
-        "num_warps": max(1, min(tuning.num_warps, block_bytes // (32 * 16))),
+        "num_warps": max(1, min(tuning.num_warps, piece // (32 * 16))),
     }
-
-
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+    if not isinstance(copy_kernel, triton.JITFunction):
+        return _Kernel(shape, None)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return _Kernel(shape, copy_kernel.warmup(torch.int64, 1, grid=(1,), **shape))
 
 
 def _piece(nbytes: int, most: int) -> int:
@@ -313,71 +285,6 @@ def _write(address, value, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIG
         tl.store(pointers, value, mask=inside)
 
 
-@triton.jit
-def _blocks_through_registers(
-    table,
-    rows,
-    PLANES,
-    PAGE_WORDS,
-    BLOCK: tl.constexpr,
-    PIECES,
-    WORD: tl.constexpr,
-    ALIGN,
-    TO_ORIGIN,
-    MANY,
-):
-    EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
-    BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
-    first, step = tl.program_id(0), tl.num_programs(0)
-    total = rows * PLANES * PIECES
-    offsets = tl.arange(0, BLOCK)
-    if first < total:
-        source, target, piece = _locate(
-            table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
-        )
-        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-        source, next_target, next_piece = _locate(
-            table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
-        )
-        for unit in range(first + step, total, step):
-            next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-            source, later_target, later_piece = _locate(
-                table, unit + step, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
-            )
-            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-            value, target, piece = next_value, next_target, next_piece
-            next_target, next_piece = later_target, later_piece
-        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-
-
-@triton.jit
-def _blocks_through_shared_memory(
-    table,
-    rows,
-    PLANES,
-    PAGE_WORDS,
-    BLOCK: tl.constexpr,
-    PIECES,
-    WORD: tl.constexpr,
-    ALIGN,
-    TO_ORIGIN,
-    MANY,
-    STAGES: tl.constexpr,
-):
-    EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
-    BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
-    total = rows * PLANES * PIECES
-    offsets = tl.arange(0, BLOCK)
-    # With num_stages the compiler turns the loads of table and data into asynchronous copies,
-    # several iterations ahead.
-    for unit in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        source, target, piece = _locate(
-            table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
-        )
-        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-
-
 # Without specialisation: otherwise a count of 1 or a multiple of 16 would compile the kernel again
 # while a request waits.
 @triton.jit(do_not_specialize=["blocks"])
@@ -395,11 +302,35 @@ def copy_kernel(
     STAGES: tl.constexpr,
 ):
     """Copy the table's blocks. Sizes are in words, strides in bytes; see the module's docstring."""
+    EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
+    BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
+    total = blocks * PLANES * PIECES
+    offsets = tl.arange(0, BLOCK)
+    first, step = tl.program_id(0), tl.num_programs(0)
     if STAGES > 1:
-        _blocks_through_shared_memory(
-            table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY, STAGES
+        # Through shared memory: with num_stages the compiler turns the loads of table and data into
+        # asynchronous copies, several iterations ahead.
+        for unit in tl.range(first, total, step, num_stages=STAGES):
+            source, target, piece = _locate(
+                table, unit, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
+            )
+            value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+    elif first < total:
+        # Through registers, one piece ahead.
+        source, target, piece = _locate(
+            table, first, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
         )
-    else:
-        _blocks_through_registers(
-            table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY
+        value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+        source, next_target, next_piece = _locate(
+            table, first + step, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
         )
+        for unit in range(first + step, total, step):
+            next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+            source, later_target, later_piece = _locate(
+                table, unit + step, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
+            )
+            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
+            value, target, piece = next_value, next_target, next_piece
+            next_target, next_piece = later_target, later_piece
+        _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -37,15 +37,13 @@ class CopyPlan:
         whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
         return whole
 
-    def of(self, kv: PagedKV, number: int) -> tuple[CopyPlan, int]:
-        """The plan for kind `number` of `kv.kinds`, with offsets in this kind's part of a chunk,
-        and where the part begins in a chunk."""
+    def offsets(self, kv: PagedKV, number: int) -> Int64s:
+        """Shape (n,): the byte offset of each block's first page in the part of a chunk that holds
+        kind `number` of `kv.kinds`."""
         if not number:
-            return self, 0
-        blocks, kind = self.blocks.copy(), kv.kinds[number]
-        blocks[:, 1] = blocks[:, 1] // (kv.parts * kv.page_bytes) * (kind.parts * kind.page_bytes)
-        before = sum(kind.block_bytes for kind in kv.kinds[:number])
-        return replace(self, blocks=blocks), before * self.each
+            return self.blocks[:, 1]
+        kind = kv.kinds[number]
+        return self.blocks[:, 1] // (kv.parts * kv.page_bytes) * (kind.parts * kind.page_bytes)
 
 
 def whole_blocks(
@@ -134,14 +132,26 @@ def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
     )
 
 
+def slot_rows(kv: PagedKV, plan: CopyPlan, addresses: Int64s) -> tuple[Int64s, Int64s]:
+    """The rows and the origin (see `Copier.pull`) of a copy between `kv` and slots that begin at
+    these addresses: all slots are one origin, whose offsets are addresses."""
+    starts = addresses[plan.blocks[:, 0]]
+    rows = np.zeros((len(starts), 2 + len(kv.kinds)), dtype=np.int64)
+    rows[:, 1] = starts + plan.blocks[:, 1]
+    rows[:, 2] = plan.blocks[:, 2]
+    for number in range(1, len(kv.kinds)):
+        rows[:, 2 + number] = starts + plan.offsets(kv, number)
+    return rows, chunk_planes(kv, plan.chunk_size)[None]
+
+
 @lru_cache(maxsize=16)
 def chunk_planes(kv: PagedKV, chunk_size: int) -> Int64s:
     """Shape (planes,): the offset of each plane's first page in a chunk, for the planes of all
     kinds. Cached and read-only."""
     blocks, begin, offsets = kv.blocks_in(chunk_size), 0, list[Int64s]()
     for kind in kv.kinds:
-        own = plane_offsets(len(kind.planes), kind.parts, blocks, kind.page_bytes)[0]
-        offsets.append(own + begin)
+        layer, part = np.divmod(np.arange(len(kind.pages), dtype=np.int64), kind.parts)
+        offsets.append(begin + (layer * blocks * kind.parts + part) * kind.page_bytes)
         begin += kind.block_bytes * blocks
     planes: Int64s = np.concatenate(offsets)
     planes.flags.writeable = False
@@ -151,20 +161,10 @@ def chunk_planes(kv: PagedKV, chunk_size: int) -> Int64s:
 def of_kinds(
     kv: PagedKV, rows: Int64s, origins: Int64s
 ) -> Iterator[tuple[PagedKV, Int64s, Int64s]]:
-    """Split a copy from any addresses (see `Copier.pull`) into one copy for each of `kv.kinds`."""
+    """Split a copy from or to any addresses (see `Copier.pull`) into one copy for each of
+    `kv.kinds`, with rows of three columns."""
     first = 0
     for number, kind in enumerate(kv.kinds):
-        end = first + len(kind.planes)
-        own = rows if not number else rows[:, [0, 2 + number, 2]]
-        yield kind, own[:, :3], origins[:, first:end]
+        end = first + len(kind.pages)
+        yield kind, rows[:, [0, 2 + number, 2]] if number else rows[:, :3], origins[:, first:end]
         first = end
-
-
-@lru_cache
-def plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
-    """Shape (1, planes): the offset of each plane's first page in a chunk of `blocks` blocks.
-    Cached and read-only."""
-    layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
-    offsets: Int64s = ((layer * blocks * parts + part) * page_bytes)[None]
-    offsets.flags.writeable = False
-    return offsets

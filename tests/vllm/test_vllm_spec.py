@@ -1,6 +1,4 @@
-"""What vLLM's configuration says of an instance for our own connector: the model_spec, the
-namespace, and the reasons not to cache.
-"""
+"""What vLLM's configuration and tensors say of an instance, and the namespace."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, cach
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.integration.vllm.model.groups import Groups, LayerGroup
-from vcache_backend.integration.vllm.model.spec import ModelSpec, ShardSpec
-from vcache_backend.integration.vllm.model.weights import weights
+from vcache_backend.integration.vllm.model.spec import ModelSpec, ShardSpec, weights
 
 CHUNK = 16
 ROOT = bytes(range(32))
@@ -34,7 +31,7 @@ def table(kv_caches: Any, chunk_size: int = CHUNK, block_size: int = BLOCK) -> G
 
 def shard(pp_rank: int = 0, tp_rank: int = 0, kv_caches: Any = None, **changes: Any) -> ShardSpec:
     config, tensors = vllm_config(**changes), kv_caches or caches()
-    kv = model_spec.describe(table(tensors), tensors, BLOCKS)
+    kv = table(tensors).describe(tensors, BLOCKS)
     return model_spec.read_shard(config, tensors, kv, CHUNK, pp_rank, tp_rank)
 
 
@@ -59,7 +56,7 @@ def test_blocks_that_the_kernel_cuts_are_described_as_the_tensors_have_them() ->
 def test_as_many_heads_as_tokens_are_told_apart() -> None:
     square = {name: torch.zeros((BLOCKS, BLOCK, BLOCK, 16)) for name in LAYERS}
     turned = {name: cache.transpose(1, 2) for name, cache in square.items()}
-    names = [model_spec.describe(table(each), each, BLOCKS).name for each in (square, turned)]
+    names = [table(each).describe(each, BLOCKS).name for each in (square, turned)]
     assert names == ["head4.token4.dim16 float32", "token4.head4.dim16 float32"]
 
 
@@ -75,7 +72,7 @@ def test_kv_caches_that_are_not_understood_are_an_error(
     kv_caches: Any, num_blocks: int, chunk_size: int, said: str
 ) -> None:
     with pytest.raises(LayoutError, match=said):
-        model_spec.describe(table(kv_caches, chunk_size), kv_caches, num_blocks)
+        table(kv_caches, chunk_size).describe(kv_caches, num_blocks)
 
 
 # ---- who shares
@@ -196,35 +193,10 @@ def test_the_longest_request_matters_where_it_changes_the_others(model: dict[str
     assert (namespace(short, [SHARD]) == namespace(untuned, [SHARD])) == (not scales)
 
 
-# ---- reasons not to cache
-
-XXHASH = {"cache_config__prefix_caching_hash_algo": "xxhash"}
-BUCKET = {"model_config__model": "s3://bucket/model", "model_config__revision": ""}
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"weight_transfer_config": object()}, "set connector.weights to the version"),
-        ({"cache_config__cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
-        (XXHASH, "set --prefix-caching-hash-algo sha256"),
-        (BUCKET, "set connector.model to a name"),
-    ],
-)
-def test_who_cannot_share_is_told_what_to_change(changes: dict[str, Any], said: str) -> None:
-    config = vllm_config(**changes)
-    answer = model_spec.refusal(config, model_spec.read_model(config), "0")
-    assert answer is not None
-    assert said in answer
-    assert "\n" not in answer
-    for seed in (None, "", "random"):
-        assert "set PYTHONHASHSEED=0" in (model_spec.refusal(vllm_config(), MODEL, seed) or "")
-
-
 # ---- real vLLM, where it is installed
 
 
-def real(served: object, folder: str, **changes: Any) -> tuple[ModelSpec, str | None]:
+def real(served: object, folder: str, **changes: Any) -> tuple[ModelSpec, str]:
     """In a process with vLLM: what is read of its own configuration for the model in `folder`."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -233,7 +205,7 @@ def real(served: object, folder: str, **changes: Any) -> tuple[ModelSpec, str | 
     given |= {"load_format": "dummy", "prefix_caching_hash_algo": "sha256_cbor"}
     config = EngineArgs(**given | changes).create_engine_config()
     model = model_spec.read_model(config)
-    return model, model_spec.refusal(config, model, "0")
+    return model, next(model_spec.misfits(config, model), "")
 
 
 def of_the_hub(served: object, folder: str) -> tuple[str, str]:
@@ -263,10 +235,10 @@ def test_real_vllm_is_read(tmp_path: Path) -> None:
     assert (model.model, model.revision[:6]) == (str(tmp_path.resolve()), "files-")
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
     assert re.fullmatch(r"vllm 0\.\d+\.\d+.*", model.extra["engine"])
-    assert refused is None
+    assert not refused
 
 
-def computed_otherwise(served: object, folder: str) -> list[tuple[ModelSpec, str | None]]:
+def computed_otherwise(served: object, folder: str) -> list[tuple[ModelSpec, str]]:
     """In a process with vLLM: what is read of instances that compute other KV of one model, or have
     other weights of it."""
     from vllm.model_executor.custom_op import op_registry_oot
@@ -297,5 +269,5 @@ def test_what_real_vllm_computes_otherwise_has_a_namespace_of_its_own(tmp_path: 
     with beside_vllm() as worker:
         found = worker.ask(computed_otherwise, str(tmp_path))
     assert len({namespace(model, [SHARD]) for model, _ in found}) == len(found)
-    refused = [number for number, (_, refused) in enumerate(found) if refused is not None]
+    refused = [number for number, (_, refused) in enumerate(found) if refused]
     assert refused == [2]
