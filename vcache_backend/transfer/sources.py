@@ -21,8 +21,8 @@ from vcache_backend.vram_pool.copies.copier import Completion, Mark
 from vcache_backend.vram_pool.copies.plan import CopyPlan
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
+    from vcache_backend.offload.transfers import Fetch
     from vcache_backend.transfer.resident_runs import ResidentRuns
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
