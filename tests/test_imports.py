@@ -29,9 +29,9 @@ TOOLS = tuple(f"vcache_backend.{name}" for name in ("cli", "demo", "doctor", "st
 """On top of everything."""
 ROOMS = ("protocol", "metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
 """From the bottom up: none imports one above it, but for what `offload` shares with `transfer`:
-layouts, keys and statistics.
+layouts, keys, the outbox and statistics.
 """
-SHARED = tuple(f"vcache_backend.transfer.{name}" for name in ("layout", "keys", "stats"))
+SHARED = tuple(f"vcache_backend.transfer.{name}" for name in ("layout", "keys", "outbox", "stats"))
 
 # (who, what it must not import even inside a function)
 FORBIDDEN = [

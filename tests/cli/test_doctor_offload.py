@@ -110,7 +110,7 @@ def test_its_crash_or_hang_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monk
         ("ctypes.string_at(0)", SECONDS, f"ended (-{signal.SIGSEGV:d})"),
         ("time.sleep(60)", 0.5, "no answer in 0.5 s; the offload process was killed"),
     ):
-        monkeypatch.setattr("vcache_backend.offload.client.OPEN_SECONDS", seconds)
+        monkeypatch.setattr("vcache_backend.offload.process.OPEN_SECONDS", seconds)
         (tmp_path / "mooncake.py").write_text(f"import ctypes, time\n{text}")
         finding = only(store_checks.check_store(config()))
         assert (finding.check, finding.status) == (LIBRARY, "fail")

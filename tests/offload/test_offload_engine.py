@@ -24,7 +24,7 @@ from test_cli import vcache
 from vcache_backend.config import ByteSize
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
-from vcache_backend.offload import objects, tier, write
+from vcache_backend.offload import objects, tier, transfers
 from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, Present
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.load import Load
@@ -113,7 +113,7 @@ def test_without_a_master_everything_else_works(
 ) -> None:
     """Its port is dead: no exception, no wait, no look-up that costs anything."""
     settings = TIER | {"mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
-    monkeypatch.setattr(write, "MAX_WAITING", 3)
+    monkeypatch.setattr(transfers, "MAX_WAITING", 3)
     offload = depot.offload(**settings)
     config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=offload)
     with VCacheEngine(config, layout_of(Cache(), model=model)) as alone:

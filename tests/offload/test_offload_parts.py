@@ -13,9 +13,8 @@ from processes import SECONDS
 from vcache_backend.backoff import Backoff
 from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.offload.objects import Format
-from vcache_backend.offload.read import READERS, Fetch, Reader
-from vcache_backend.offload.staging import Buffer, Ring, staging
 from vcache_backend.offload.store import Store
+from vcache_backend.offload.transfers import Buffer, Fetch, Reader, Ring, staging
 from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.stats import EngineStats
 
@@ -45,7 +44,7 @@ def store() -> Iterator[Store]:
 
 
 def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
-    assert (store.lookup(["vcache1/x"]), store.there(["vcache1/x"])) == (None, [False])
+    assert (store.lookup(["vcache1/x"]), store.exist(["vcache1/x"])) == (None, [False])
     assert not store.usable
 
 
@@ -65,7 +64,7 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
 
     monkeypatch.setattr(store, "get", hang)
     try:
-        for _ in range(READERS):
+        for _ in range(3):
             Fetch(reader, [key(2)], 0)
         fetch = Fetch(reader, [key(1)], 0)
         assert begun.wait(SECONDS)

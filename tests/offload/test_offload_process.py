@@ -20,9 +20,9 @@ from mooncake_store import Depot
 from processes import SECONDS, Child, eventually
 
 from vcache_backend.config import OffloadConfig
-from vcache_backend.offload.staging import Buffer, staging
+from vcache_backend.offload.process import FAILED, FULL, STORED, Place, StoreDown
 from vcache_backend.offload.store import Store
-from vcache_backend.offload.verbs import FAILED, FULL, STORED, Place, StoreDown
+from vcache_backend.offload.transfers import Buffer, staging
 from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["depot", "hung_depot", "own_depot", "raw"]

@@ -18,8 +18,7 @@ from mooncake_store import Depot, missing
 from processes import SECONDS
 
 from vcache_backend.config import MooncakeConfig
-from vcache_backend.offload.client import OffloadProcess
-from vcache_backend.offload.verbs import STORED, StoreDown
+from vcache_backend.offload.process import STORED, OffloadProcess, StoreDown
 
 MIB = 1 << 20
 MISSING = missing()

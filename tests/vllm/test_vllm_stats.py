@@ -37,7 +37,7 @@ from vcache_backend.integration.vllm.scheduler.offload import OffloadLookup
 from vcache_backend.integration.vllm.telemetry import events, stats
 from vcache_backend.integration.vllm.telemetry.events import Announcer
 from vcache_backend.integration.vllm.telemetry.stats import Meter, VCacheStats
-from vcache_backend.offload.write import DROPPED
+from vcache_backend.offload.transfers import DROPPED
 from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, of_rank
 from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.sources import CAUSES

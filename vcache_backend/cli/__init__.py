@@ -125,7 +125,7 @@ def clear(
         typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
     if offloaded:
         from vcache_backend.offload import objects
-        from vcache_backend.offload.client import remove_under
+        from vcache_backend.offload.process import remove_under
 
         removed = remove_under(offload.mooncake, objects.NAME_PREFIX)
         typer.echo(f"{removed:,} objects removed from the offload tier")

@@ -14,8 +14,14 @@ from contextlib import ExitStack
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding, fail, ok
 from vcache_backend.errors import ConfigError
-from vcache_backend.offload.client import OffloadProcess
-from vcache_backend.offload.verbs import FULL, INSTALL, STORED, StoreDown, StoreLost
+from vcache_backend.offload.process import (
+    FULL,
+    INSTALL,
+    STORED,
+    OffloadProcess,
+    StoreDown,
+    StoreLost,
+)
 from vcache_backend.supported import MOONCAKE
 
 NBYTES = 1 << 20

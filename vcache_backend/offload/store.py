@@ -14,15 +14,11 @@ from vcache_backend import threads
 from vcache_backend.backoff import Backoff
 from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import ConfigError, VCacheError
-from vcache_backend.offload.client import OPEN_SECONDS, OffloadProcess
 from vcache_backend.offload.objects import PROBE
-from vcache_backend.offload.verbs import FAILED, Place, StoreDown
+from vcache_backend.offload.process import FAILED, OPEN_SECONDS, OffloadProcess, Place, StoreDown
 from vcache_backend.transfer.stats import EngineStats
 
 log = logging.getLogger(__name__)
-
-WATCH_SECONDS = 0.25
-CLOSE_SECONDS = 1.0
 
 
 class Store:
@@ -37,13 +33,15 @@ class Store:
         self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         """The memory of all buffers that calls read and write. `staging` sets the size."""
         self._process: OffloadProcess | None = None
-        self._started = self._failed = 0
-        """How many processes were started, and how many calls in a row have failed."""
+        self._started = 0
+        """How many processes were started."""
+        self._failed = 0
+        """How many calls in a row have failed."""
         self._answers = False
         self._pauses = Backoff(config.retry_seconds, config.longest_pause)
         self._pause = 0.0
         """Seconds before the store is tried again."""
-        self._said = ""
+        self._error = ""
         self._lock = threading.Lock()
         self._tried, self._wake, self._stop = (threading.Event() for _ in range(3))
         self._keeper = threads.start(self._keep, "vcache-offload", stats.failed)
@@ -60,32 +58,26 @@ class Store:
 
     def lookup(self, names: Sequence[str]) -> int | None:
         """Count the leading objects that exist. None without an answer within `lookup_seconds`."""
-        process = self._usable_process()
-        if not names or process is None:
-            return None
-        started = perf_counter()
-        try:
-            exists = process.ask("exist", names).result(self._config.lookup_seconds)
-        except (TimeoutError, StoreDown) as error:
-            self.failed("lookup", str(error) or f"no answer in {self._config.lookup_seconds:g} s")
+        started, seconds = perf_counter(), self._config.lookup_seconds
+        exists = names and self._call("lookup", "exist", names, seconds=seconds, kill=False)
+        if not exists:
             return None
         self._stats.add_time("offload_lookup", perf_counter() - started)
-        self._failed = 0
         return [*exists, False].index(False)
 
-    def there(self, names: Sequence[str]) -> list[bool]:
+    def exist(self, names: Sequence[str]) -> list[bool]:
         """Whether each object exists, within `call_seconds`. False without an answer."""
-        return self._call("exist", names) or [False] * len(names)
+        return self._call("exist", "exist", names) or [False] * len(names)
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
         """Read objects into places, which may be larger, within `call_seconds`. Returns the bytes
         of each object: 0 if absent, -1 if unknown. After the return nothing writes into the
         memory."""
-        return self._call("get", names, places) or [-1] * len(names)
+        return self._call("get", "get", names, places) or [-1] * len(names)
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
         """Write objects within `call_seconds`. Returns STORED, FULL or FAILED for each."""
-        return self._call("put", names, places) or [FAILED] * len(names)
+        return self._call("put", "put", names, places) or [FAILED] * len(names)
 
     def forget(self, name: str) -> None:
         """Remove an object in the background. Failures are ignored."""
@@ -100,13 +92,13 @@ class Store:
             if self._answers and self._failed >= self._config.failures:
                 self._answers, self._pause = False, self._pauses.next()
                 log.warning("the offload tier is left alone: %s: %s", what, why)
-                self._said = why
+                self._error = why
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
         process = self._process
         pid = process.pid if process is not None and process.alive else None
-        return {"process": pid, "processes_started": self._started, "last_error": self._said}
+        return {"process": pid, "processes_started": self._started, "last_error": self._error}
 
     def _usable_process(self) -> OffloadProcess | None:
         process = self._process
@@ -114,15 +106,18 @@ class Store:
             return None
         return process
 
-    def _call(self, verb: str, *arguments: Any) -> Any:
-        """Make a call and return its answer; None without an answer."""
-        process = self._usable_process()
-        if process is None:
+    def _call(
+        self, what: str, verb: str, *arguments: Any, seconds: float = 0.0, kill: bool = True
+    ) -> Any:
+        """Make a call, within `seconds`, or `call_seconds`, and return its answer; None without an
+        answer. what: for `failed`."""
+        if (process := self._usable_process()) is None:
             return None
+        seconds = seconds or self._config.call_seconds
         try:
-            answer = process.call(verb, *arguments, seconds=self._config.call_seconds)
+            answer = process.call(verb, *arguments, seconds=seconds, kill=kill)
         except StoreDown as error:
-            self.failed(verb, str(error))
+            self.failed(what, str(error))
             return None
         self._failed = 0
         return answer
@@ -137,7 +132,7 @@ class Store:
         self._wake.set()
         if self._process is not None:
             self._process.kill()
-        self._keeper.join(CLOSE_SECONDS)
+        self._keeper.join(1.0)
         if self.memory >= 0 and not self._keeper.is_alive():
             os.close(self.memory)
             self.memory = -1
@@ -149,7 +144,7 @@ class Store:
             # A process that ended is started again at once.
             self._answers = self._answers and self._process is not None and self._process.alive
         if self._answers:
-            self._wake.wait(WATCH_SECONDS)
+            self._wake.wait(0.25)
             self._wake.clear()
         elif not self._stop.wait(self._pause):
             self._pause = self._pauses.next()  # also after an exception
@@ -179,10 +174,10 @@ class Store:
             self._stop.set()
             return False
         except (OSError, VCacheError) as error:
-            if self._said != str(error) and not self._stop.is_set():
-                self._said = str(error)
+            if self._error != str(error) and not self._stop.is_set():
+                self._error = str(error)
                 log.warning("no offload tier: %s", error)
             return False
-        self._said = ""
+        self._error = ""
         log.info("the offload tier answers")
         return True

@@ -12,10 +12,16 @@ from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import ConfigError, SegmentError
 from vcache_backend.offload import objects
 from vcache_backend.offload.objects import Format
-from vcache_backend.offload.read import Fetch, Reader, batch_chunks
-from vcache_backend.offload.staging import Ring, staging
 from vcache_backend.offload.store import Store
-from vcache_backend.offload.write import DROPPED, Writer
+from vcache_backend.offload.transfers import (
+    DROPPED,
+    Fetch,
+    Reader,
+    Ring,
+    Writer,
+    batch_chunks,
+    staging,
+)
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey, of_ranks
 from vcache_backend.transfer.layout import Layout

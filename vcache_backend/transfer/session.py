@@ -27,8 +27,8 @@ from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.regions import SlotView
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
+    from vcache_backend.offload.transfers import Fetch
 
 log = logging.getLogger(__name__)
 

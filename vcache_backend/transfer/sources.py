@@ -28,8 +28,8 @@ from vcache_backend.vram_pool.copies.plan import CopyPlan, chunk_planes
 from vcache_backend.vram_pool.pool import PoolSegment
 
 if TYPE_CHECKING:
-    from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
+    from vcache_backend.offload.transfers import Fetch
 
 CHANGED = "changed"
 """The cause of a load that ended because a chunk's generations had changed after its copy."""
