@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
 from vcache_backend.config import ServerConfig, split_address
-from vcache_backend.metadata_server.serving import monitoring
+from vcache_backend.metadata_server import main
 from vcache_backend.monitor import web
 from vcache_backend.monitor.samples import Samples
 from vcache_backend.protocol import messages as m
@@ -114,7 +114,7 @@ def looked_for(reader: Client) -> None:
     tokens.
     """
     reader.find(m.Find(keys(5)))
-    reader.acquire(keys(1))
+    reader.pin(keys(1), 1.0)
     reader.count(6 * 256, 3 * 256)
     reader.count(awaited=512, waited_ms=250)
     reader.list_segments()  # which tells the counts
@@ -355,10 +355,10 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
 def test_a_monitor_whose_port_is_taken_is_started_ever_less_often(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitoring, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(main, "AGAIN_SECONDS", 0.01)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         address = "{}:{}".format(*taken.getsockname())
-        monitor = monitoring.MonitorProcess(ServerConfig(metrics=address))
+        monitor = main.MonitorProcess(ServerConfig(metrics=address))
         with closing(monitor):
 
             def starts() -> list[str]:
