@@ -102,7 +102,10 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ("-f 1", "memory for the server's table of resets (memfd_create): [Errno 27] File too large"),
+        (
+            "-f 1",
+            "memory for the server's table of resets (memfd_create): [Errno 27] File too large",
+        ),
         (
             "-s 4000000 -v 4000000",
             "can't start new thread: raise ulimit -u, or pids.max of the cgroup",
