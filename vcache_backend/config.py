@@ -350,7 +350,7 @@ def from_dict(
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        said = config_file.explained(str(error), Config, lines or {}, values)
+        said = config_file.explained(str(error), Config, lines or {})
         raise ConfigError(f"{source}: {printable(said, MAX_LINE_CHARS)}") from error
     socket = os.environ.get("VCACHE_SOCKET")
     return with_socket(config, socket, "VCACHE_SOCKET") if socket else config

@@ -21,8 +21,7 @@ from test_cuda_segments import cuda as cuda
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, diagnose, offload
-from vcache_backend.doctor import gpus as gpu_checks
+from vcache_backend.doctor import Finding, diagnose, machine, offload
 from vcache_backend.protocol.messages import PROTOCOL_VERSION
 
 
@@ -36,7 +35,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
     """A machine with two fake GPUs."""
-    monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: True)
+    monkeypatch.setattr(machine, "has_nvidia", lambda: True)
     return cuda
 
 
@@ -58,7 +57,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 
 
 def test_without_a_gpu_host_memory_is_used(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: False)
+    monkeypatch.setattr(machine, "has_nvidia", lambda: False)
     findings = by_check(diagnose(config))
     assert len(findings) > 8
     assert findings["gpus"] == Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
@@ -108,7 +107,7 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: nvidia)
+    monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
     config = from_dict({"offload": {"policy": policy}})
     tier = {"mooncake-transfer-engine", "xxhash"}
     found = by_check(doctor.check_packages(config))

@@ -25,14 +25,13 @@ import pytest
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, share
 from processes import ROOT, Child, Stage, eventually, ran
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
 from vcache_backend.config import ServerConfig, split_address
 from vcache_backend.metadata_server.serving import monitoring
 from vcache_backend.monitor import web
-from vcache_backend.monitor.samples import Samples
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -50,8 +49,8 @@ def address_of(shown: Child) -> str:
 
 MONITOR = """
 import os, sys
-from vcache_backend.monitor import __main__, metrics, samples
-metrics.SILENT_SECONDS, samples.EVERY_SECONDS = 1.0, 0.1
+from vcache_backend.monitor import __main__, metrics, web
+metrics.SILENT_SECONDS, web.EVERY_SECONDS = 1.0, 0.1
 os.dup2(os.pipe()[0], 0)
 raise SystemExit(__main__.main(*sys.argv[1:]))
 """
@@ -382,13 +381,12 @@ def test_slow_connections_end(
 ) -> None:
     """The metrics are too large for any socket."""
     monkeypatch.setattr(web._Handler, "timeout", 0.5)
-    registry = CollectorRegistry()
-    Gauge("large", "x" * (16 << 20), registry=registry)
     with (
-        closing(Samples(tmp_path / "vcache.sock")) as asked,
-        web.Web("127.0.0.1", 0, asked, registry) as served,
+        closing(web.Samples(tmp_path / "vcache.sock")) as asked,
+        web.Web(":0", asked) as served,
         socket.create_connection(split_address(served.address, "")) as slow,
     ):
+        Gauge("large", "x" * (16 << 20), registry=served.registry)
         serving = threading.Thread(target=served.serve_forever)
         serving.start()
         try:
