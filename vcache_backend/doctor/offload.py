@@ -74,7 +74,7 @@ def _down(check: str, master: str, error: StoreDown) -> Finding:
         advice = "check that all providers run; dead ones are forgotten after client_ttl, 10 s"
         return fail(check, f"1 MiB: {error}", advice)
     advice = f"start mooncake_master there, or set offload.mooncake.master; {_START} here"
-    if isinstance(error, StoreLost) or re.search("timed out|no answer", str(error)):
+    if isinstance(error, StoreLost) or re.search("timed out|was killed", str(error)):
         advice = "check that this is its rpc_port, that it does not hang, and your firewalls"
     return fail(check, f"{master}: {error}", advice)
 
