@@ -85,7 +85,7 @@ def test_a_mistake_names_the_file_and_the_place(write: Any, text: str) -> None:
     ("path", "why"),
     [
         ("nowhere", "No such file or directory"),
-        ("/dev/zero", "more than 1,048,576 B, too large for a configuration"),
+        ("/dev/zero", "more than 1 MiB, too large for a configuration"),
         ("nul\0", "embedded null byte"),
     ],
 )

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 import urllib.error
 import urllib.parse
@@ -50,7 +49,7 @@ def address_of(shown: Child) -> str:
 MONITOR = """
 import os, sys
 from vcache_backend.monitor import __main__, metrics, web
-metrics.SILENT_SECONDS, web.EVERY_SECONDS = 1.0, 0.1
+metrics.SILENT_SECONDS, web.EVERY_SECONDS, web.ANSWER_SECONDS = 1.0, 0.1, 0.5
 os.dup2(os.pipe()[0], 0)
 raise SystemExit(__main__.main(*sys.argv[1:]))
 """
@@ -319,9 +318,11 @@ def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_pa
 
 
 def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(alone: Stage) -> None:
+    """A service manager's SIGHUP, which all of a service get, ends neither."""
     server = alone.server(metrics=":0")
-    own = address_of(server)
-    address = beside(alone)
+    own, address = address_of(server), beside(alone)
+    for pid in (server.pid, *children_of(server.pid)):
+        os.kill(pid, signal.SIGHUP)
     eventually(lambda: get(address, "/readyz")[0] == 200)
     server.stop()
     eventually(lambda: get(address, "/healthz")[0] == 503, every=0.1)
@@ -330,35 +331,25 @@ def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(al
     server.cont()
     pages = "/healthz", "/readyz"
     eventually(lambda: [get(address, page)[0] for page in pages] == [200, 200], every=0.1)
+    assert answers(own)
     server.kill()
     eventually(lambda: get(address, "/readyz")[0] == 503, every=0.1)
     eventually(lambda: not answers(own))
 
 
-def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
-    server = alone.server(metrics=":0")
-    address_of(server)
-    tasks = Path(f"/proc/{server.pid}/task").iterdir()
-    (child,) = [one for task in tasks for one in (task / "children").read_text().split()]
-    # A service manager sends SIGHUP to all of a service: that ends neither process.
-    for number in ("-HUP", "-9"):
-        subprocess.run(["kill", number, child], check=True)
-    server.expect("its process ended with -9; it is started again")
-    assert get(address_of(server), "/nothing")[0] == 404
-    server.signal(signal.SIGHUP)
-    assert alone.client().connected
-    server.signal(signal.SIGTERM)
-    assert server.wait()[0] == 0
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(one) for task in tasks for one in (task / "children").read_text().split()]
 
 
-def test_a_monitor_whose_port_is_taken_is_started_ever_less_often(
+def test_a_monitor_that_ends_is_started_again_ever_less_often(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One whose port is taken ends by itself."""
     monkeypatch.setattr(monitoring, "AGAIN_SECONDS", 0.01)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         address = "{}:{}".format(*taken.getsockname())
-        monitor = monitoring.MonitorProcess(ServerConfig(metrics=address))
-        with closing(monitor):
+        with closing(monitoring.MonitorProcess(ServerConfig(metrics=address))) as monitor:
 
             def starts() -> list[str]:
                 monitor.tick()
