@@ -20,7 +20,7 @@ import typer
 
 from vcache_backend import __version__, config
 from vcache_backend.cli import command
-from vcache_backend.cli.command import ConfigFile, Json, Socket
+from vcache_backend.cli.command import ConfigFile, Json, Socket, option
 from vcache_backend.errors import ConfigError, SegmentError
 
 app = command.group(
@@ -52,29 +52,26 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_VERSION_HELP = "Show the versions of the package and of its protocol, and exit."
+_VERSION = "Show the versions of the package and of its protocol, and exit."
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help=_VERSION)
+]
 
 
 @app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help=_VERSION_HELP)
-    ] = False,
-) -> None:
+def _root(version: Version = False) -> None:
     """Share transformer KV caches among the inference processes of a node."""
 
 
 # ---- the server
 
 
+Log = Annotated[Path | None, typer.Option(hidden=True)]
+"""Of `start`: a log of bounded size in place of stderr."""
+
+
 @app.command()
-def serve(
-    config_file: ConfigFile = None,
-    socket: Socket = None,
-    log: Annotated[
-        Path | None, typer.Option(hidden=True, help="A log of bounded size in place of stderr.")
-    ] = None,
-) -> None:
+def serve(config_file: ConfigFile = None, socket: Socket = None, log: Log = None) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
@@ -96,17 +93,13 @@ def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
     tables.print_json(summary(stats)) if as_json else tables.show(*tables.status(stats))
 
 
-_OFFLOAD_HELP = (
-    "Also clear the offload tier, which other nodes may share: a reset, see docs/mooncake.md in "
-    "vcache's repository."
-)
+_OFFLOAD = "Also clear the offload tier, which other nodes may share: see docs/mooncake.md."
+Offloaded = Annotated[bool, typer.Option("--offload", help=_OFFLOAD)]
 
 
 @app.command()
 def clear(
-    offloaded: Annotated[bool, typer.Option("--offload", help=_OFFLOAD_HELP)] = False,
-    config_file: ConfigFile = None,
-    socket: Socket = None,
+    offloaded: Offloaded = False, config_file: ConfigFile = None, socket: Socket = None
 ) -> None:
     """Forget every chunk. Segments stay."""
     offload = config.load(config_file).offload
@@ -129,17 +122,15 @@ def clear(
 # ---- segments
 
 
+Device = option("DEVICE", "`cuda:N`, a GPU's UUID, `host` or `host:NAME`.", "--device")
+Size = option("SIZE", "For example `64GiB`.", "--bytes", parser=command.nbytes_of)
+Segment = typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")
+
+
 @segment_app.command("add")
 def add_segment(
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="`cuda:N`, a GPU's UUID, `host` or `host:NAME`.")
-    ],
-    nbytes: Annotated[
-        Any,
-        typer.Option(
-            "--bytes", metavar="SIZE", parser=command.nbytes_of, help="For example `64GiB`."
-        ),
-    ],
+    device: Annotated[str, Device],
+    nbytes: Annotated[Any, Size],
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
@@ -175,12 +166,7 @@ def list_segments(
 
 @segment_app.command("drop")
 def drop_segment(
-    segment: Annotated[
-        str,
-        typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it."),
-    ],
-    config_file: ConfigFile = None,
-    socket: Socket = None,
+    segment: Annotated[str, Segment], config_file: ConfigFile = None, socket: Socket = None
 ) -> None:
     """Take a segment back. Its chunks are forgotten. Its memory is freed once nobody uses it."""
     from vcache_backend.protocol.messages import SegmentId
@@ -195,12 +181,12 @@ def drop_segment(
 # ---- configuration
 
 
+NewFile = typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it.")
+File = typer.Argument(metavar="PATH", help="The YAML file.")
+
+
 @config_app.command("init")
-def config_init(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it.")
-    ] = Path("vcache.yaml"),
-) -> None:
+def config_init(path: Annotated[Path, NewFile] = Path("vcache.yaml")) -> None:
     """Write a commented configuration file: every key, its default and the reason to change it."""
     package = Path(__file__).resolve().parents[1]
     folders = (package / "configs", package.parent / "configs")
@@ -216,9 +202,7 @@ def config_init(
 
 
 @config_app.command("check")
-def config_check(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The YAML file.")],
-) -> None:
+def config_check(path: Annotated[Path, File]) -> None:
     """Check a file strictly: an unknown key or an impossible value is an error that names it, its
     line, and what is possible there."""
     config.load(path)
@@ -235,18 +219,15 @@ def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
 # ---- the machine
 
 
+Model = option("NAME_OR_FOLDER", "Only say whether the vLLM connector caches this model.")
+
+
 @app.command()
 def doctor(
     config_file: ConfigFile = None,
     socket: Socket = None,
     as_json: Json = False,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME_OR_FOLDER",
-            help="Only say whether the vLLM connector caches this model.",
-        ),
-    ] = "",
+    model: Annotated[str, Model] = "",
 ) -> None:
     """Check GPUs, peer access, driver, packages, server and offload tier: what is wrong, and what
     to do. Exit code 1 if a check fails."""
@@ -283,30 +264,20 @@ def demo(as_json: Json = False) -> None:
     raise typer.Exit(run(as_json))
 
 
+Lent = option("SIZE", "Host memory that the provider lends.", "--segment", parser=command.nbytes_of)
+Host = option("ADDRESS", "This node's address, as other nodes reach it.")
+Port = option("PORT", "The master's port. 0: 50051, or the next free one.", min=0, max=65535)
+Master = option("HOST:PORT", "Use this master, and start none.")
+Logs = option("FOLDER", "Write both logs into this folder.")
+
+
 @app.command()
 def mooncake(
-    nbytes: Annotated[
-        Any,
-        typer.Option(
-            "--segment",
-            metavar="SIZE",
-            parser=command.nbytes_of,
-            help="Host memory that the provider lends.",
-        ),
-    ] = "4GiB",
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="This node's address, as other nodes reach it.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, metavar="PORT", help="The master's. 0: 50051, or higher."),
-    ] = 0,
-    master: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Use this master, and start none.")
-    ] = "",
-    logs: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Write both logs into this folder.")
-    ] = "",
+    nbytes: Annotated[Any, Lent] = "4GiB",
+    host: Annotated[str, Host] = "127.0.0.1",
+    port: Annotated[int, Port] = 0,
+    master: Annotated[str, Master] = "",
+    logs: Annotated[str, Logs] = "",
 ) -> None:
     """Run a Mooncake store for the offload tier, a master and a provider of host memory, until
     Ctrl-C. Mooncake has no passwords and no encryption: whoever reaches its ports reads and

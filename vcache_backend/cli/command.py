@@ -21,19 +21,18 @@ from vcache_backend.errors import (
 if TYPE_CHECKING:
     from vcache_backend.protocol.client import Client
 
-_FILE_HELP = "YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults."
-_SOCKET_HELP = "The server's socket, in place of the configured one."
-# readable=False: reading it raises an error of one line.
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", metavar="PATH", readable=False, help=_FILE_HELP)
-]
-Socket = Annotated[Path | None, typer.Option("--socket", metavar="PATH", help=_SOCKET_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-EXIT_CODES = (
-    "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says "
-    "why; 2 wrong usage."
-)
+def option(metavar: str | None, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+_FILE = "YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults."
+# readable=False: reading it raises an error of one line.
+ConfigFile = Annotated[Path | None, option("PATH", _FILE, "--config", "-c", readable=False)]
+_SOCKET = "The server's socket, in place of the configured one."
+Socket = Annotated[Path | None, option("PATH", _SOCKET, "--socket")]
+Json = Annotated[bool, option(None, "Print JSON instead of tables.", "--json")]
+_EXIT_CODES = "Exit codes: 0 success; 1 failure, and why; 2 wrong usage."
 
 
 class _Group(TyperGroup):
@@ -66,7 +65,7 @@ def group(text: str, root: bool = False) -> typer.Typer:
         help=text,
         no_args_is_help=True,
         add_completion=root,
-        epilog=EXIT_CODES if root else None,
+        epilog=_EXIT_CODES if root else None,
         pretty_exceptions_enable=False,
         # rich's boxes show `<bool>` behind flags, and squeeze texts beside wide columns
         rich_markup_mode=None,
