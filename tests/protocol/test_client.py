@@ -247,7 +247,7 @@ def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: 
 
     def answer(request: list[Any]) -> list[Any]:
         if request[0] != "find":
-            return ["verdict", True]
+            return ["present", [True]]
         return ["found", pooled[request[1][0]], [], 0, False, None]
 
     scripted(answer)
@@ -261,7 +261,7 @@ def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: 
     first, second = sent(A), sent(B)
     assert (second.answer().pooled, first.over, first.answer().pooled) == (b"\2\2", True, b"\1")
     third, fourth = sent(B), sent(A)
-    assert client.renew(7)
+    assert client.contains([A]) == [True]
     expected = (True, True, b"\2\2", b"\1")
     assert (third.over, fourth.over, third.answer().pooled, fourth.answer().pooled) == expected
     sent(B)

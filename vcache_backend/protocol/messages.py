@@ -293,8 +293,9 @@ class Hello(Request, frozen=True, tag="hello"):
 
     Fds, either of which may be missing: a pidfd of the client, and the previous server's table of
     resets (see `Welcome`). `layout`: the instance's layout as text, field by field (see
-    `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, which identifies the client where its
-    pid is not visible. `name`: the instance's name for people, such as its port, `:8000`."""
+    `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, which
+    identifies the client where its pid is not visible. `name`: the instance's name for people, such
+    as its port, `:8000`."""
 
     version: int
     device: Field
