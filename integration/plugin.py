@@ -1,7 +1,7 @@
 """Our plugin for vLLM, `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` early
 in each of its processes.
 
-The plugin sets the hook for LMCache (lmcache/patches.py), and checks our connector's settings
+The plugin sets the hook for LMCache (lmcache/hooks.py), and checks our connector's settings
 before vLLM starts anything, so that a mistake in `kv_transfer_config` is the last line of vLLM's
 log. If `VLLM_PLUGINS` leaves the plugin out, the connector says so, and finds a mistake in its own
 settings in an engine process, where much of the log follows."""
@@ -22,7 +22,7 @@ from typing import Any
 from vcache_backend.errors import ConfigError, printable
 
 from .hooks import replace
-from .lmcache import patches
+from .lmcache import hooks as lmcache_hooks
 
 ARGUMENTS = "vllm.engine.arg_utils"
 CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
@@ -36,7 +36,7 @@ def register() -> None:
     """Cheap. Raises only SystemExit, for a mistake on the command line of vLLM's own command."""
     global _registered
     _registered = True
-    patches.register()
+    lmcache_hooks.register()
     # Only the front end has loaded this module. All other processes get the front end's
     # configuration.
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)

@@ -152,15 +152,21 @@ def of_kind(kind: str) -> dict[str, Any]:
     return found
 
 
-def test_the_server_is_restarted_if_it_does_not_answer_and_for_nothing_else(alone: Stage) -> None:
+def test_the_server_is_restarted_if_it_does_not_answer_and_for_nothing_else(
+    alone: Stage, tmp_path: Path
+) -> None:
     """No metrics are served here: whoever keeps their port busy restarts no server."""
     (container,) = of_kind("DaemonSet")["spec"]["template"]["spec"]["containers"]
     probe = container["livenessProbe"]
     program, *arguments = probe["exec"]["command"]
+    file = tmp_path / "vcache.yaml"
     command = [str(Path(sys.executable).with_name(program)), *arguments]
 
+    file.write_text("client: {control_seconds: 1}")
+    here = os.environ | {"VCACHE_SOCKET": str(alone.path), "VCACHE_CONFIG": str(file)}
+
     def well() -> bool:
-        return ran(*command, env=os.environ | {"VCACHE_SOCKET": str(alone.path)}).returncode == 0
+        return ran(*command, env=here).returncode == 0
 
     assert not well()
     server = alone.server()

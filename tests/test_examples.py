@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from shutil import which
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from vllm_cases import beside_vllm, forking, missing
 from benchmarks.processes import free_ports
 from vcache_backend import config as configuration
 from vcache_backend import doctor
-from vcache_backend.integration.lmcache import settings
+from vcache_backend.integration.lmcache.boundary import settings_of
 
 PLAIN = ROOT / "configs" / "lmcache-vcache.yaml"
 DOCS = ROOT / "docs" / "lmcache.md"
@@ -86,7 +87,8 @@ def test_every_key_that_the_pages_name_exists_and_their_snippets_are_configurati
     assert len(named) > 8
     assert named - known == set()
     for block in snippets(DOCS):
-        settings.read(yaml.safe_load(block).get("extra_config", {}), 256)
+        extra = yaml.safe_load(block).get("extra_config", {})
+        settings_of(SimpleNamespace(extra_config=extra, chunk_size=256))
     named = set(re.findall(r"`(offload\.[a-z_.]+)[`:]", STORE_DOCS.read_text()))
     assert len(named) > 8
     assert named - known == set()

@@ -11,7 +11,6 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from socket import AF_INET6, inet_aton, inet_pton
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -27,13 +26,8 @@ _UNITS = {"": 1, "B": 1} | {
     for b in ("", "B")
 }
 """Bytes by unit, in capitals: G and GB are 10^9, Gi and GiB are 2^30, as in Kubernetes."""
-LEAST_WITHOUT_UNIT = 1 << 20
-"""A smaller size needs a unit: `80` never means 80 bytes."""
-MAX_BYTES = 1 << 48
 MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in a socket's address."""
-MAX_FILE_BYTES = 1 << 20
-"""The largest configuration file. Real files have some kilobytes."""
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 DEVICE_FORMS = (
@@ -43,11 +37,10 @@ DEVICE_FORMS = (
 KV_AXES = ("part", "block", "token", "head", "dim")
 """Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of a head (of K
 and V if packed)."""
-MAX_SECONDS = 1_000_000
-"""The longest time that can be set: eleven days. poll() takes at most 24 days."""
 
-Positive = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
+# Seconds: eleven days at most, since poll() takes at most 24.
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 """A uid or gid. 2^32 - 1 means none to the kernel."""
@@ -55,7 +48,7 @@ Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 
 class ByteSize(int):
     """A number of bytes. In YAML a number with a unit: `8 GiB`, `8Gi`, `4GB`; or an integer, 0 or
-    at least `LEAST_WITHOUT_UNIT`."""
+    at least 1 MiB: `80` never means 80 bytes."""
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
@@ -70,11 +63,11 @@ class ByteSize(int):
             examples = "1073741824, '8 GiB' or '512MiB'"
             raise ValueError(f"Expected bytes such as {examples}, got {value!r}")
         nbytes = float(match[1]) * _UNITS[match[2].upper()]
-        if not match[2] and 0 < nbytes < LEAST_WITHOUT_UNIT:
+        if not match[2] and 0 < nbytes < 1 << 20:
             wanted = f"write the unit, such as {match[1]}GiB or {match[1]}B"
             raise ValueError(f"{match[1]} without a unit is {int(nbytes)} B: {wanted}")
-        if nbytes > MAX_BYTES:
-            raise ValueError(f"Expected at most {MAX_BYTES >> 40:,} TiB")
+        if nbytes > 1 << 48:
+            raise ValueError("Expected at most 256 TiB")
         return cls(nbytes)
 
     def __str__(self) -> str:
@@ -97,22 +90,11 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
     """Host and port of `address`; without a host, `absent`. name: the setting, for errors. Raises
     ValueError."""
     parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
-    if parts is None:
+    if parts is None or int(parts[3]) > 65535:
         alone = absent and address.isdecimal()
         hint = f'; write ":{address}" for this machine alone' if alone else ""
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}{hint}")
-    if int(parts[3]) > 65535:
-        raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
-    host = parts[1] or parts[2]
-    try:
-        if ":" in host:
-            inet_pton(AF_INET6, host)
-        elif re.fullmatch(r"[0-9.]+", host):
-            inet_aton(host)
-    except OSError as error:
-        said = f"{name} must be HOST:PORT, and {host} is not a host, got {address!r}"
-        raise ValueError(said) from error
-    return host or absent, int(parts[3])
+    return parts[1] or parts[2] or absent, int(parts[3])
 
 
 def is_device(spec: str) -> bool:
@@ -134,20 +116,17 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     metrics: str = ""
 
     def __post_init__(self) -> None:
-        wanted = ""
-        if not self.socket.isprintable():
-            wanted = "a path of printable characters in UTF-8"
-        elif self.socket.startswith("~"):
-            wanted = "a path without ~"
-        elif self.socket and (self.socket.endswith("/") or not Path(self.socket).name):
-            wanted = "the path of a file"
-        elif self.socket and not self.socket.startswith("/"):
-            # Programs start in any folder.
-            wanted = "an absolute path"
-        elif len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
-            wanted = f"a path of at most {MAX_SOCKET_PATH} bytes"
-        if wanted:
-            raise ValueError(f"socket must be {wanted}, got {self.socket!r}")
+        given = self.socket
+        fits = {
+            "a path of printable characters in UTF-8": given.isprintable(),
+            "a path without ~": not given.startswith("~"),
+            "the path of a file": Path(given).name and not given.endswith("/"),
+            "an absolute path": given.startswith("/"),  # Programs start in any folder.
+            f"a path of at most {MAX_SOCKET_PATH} bytes": len(given.encode(errors="replace"))
+            <= MAX_SOCKET_PATH,
+        }
+        if given and (wanted := [rule for rule, good in fits.items() if not good]):
+            raise ValueError(f"socket must be {wanted[0]}, got {given!r}")
         if self.metrics:
             split_address(self.metrics, "metrics")
 
@@ -348,7 +327,7 @@ def from_dict(
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        said = config_file.explained(str(error), Config, lines or {}, values)
+        said = config_file.explained(str(error), Config, lines or {})
         raise ConfigError(f"{source}: {printable(said, MAX_LINE_CHARS)}") from error
     socket = os.environ.get("VCACHE_SOCKET")
     return with_socket(config, socket, "VCACHE_SOCKET") if socket else config
@@ -378,16 +357,12 @@ def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     if not isinstance(path, str | Path):
         raise ConfigError(f"config: Expected the path of a YAML file, got {path!r}")
     try:
-        if Path(os.path.realpath(path)).is_fifo():
-            raise ConfigError(f"{path}: a named pipe; name a file")
         with open(path, "rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # a path with NUL in it
-        raise ConfigError(f"{path}: {error}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: more than {MAX_FILE_BYTES:,} B, too large for a configuration")
+            text = file.read((1 << 20) + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with NUL in it
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from error
+    if len(text) > 1 << 20:
+        raise ConfigError(f"{path}: more than 1 MiB, too large for a configuration")
     values, lines = config_file.parse(text, str(path))
     if values is None:
         values = {}

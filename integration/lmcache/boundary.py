@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Thread
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import ConfigError, VCacheError
 
 from ..hooks import replace
+
+if TYPE_CHECKING:
+    from vcache_backend.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +126,6 @@ class LMCacheBoundary:
 
     def _tell(self) -> None:
         """Report to the server, once there is one. In a thread: the caller may be in a step."""
-        from .startup import tell_server
-
         who = f"LMCache's {self.half} (pid {os.getpid()})"
         while self.config is not None:
             try:
@@ -132,6 +133,43 @@ class LMCacheBoundary:
             except VCacheError as error:
                 log.debug("the server was not told: %s", error)
                 sleep(AGAIN_SECONDS)
+
+
+def settings_of(config: Any) -> Config:
+    """Our settings, `vcache` in the `extra_config` of LMCache's configuration: the same sections as
+    in `kv_connector_extra_config` for our own connector. Of `connector` LMCache's plugin uses
+    `model` and `start_server`. Adopts LMCache's chunk size.
+
+    ConfigError names an unknown key, an impossible value, or another chunk size."""
+    from ..vllm import settings
+
+    extra, size = config.extra_config or {}, config.chunk_size
+    source = "vcache in LMCache's extra_config"
+    given = extra.get("vcache", {})
+    flat = [key for key in extra if str(key).startswith("vcache.")]
+    if flat or not isinstance(given, Mapping):
+        wrong = flat[0] if flat else f"vcache is {given!r}"
+        raise ConfigError(f"LMCache's extra_config: {wrong}: write `vcache:` and sections under it")
+    read = settings.read(given, source, {"engine": {"chunk_size": size}})
+    if read.connector.share == "in_place":
+        raise ConfigError(f"{source}: connector.share is in_place: LMCache has a pool only")
+    if (ours := read.engine.chunk_size) != size:
+        other = f"engine.chunk_size is {ours} but LMCache's chunk_size is {size}, which is used"
+        raise ConfigError(f"{source}: {other}: remove ours")
+    return read
+
+
+def tell_server(config: Any, text: str) -> None:
+    """Report an error to the metadata server that LMCache's configuration names. VCacheError."""
+    from vcache_backend.config import load
+    from vcache_backend.protocol.client import Client
+
+    try:
+        ours = settings_of(config)
+    except ConfigError:
+        ours = load()  # at least the default socket
+    with Client(ours.server.path, ours.client, reconnect=False) as client:
+        client.report("error", text)
 
 
 SCHEDULER, WORKER = LMCacheBoundary("scheduler"), LMCacheBoundary("worker")

@@ -1,12 +1,12 @@
 """Describes the serving instance around the plugin, from vLLM's configuration
-(`..vllm.model.spec`), and makes the instance's layout.
+(`..vllm.model.spec`), makes the instance's layout, and says why the plugin must not work in it.
 
 Imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from vcache_backend.vram_pool.copies.geometry import PagedKV
 from ..vllm.model import groups
 from ..vllm.model import spec as model_spec
 from ..vllm.model.spec import ModelSpec
+from .hooks import our_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,3 +101,50 @@ def hash_probe(token_database: Any) -> str:
     tokens = list(range(1, token_database.chunk_size + 1))
     _, _, chunk_hash = next(iter(token_database.process_tokens(tokens, make_key=False)))
     return str(chunk_hash)
+
+
+# ---- where the plugin must not work
+
+_OURS = 'start vLLM with "kv_connector":"VCacheConnector"'
+NO_TIER = f"vcache: there is no offload tier behind LMCache, and nothing is offloaded: {_OURS}"
+_REPLACED = (
+    "use_layerwise",
+    "enable_blending",
+    "enable_pd",
+    "enable_p2p",
+    "enable_async_loading",
+    "external_lookup_client",
+    "enable_scheduler_bypass_lookup",
+)
+"""Settings of LMCache that replace parts which the plugin needs."""
+
+
+def refusal(lm_config: Any, instance: Instance) -> str:
+    """Name the first setting of LMCache or the instance with which the plugin does not work, and
+    the change to make. Empty if all settings fit."""
+    return next(_misfits(lm_config, instance), "")
+
+
+def _misfits(lm_config: Any, instance: Instance) -> Iterator[str]:
+    extra = getattr(lm_config, "extra_config", None) or {}
+    set_ones = [name for name in _REPLACED if getattr(lm_config, name, None)]
+    for name in set_ones + ["audit_backend_enabled"] * bool(extra.get("audit_backend_enabled")):
+        yield f"{name} replaces parts of LMCache that vcache needs: remove {name}"
+    ours = our_names(lm_config) or ["vcache"]
+    for name in ("retrieve_locations", "store_location"):
+        given = getattr(lm_config, name, None) or ours
+        if set(ours).isdisjoint([given] if isinstance(given, str) else given):
+            yield f"{name} is {given}, not vcache's own tier: add {ours[0]}, or remove {name}"
+    vllm, model = instance.vllm_config, instance.model
+    yield from model_spec.misfits(vllm, model)
+    if vllm.weight_transfer_config is not None:
+        yield f"LMCache does not hear of new weights: drop --weight-transfer-config, or {_OURS}"
+    if vllm.scheduler_config.policy == "priority":
+        yield (
+            "vLLM may cancel a request's step, and its prefix cache then names blocks that were "
+            f"never written: start it without --scheduling-policy priority, or {_OURS}"
+        )
+    if instance.several:
+        yield f"the model has several block tables, or one of a sliding window: {_OURS}"
+    if model.use_mla and model.tp_size > 1 and extra.get("save_only_first_rank", True):
+        yield "every rank reads MLA chunks itself: set save_only_first_rank: false in extra_config"

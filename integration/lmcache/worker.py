@@ -32,8 +32,7 @@ from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from .boundary import THEIRS, WORKER
 from .instance import Instance
-from .scheduler import RESET, WAS_RESET, Word
-from .scope import TAG, TAG_NAME
+from .scheduler import RESET, TAG, TAG_NAME, WAS_RESET, Word
 
 log = logging.getLogger(__name__)
 

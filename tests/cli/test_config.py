@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from vcache_backend import config
 from vcache_backend.config import ByteSize, Config
-from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if "lmcache" not in path.name)
@@ -36,99 +34,6 @@ def test_the_commented_file_holds_every_key_with_its_default() -> None:
 
 def _keys(values: dict[str, Any]) -> list[Any]:
     return [(key, _keys(one)) if isinstance(one, dict) else key for key, one in values.items()]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        # names
-        (
-            "pool:\n  device: host\n  nonsense: 1",
-            "line 3: Object contains unknown field `nonsense` - at `$.pool`; there are device, ",
-        ),
-        ("pool: {}\nserver: {}\npool: {}", "line 3: `pool` is there again, after line 1"),
-        ("mooncake: {}", "unknown field `mooncake`; there are server, "),
-        # values
-        (
-            "client: {request_seconds: .nan}",
-            "Expected `float` > 0.0 - at `$.client.request_seconds`, which is nan",
-        ),
-        ("server: {max_chunks: 4e6}", "got `str` - at `$.server.max_chunks`, which is '4e6'"),
-        (
-            "connector: {store: answers}",
-            "Invalid enum value 'answers' - at `$.connector.store`; expected all or prompt",
-        ),
-        (
-            "offload:\n  policy: on",
-            "line 2: Expected `str`, got `bool` - at `$.offload.policy`, which is True; "
-            "expected off or write_through",
-        ),
-        (
-            "offload:\n  mooncake:\n    devices: two\n    master: node-1",
-            "line 4: master must be HOST:PORT",
-        ),
-        ("# of mine\npool: {device: gpu0}", "line 2: device must be auto, host, "),
-        (
-            f"# of mine\nserver: {{socket: /{'x' * 108}}}",
-            "line 2: socket must be a path of at most 107 bytes",
-        ),
-        ("server: {socket: ~/v.sock}", "line 1: socket must be a path without ~, got '~/v.sock'"),
-        ("server: {socket: v.sock}", "line 1: socket must be an absolute path, got 'v.sock'"),
-        (
-            "pool:\n  segment_bytes: 8",
-            "line 2: 8 without a unit is 8 B: write the unit, such as 8GiB or 8B",
-        ),
-        (f"pool: {{device: {100_000 * 'x'}}}", "line 1: device must be auto, host, "),
-        # what is no YAML of ours
-        (100_000 * "[", "line 1: the sections are nested too deeply"),
-        ("pool: {}\n---\npool: {}", "line 2: not YAML: expected a single document in the stream"),
-        ('"po\\nol": 1', "unknown field `po\\nol`; did you mean `pool`?"),
-        ("client: " + 3000 * "{a: " + "1" + 3000 * "}", "the sections are nested too deeply"),
-        ("server:\n  max_clients: 9\n  1: 2", "line 3: a key is a name, and this is none to YAML"),
-        (
-            "server: &a {max_clients: 9}\nclient: *a",
-            "line 2: *a is an alias: write the value itself",
-        ),
-        (
-            "server:\n  max_clients: 9\npool:\n",
-            "line 3: Expected `object`, got `null` - at `$.pool`",
-        ),
-        ("server: {max_chunks: " + 5000 * "9" + "}", "not YAML: Exceeds the limit (4300 digits)"),
-    ],
-)
-def test_a_mistake_names_the_file_and_the_place(write: Any, text: str, message: str) -> None:
-    path = write(text)
-    with pytest.raises(ConfigError) as caught:
-        config.load(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert message in str(caught.value)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < MAX_LINE_CHARS + 200
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("nowhere", "No such file or directory"),
-        ("/dev/zero", "more than 1,048,576 B, too large for a configuration"),
-        ("nul\0", "embedded null byte"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error_that_names_it(path: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{path}: {why}$"):
-        config.load(path)
-
-
-def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """Nobody may ever write into it."""
-    os.mkfifo(pipe := tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=f"^{pipe}: a named pipe; name a file$"):
-        config.load(pipe)
-    reading, writing = os.pipe()
-    with open(reading), open(writing, "w") as writer:
-        writer.write("engine: {chunk_size: 64}")
-        writer.close()
-        assert config.load(f"/dev/fd/{reading}").engine.chunk_size == 64, "as a shell's <(…)"
 
 
 @pytest.mark.parametrize(

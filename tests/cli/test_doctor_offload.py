@@ -13,7 +13,7 @@ import pytest
 from mooncake_cases import needs_mooncake, own_depot
 from mooncake_store import Depot
 from processes import SECONDS
-from test_doctor import by_check, only
+from test_doctor_machine import by_check, only
 from typer.testing import CliRunner
 
 from benchmarks.processes import free_ports

@@ -4,13 +4,14 @@ read.
 
 from __future__ import annotations
 
-import os
+import io
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 
-from vcache_backend import status
+from vcache_backend import status, tables
 from vcache_backend.protocol import messages as m
 
 ID = m.SegmentId("0123456789ab")
@@ -28,10 +29,10 @@ ONE = m.InstanceStats("ab" * 16, UUID, 4_194_303, 2_097_152, 131_072, name=":800
 OTHER = m.InstanceStats("cd" * 16, UUID, 4_194_304, 2_097_152, 131_072, name=":8001", silent=0.5)
 
 
-def text_of(renderable: Any, width: int = 160) -> str:
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    with console.file:
-        console.print(renderable)
+def text_of(stats: m.ServerStats, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    for part in tables.status(stats):
+        console.print(part)
     return console.export_text()
 
 
@@ -67,7 +68,7 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
             stats = msgspec.structs.replace(STATS, instances=instances, mismatches=mismatches)
             found, line = status.verdict(stats)
             assert (found, said in line) == (well, True), line
-            assert text_of(status.render(stats)).splitlines()[0].strip() == line
+            assert text_of(stats).splitlines()[0].strip() == line
     bare = msgspec.structs.replace(STATS, instances=[pooled, OTHER], segments=[])
     said = "the instance of pid 4194303 shares through the pool, to which nobody lends memory"
     assert status.verdict(bare) == (False, said)
@@ -80,14 +81,14 @@ def test_there_is_no_hit_rate_before_the_first_hit() -> None:
     """Nor is an instance at fault whose workers show their KV caches with the first request, and
     nobody is told to lend memory before an instance is connected."""
     early = msgspec.structs.replace(ONE, missing="rank 0", early=True)
-    for hits, said in (({}, "nothing was looked up yet"), ({"11": (768, 0)}, "none of the 768 ")):
+    for hits, said in (({}, "nothing was looked up yet"), ({"11": (768, 0)}, "no hit yet")):
         stats = msgspec.structs.replace(STATS, instances=[early, OTHER], hits=hits)
-        shown = text_of(status.render(stats))
+        shown = text_of(stats)
         assert "waits for its first request" in shown
         assert f"2 instances share in place; {said}" in shown
         assert "0.0%" not in shown
         assert ("hits none yet   0 of 768 tokens looked up" in shown) == bool(hits)
-    none = text_of(status.render(msgspec.structs.replace(STATS, instances=[], segments=[])))
+    none = text_of(msgspec.structs.replace(STATS, instances=[], segments=[]))
     assert "segment" not in none
 
 
@@ -95,12 +96,22 @@ def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     """And the JSON has all of each."""
     lacking = m.InstanceStats("ef" * 16, UUID, 0, 0, 0, 8, "its scheduler")
     stats = msgspec.structs.replace(STATS, instances=[ONE, lacking])
-    alone = text_of(status.render(msgspec.structs.replace(stats, segments=[])))
+    alone = text_of(msgspec.structs.replace(stats, segments=[]))
     assert "vcache segment add" not in alone, "nobody needs a pool"
-    lines = text_of(status.render(stats), 80).splitlines()
+    lines = text_of(stats, 80).splitlines()
     assert max(map(len, lines)) <= 80
     rows = [" ".join(line.split()) for line in lines]
     assert "abababab 4194303 :8000 GPU-3c1f5a3e 0.4 s shares in place" in rows
     assert "efefefef – – GPU-3c1f5a3e 0.0 s lacks its scheduler" in rows
     assert status.summary(stats)["instances"][0] == status.plain(ONE)
     assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
+
+
+def test_a_narrow_terminal_folds_lines_and_leaves_no_column_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    tables.show(tables.table(None, ("~first", "~second"), [("a" * 60, "b" * 60)]))
+    shown = capsys.readouterr().out
+    assert [shown.count(one) for one in "ab"] == [60, 60]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.mi
 ALL = os.environ.get("VCACHE_INJECT") == "all"
 WAYS = list(product((1, 3), (False, True)))
 """The number of the call, and whether it raises behind its work."""
-FILES = {"integration/lmcache/worker.py", "integration/lmcache/patches.py"}
+FILES = {"integration/lmcache/worker.py", "integration/lmcache/hooks.py"}
 FILES |= {"vcache_backend/transfer/load.py", "vcache_backend/protocol/client.py"}
 """Some of whose functions raise."""
 SAID = "shares nothing any more", "stepped aside"

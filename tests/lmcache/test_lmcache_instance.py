@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,8 @@ from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.hooks import Changed
-from vcache_backend.integration.lmcache import checks, patches
-from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
+from vcache_backend.integration.lmcache import hooks
+from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe, refusal
 from vcache_backend.integration.vllm.model import weights
 
 # LMCache's imports warn.
@@ -191,13 +190,6 @@ def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart() -> None:
 # ---- versions, settings that cannot work
 
 
-def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.6.0")
-    answer = checks.version()
-    assert "0.6.0 is not one" in answer
-    assert "pip install 'lmcache>=0.5.3,<0.6'" in answer
-
-
 def lacking(_: object) -> None:
     """In a process of its own."""
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
@@ -208,11 +200,11 @@ def lacking(_: object) -> None:
     StorageManager._get_allocator_backend = lambda self: None
 
     def install() -> None:
-        patches.install(engine, SimpleNamespace(), SimpleNamespace(), None)
+        hooks.install(engine, SimpleNamespace(), SimpleNamespace(), None)
 
     for said, replaced in (
-        ("StorageManager has no _get_allocator_backend with config", patches.take_allocator_role),
-        ("LMCacheEngineBuilder has no _instances", lambda: patches.engine_of(None)),
+        ("StorageManager has no _get_allocator_backend with config", hooks.take_allocator_role),
+        ("LMCacheEngineBuilder has no _instances", lambda: hooks.engine_of(None)),
         ("has no token_database, retrieve_locations", install),
     ):
         with pytest.raises(Changed, match=said):
@@ -233,7 +225,7 @@ def lm_config(**changes: Any) -> Any:
 
 
 def test_the_example_is_supported(under_vllm: Find) -> None:
-    assert checks.refusal(lm_config(), under_vllm()) is None
+    assert refusal(lm_config(), under_vllm()) == ""
 
 
 WINDOW = type("SlidingWindowSpec", (), {"sliding_window": 8})()
@@ -264,4 +256,4 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_cannot_work_is_named_with_what_to_set(under_vllm: Find, said: str) -> None:
     changes = REFUSED[said]
     instance = under_vllm(**changes.get("vllm", {}))
-    assert re.search(said, checks.refusal(lm_config(**changes.get("lmcache", {})), instance) or "")
+    assert re.search(said, refusal(lm_config(**changes.get("lmcache", {})), instance))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vcache_backend.config import from_dict
+from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ConfigError
-from vcache_backend.integration.lmcache.settings import read
+from vcache_backend.integration.lmcache.boundary import settings_of
+
+
+def read(extra: dict[Any, Any], chunk_size: int) -> Config:
+    return settings_of(SimpleNamespace(extra_config=extra, chunk_size=chunk_size))
 
 
 def test_sections_are_read_as_those_of_our_connector(tmp_path: Path) -> None:

@@ -123,51 +123,6 @@ def test_a_second_kill_gives_the_same_time(path: Path, monkeypatch: pytest.Monke
     assert calls[0] - killed >= 0.5
 
 
-def test_the_log_of_such_a_server_is_bounded_and_keeps_what_it_said_last(path: Path) -> None:
-    code = """
-import logging, sys
-from pathlib import Path
-from vcache_backend import log_format
-log_format.LOG_BYTES = 10_000
-log_format.begin(Path(sys.argv[1]))
-for number in range(1000):
-    logging.info("line %d", number)
-    if number == 300:
-        Path(sys.argv[1]).unlink(missing_ok=True)  # as who makes room on a disk
-logging.shutdown()
-sys.stderr.write("its last words")
-"""
-    path.parent.mkdir()
-    with script(code, str(path)) as child:
-        assert child.wait()[0] == 0
-    assert {one.name for one in path.parent.iterdir()} == {path.name, f"{path.name}.1"}
-    sizes = [one.stat().st_size for one in path.parent.iterdir()]
-    assert max(sizes) <= 10_000 + len("its last words")
-    assert path.read_text().endswith("line 999\nits last words")
-
-
-def test_who_logs_does_not_wait_for_a_pipe_that_nobody_reads() -> None:
-    """Nor for a terminal after Ctrl-S. The server would answer nobody."""
-    code = """
-import logging, os
-from vcache_backend import log_format
-reading, writing = os.pipe()
-os.dup2(writing, 2)
-log_format.begin()
-for number in range(5000):
-    logging.info("line %d %s", number, "x" * 100)
-unread = open(reading)
-for number in range(500):
-    assert f"line {number} " in unread.readline()
-logging.info("and then")
-while "and then" not in (line := unread.readline()):
-    pass
-print(line)
-"""
-    with script(code) as child:
-        assert "and then (lines left out before this one, as nobody read: " in child.wait()[1]
-
-
 def answers(path: Path) -> bool:
     with Client(path, PATIENT, reconnect=False) as client:
         return client.connected

@@ -92,7 +92,7 @@ def test_a_load_whose_fetch_is_over_sleeps_while_the_next_chunks_kv_cache_is_map
     there = owner(nodes[1]).compute(tokens, blocks).cut(1, 2)
     opens = held_up(monkeypatch)
     places = BlockPlaces(kv, CHUNK, blocks, kv.block_size)
-    load = Load(session, places, two.keys(tokens), residents=[there], neighbours=neighbours)
+    load = Load(session, places, two.keys(tokens), runs=[there], neighbours=neighbours)
     eventually(lambda: load.advance() or load.loaded == 1)
     sleepers, sleep = set[int](), time.sleep
 

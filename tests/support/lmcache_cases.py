@@ -27,7 +27,7 @@ from vllm_cases import changed, home
 
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import ClientConfig
-from vcache_backend.integration.lmcache.scope import PLAIN, TAG
+from vcache_backend.integration.lmcache.scheduler import PLAIN, TAG
 from vcache_backend.protocol.client import Client
 
 if TYPE_CHECKING:

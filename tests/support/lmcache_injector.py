@@ -21,8 +21,8 @@ from vllm_cases import CHUNK, Prompt
 from vllm_inside import POISON
 
 import vcache_backend
-from vcache_backend.integration import hooks
-from vcache_backend.integration.lmcache import boundary, patches, worker
+from vcache_backend.integration import hooks as replaced
+from vcache_backend.integration.lmcache import boundary, hooks, worker
 
 ROOT = Path(vcache_backend.__file__).resolve().parent.parent
 WITHIN = ("integration/lmcache/", "integration/hooks.py", "vcache_backend/transfer/")
@@ -158,7 +158,7 @@ class Parts:
         sys.settrace(tracer)
         self.engine.storage_manager.recreate_backend("vcache")
         boundary.SCHEDULER.config = theirs.config
-        boundary.SCHEDULER.run(patches._patch_scheduler, self.connector)
+        boundary.SCHEDULER.run(hooks._patch_scheduler, self.connector)
         self.connector.bind_gpu_block_pool(self.pool)
         look_up = self.engine.lookup
 
@@ -170,7 +170,7 @@ class Parts:
             finally:
                 sys.settrace(None)
 
-        setattr(traced, hooks._THEIRS, getattr(look_up, hooks._THEIRS))
+        setattr(traced, replaced._THEIRS, getattr(look_up, replaced._THEIRS))
         self.engine.lookup = traced
 
     def rounds(self, salt: str, reset: bool = False) -> tuple[list[Any], int]:

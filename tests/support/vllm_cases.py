@@ -307,7 +307,7 @@ PIN = f"{_CLIENT}.pin"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.protocol.channel:Channel._lateness"
 SESSION = "vcache_backend.transfer.session:Session"
 COMPARE = "vcache_backend.transfer.sources:PooledPart.settle"
-COPIER = "vcache_backend.vram_pool.copies.copier:HostCopier"
+COPIER = "vcache_backend.vram_pool.copies.copier:Copier"
 PULL = f"{COPIER}.pull"
 """Places: in the order in which a load comes by, but for the second line."""
 

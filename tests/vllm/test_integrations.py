@@ -17,7 +17,7 @@ import vllm_cases
 from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, here, missing, new_tokens
 from vllm_models import write_lora
 
-from vcache_backend.integration.lmcache.scope import TAG, scope
+from vcache_backend.integration.lmcache.scheduler import TAG, scope
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 AS_GIVEN = {"environment": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}}

@@ -15,9 +15,9 @@ import pytest
 from vllm_cases import missing, needs_vllm
 
 from vcache_backend.integration import plugin
-from vcache_backend.integration.lmcache import patches
+from vcache_backend.integration.lmcache import hooks as lmcache_hooks
 from vcache_backend.integration.lmcache.boundary import LMCacheBoundary
-from vcache_backend.integration.lmcache.scope import PLAIN, TAG, UNCACHED, give_scope, scope
+from vcache_backend.integration.lmcache.scheduler import PLAIN, TAG, UNCACHED, give_scope, scope
 from vcache_backend.integration.vllm.scheduler.adapters import Adapters
 
 if not missing(()):
@@ -91,7 +91,7 @@ def test_registering_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without = types.ModuleType("a vLLM without that class")
-    monkeypatch.setitem(sys.modules, patches.CONNECTOR_MODULE, without)
-    monkeypatch.setattr(patches, "SCHEDULER", LMCacheBoundary("scheduler"))
-    patches.register()
+    monkeypatch.setitem(sys.modules, lmcache_hooks.CONNECTOR_MODULE, without)
+    monkeypatch.setattr(lmcache_hooks, "SCHEDULER", LMCacheBoundary("scheduler"))
+    lmcache_hooks.register()
     assert "LMCache's scheduler shares nothing any more" in caplog.text

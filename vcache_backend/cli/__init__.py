@@ -11,29 +11,37 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from vcache_backend import __version__, config
-from vcache_backend.cli import command, segments, terminal
-from vcache_backend.cli.command import ConfigFile, Json, Socket
-from vcache_backend.errors import ConfigError
-
-if TYPE_CHECKING:
-    from vcache_backend.doctor.finding import Finding
-
-STORE_BYTES = config.ByteSize(4 << 30)
+from vcache_backend.cli import command
+from vcache_backend.cli.command import ConfigFile, Json, Socket, option
+from vcache_backend.errors import ConfigError, SegmentError
 
 app = command.group(
     "Share transformer KV caches among the inference processes of a node.", root=True
 )
 config_app = command.group("Write a configuration file, check one, or show what is in force.")
-app.add_typer(segments.app, name="segment")
+segment_app = command.group("Lend memory to the pool, list it, take it back.")
+app.add_typer(segment_app, name="segment")
 app.add_typer(config_app, name="config")
+
+
+def main() -> None:
+    # The commands' own errors say what is wrong with the connection.
+    logging.getLogger("vcache_backend.protocol.channel").setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # characters the encoding cannot represent
+    try:
+        app(prog_name="vcache")
+    except OSError as error:  # such as a full disk
+        sys.exit(f"vcache: {error}")
 
 
 def _print_version(asked: bool) -> None:
@@ -44,39 +52,26 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = "Show the versions of the package and of its protocol, and exit."
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help=_VERSION)
+]
+
+
 @app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Show the versions of the package and of its protocol, and exit.",
-        ),
-    ] = False,
-) -> None:
+def _root(version: Version = False) -> None:
     """Share transformer KV caches among the inference processes of a node."""
-
-
-def main() -> None:
-    # The commands' own errors say what is wrong with the connection.
-    logging.getLogger("vcache_backend.protocol.channel").setLevel(logging.ERROR)
-    with terminal.whatever_it_shows():
-        app(prog_name="vcache")
 
 
 # ---- the server
 
 
+Log = Annotated[Path | None, typer.Option(hidden=True)]
+"""Of `start`: a log of bounded size in place of stderr."""
+
+
 @app.command()
-def serve(
-    config_file: ConfigFile = None,
-    socket: Socket = None,
-    log: Annotated[
-        Path | None, typer.Option(hidden=True, help="A log of bounded size in place of stderr.")
-    ] = None,
-) -> None:
+def serve(config_file: ConfigFile = None, socket: Socket = None, log: Log = None) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
     from vcache_backend.metadata_server.main import serve as run
@@ -90,30 +85,21 @@ def serve(
 def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
     """Say whether sharing works: who shares, what is wrong, the hit rate and the pool. JSON also
     has counters, latencies and who has read what."""
-    from vcache_backend.status import render, summary
+    from vcache_backend import tables
+    from vcache_backend.status import summary
 
     with command.client(config_file, socket) as client:
         stats = client.stats()
-    if as_json:
-        terminal.print_json(summary(stats))
-    else:
-        terminal.show(render(stats))
+    tables.print_json(summary(stats)) if as_json else tables.show(*tables.status(stats))
+
+
+_OFFLOAD = "Also clear the offload tier, which other nodes may share: see docs/mooncake.md."
+Offloaded = Annotated[bool, typer.Option("--offload", help=_OFFLOAD)]
 
 
 @app.command()
 def clear(
-    offloaded: Annotated[
-        bool,
-        typer.Option(
-            "--offload",
-            help=(
-                "Also clear the offload tier, which other nodes may share: a reset, see "
-                "docs/mooncake.md in vcache's repository."
-            ),
-        ),
-    ] = False,
-    config_file: ConfigFile = None,
-    socket: Socket = None,
+    offloaded: Offloaded = False, config_file: ConfigFile = None, socket: Socket = None
 ) -> None:
     """Forget every chunk. Segments stay."""
     offload = config.load(config_file).offload
@@ -133,39 +119,90 @@ def clear(
         typer.echo("chunks in the offload tier stay and are found again; --offload removes them")
 
 
+# ---- segments
+
+
+Device = option("DEVICE", "`cuda:N`, a GPU's UUID, `host` or `host:NAME`.", "--device")
+Size = option("SIZE", "For example `64GiB`.", "--bytes", parser=command.nbytes_of)
+Segment = typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")
+
+
+@segment_app.command("add")
+def add_segment(
+    device: Annotated[str, Device],
+    nbytes: Annotated[Any, Size],
+    config_file: ConfigFile = None,
+    socket: Socket = None,
+) -> None:
+    """Lend memory of a device, such as an idle GPU. The server keeps it when this command ends."""
+    from vcache_backend.vram_pool import devices, regions
+
+    try:
+        place = devices.resolve(device)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("pool.device:", "--device", 1)) from error
+    # Pages are allocated on first write: without this check a lack of memory would hit a later
+    # writer.
+    if place.medium == "host" and nbytes > (free := config.ByteSize(devices.host_available())):
+        raise SegmentError(f"--bytes {nbytes}: {free.about} of host memory are free; lend less")
+    with command.client(config_file, socket) as client, regions.create(place, int(nbytes)) as owned:
+        os.close(client.add_segment(owned.info, owned.fd)[1])
+        info = owned.info
+    typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
+
+
+@segment_app.command("list")
+def list_segments(
+    config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False
+) -> None:
+    """List the segments of the pool."""
+    from vcache_backend import tables
+    from vcache_backend.status import plain
+
+    with command.client(config_file, socket) as client:
+        infos = client.list_segments()
+    tables.print_json(plain(infos)) if as_json else tables.show(*tables.segments(infos))
+
+
+@segment_app.command("drop")
+def drop_segment(
+    segment: Annotated[str, Segment], config_file: ConfigFile = None, socket: Socket = None
+) -> None:
+    """Take a segment back. Its chunks are forgotten. Its memory is freed once nobody uses it."""
+    from vcache_backend.protocol.messages import SegmentId
+
+    with command.client(config_file, socket) as client:
+        dropped = client.drop_segment(SegmentId(segment))
+    typer.echo(f"{segment}: {dropped.chunks:,} chunks forgotten")
+    goes = "gone" if dropped.gone else "goes when its last readers and writers end"
+    typer.echo(f"{segment}: {goes}")
+
+
 # ---- configuration
 
 
+NewFile = typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it.")
+File = typer.Argument(metavar="PATH", help="The YAML file.")
+
+
 @config_app.command("init")
-def config_init(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it."),
-    ] = Path("vcache.yaml"),
-) -> None:
+def config_init(path: Annotated[Path, NewFile] = Path("vcache.yaml")) -> None:
     """Write a commented configuration file: every key, its default and the reason to change it."""
     package = Path(__file__).resolve().parents[1]
     folders = (package / "configs", package.parent / "configs")
     text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()
     if str(path) == "-":
         return typer.echo(text, nl=False)
-    text = text.replace("configs/vcache.yaml", shlex.quote(str(path.absolute())))
-    made = False
     try:
         with path.open("x") as file:
-            made = True
-            file.write(text)
+            file.write(text.replace("configs/vcache.yaml", shlex.quote(str(path.absolute()))))
     except OSError as error:
-        if made:
-            path.unlink(missing_ok=True)
-        raise ConfigError(f"{path}: {error.strerror}; nothing was written") from error
+        raise ConfigError(f"{path}: {error.strerror}") from error
     typer.echo(f"{path}: written; its second line says how it is used")
 
 
 @config_app.command("check")
-def config_check(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The YAML file.")],
-) -> None:
+def config_check(path: Annotated[Path, File]) -> None:
     """Check a file strictly: an unknown key or an impossible value is an error that names it, its
     line, and what is possible there."""
     config.load(path)
@@ -182,44 +219,38 @@ def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
 # ---- the machine
 
 
+Model = option("NAME_OR_FOLDER", "Only say whether the vLLM connector caches this model.")
+
+
 @app.command()
 def doctor(
     config_file: ConfigFile = None,
     socket: Socket = None,
     as_json: Json = False,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME_OR_FOLDER",
-            help="Only say whether the vLLM connector caches this model.",
-        ),
-    ] = "",
+    model: Annotated[str, Model] = "",
 ) -> None:
     """Check GPUs, peer access, driver, packages, server and offload tier: what is wrong, and what
     to do. Exit code 1 if a check fails."""
+    from vcache_backend import tables
     from vcache_backend.doctor import diagnose
+    from vcache_backend.status import plain
 
     if model and sys.stderr.isatty():
         typer.echo("asking vLLM about the model, which takes some 20 s", err=True)
-    _show_findings(diagnose(command.load(config_file, socket), model), as_json)
-
-
-def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
-    """Print findings, the worst first. Exits with code 1 if one is a failure."""
-    from vcache_backend.status import level, plain, table
-
+    findings = diagnose(command.load(config_file, socket), model)
     counts = Counter(finding.status for finding in findings)
     if as_json:
-        terminal.print_json(plain(findings))
+        tables.print_json(plain(findings))
     else:
-        worst = sorted(findings, key=lambda finding: ("fail", "warn", "ok").index(finding.status))
         rows = [
-            (level(each.status), each.check, "\n→ ".join(filter(None, (each.detail, each.advice))))
-            for each in worst
+            (tables.level(one.status), one.check, f"{one.detail}\n→ {one.advice}".rstrip("\n→ "))
+            for status in ("fail", "warn", "ok")
+            for one in findings
+            if one.status == status
         ]
-        terminal.show(table(None, ("", "check", "~finding → what to do"), rows))
-        found = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
-        typer.echo(f"{found}: {counts['fail']} fail, {counts['warn']} warn")
+        tables.show(tables.table(None, ("", "check", "~finding → what to do"), rows))
+        total = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
+        typer.echo(f"{total}: {counts['fail']} fail, {counts['warn']} warn")
     if counts["fail"]:
         raise typer.Exit(1)
 
@@ -233,35 +264,20 @@ def demo(as_json: Json = False) -> None:
     raise typer.Exit(run(as_json))
 
 
+Lent = option("SIZE", "Host memory that the provider lends.", "--segment", parser=command.nbytes_of)
+Host = option("ADDRESS", "This node's address, as other nodes reach it.")
+Port = option("PORT", "The master's port. 0: 50051, or the next free one.", min=0, max=65535)
+Master = option("HOST:PORT", "Use this master, and start none.")
+Logs = option("FOLDER", "Write both logs into this folder.")
+
+
 @app.command()
 def mooncake(
-    nbytes: Annotated[
-        config.ByteSize,
-        typer.Option(
-            "--segment",
-            metavar="SIZE",
-            parser=command.nbytes_of,
-            help="Host memory that the provider lends.",
-        ),
-    ] = STORE_BYTES,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="This node's address, as other nodes reach it.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=65535,
-            metavar="PORT",
-            help="The master's port. 0: 50051, or the next free one.",
-        ),
-    ] = 0,
-    master: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Use this master, and start none.")
-    ] = "",
-    logs: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Write both logs into this folder.")
-    ] = "",
+    nbytes: Annotated[Any, Lent] = "4GiB",
+    host: Annotated[str, Host] = "127.0.0.1",
+    port: Annotated[int, Port] = 0,
+    master: Annotated[str, Master] = "",
+    logs: Annotated[str, Logs] = "",
 ) -> None:
     """Run a Mooncake store for the offload tier, a master and a provider of host memory, until
     Ctrl-C. Mooncake has no passwords and no encryption: whoever reaches its ports reads and

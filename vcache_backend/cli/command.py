@@ -21,36 +21,23 @@ from vcache_backend.errors import (
 if TYPE_CHECKING:
     from vcache_backend.protocol.client import Client
 
-ConfigFile = Annotated[
-    Path | None,
-    # Not checked here: reading it raises an error of one line.
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="PATH",
-        readable=False,
-        help="YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults.",
-    ),
-]
-Socket = Annotated[
-    Path | None,
-    typer.Option(
-        "--socket", metavar="PATH", help="The server's socket, in place of the configured one."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-EXIT_CODES = (
-    "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says "
-    "why; 2 wrong usage."
-)
-ENGINE = ("torch", "numpy", "triton")
-"""Modules that some commands need and the base install lacks."""
+def option(metavar: str | None, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+_FILE = "YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults."
+# readable=False: reading it raises an error of one line.
+ConfigFile = Annotated[Path | None, option("PATH", _FILE, "--config", "-c", readable=False)]
+_SOCKET = "The server's socket, in place of the configured one."
+Socket = Annotated[Path | None, option("PATH", _SOCKET, "--socket")]
+Json = Annotated[bool, option(None, "Print JSON instead of tables.", "--json")]
+_EXIT_CODES = "Exit codes: 0 success; 1 failure, and why; 2 wrong usage."
 
 
 class _Group(TyperGroup):
-    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised, a
-    module of `ENGINE` is missing, or no thread can be started."""
+    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a
+    module is missing that the base install lacks."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -62,20 +49,13 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except VCacheError as error:
-            trouble: Exception = error
             line = str(error)
         except ModuleNotFoundError as error:
-            if error.name not in ENGINE:
+            if error.name not in ("torch", "numpy", "triton"):
                 raise
-            trouble = error
             line = f"{error.name} is not installed: pip install '/path/to/vcache[engine]'"
-        except RuntimeError as error:
-            if "new thread" not in str(error):
-                raise
-            trouble = error
-            line = f"{error}: raise ulimit -u, or pids.max of the cgroup"
         typer.secho(f"vcache: {printable(line, MAX_LINE_CHARS)}", fg="red", err=True)
-        raise typer.Exit(1) from trouble
+        raise typer.Exit(1)
 
 
 def group(text: str, root: bool = False) -> typer.Typer:
@@ -85,7 +65,7 @@ def group(text: str, root: bool = False) -> typer.Typer:
         help=text,
         no_args_is_help=True,
         add_completion=root,
-        epilog=EXIT_CODES if root else None,
+        epilog=_EXIT_CODES if root else None,
         pretty_exceptions_enable=False,
         # rich's boxes show `<bool>` behind flags, and squeeze texts beside wide columns
         rich_markup_mode=None,

@@ -18,10 +18,10 @@ from multiprocessing import Pipe
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
-from vcache_backend.cli.terminal import print_json
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.main import Server
+from vcache_backend.tables import print_json
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 
 PROMPTS, CHUNKS = 8, 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import msgspec
@@ -21,16 +21,6 @@ from vcache_backend.errors import MAX_LINE_CHARS, SegmentError, printable
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.memory_budget import LEAST, most_utilization, shortfall
 
-GIB = 1 << 30
-ASK_SECONDS = 300.0
-_ASKING = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model.report"]
-_QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONHASHSEED": "0",
-}
-"""For the child. A missing `PYTHONHASHSEED` is a separate finding."""
 _KINDS = {
     "full": "of full attention",
     "window": "with a window of {:,} tokens",
@@ -76,18 +66,20 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 def ask(name: str, config: Config) -> ModelReport:
     """Ask vLLM about a model (name: as `vllm serve` takes it), in some 20 s."""
+    program = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model.report"]
+    # A missing `PYTHONHASHSEED` is a separate finding.
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    quiet |= {"PYTHONHASHSEED": "0"}
     try:
         asked = subprocess.run(
-            [*_ASKING, name],
+            [*program, name],
             input=msgspec.json.encode(configuration.dump(config)),
             capture_output=True,
-            timeout=ASK_SECONDS,
-            env={**os.environ, **_QUIET},  # noqa: TID251 - handed on, not read
+            timeout=300,
+            env={**os.environ, **quiet},  # noqa: TID251 - handed on, not read
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return ModelReport(trouble=f"vLLM did not answer within {ASK_SECONDS:g} s")
-    except (OSError, ValueError) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         return ModelReport(trouble=f"vLLM could not be asked: {error}")
     try:
         return msgspec.json.decode(asked.stdout, type=ModelReport)
@@ -114,47 +106,42 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         yield fail("model", f"{what}: nothing of it is cached: {model.refused}")
         return
     yield ok("model", f"{what}: shared {'in place' if model.in_place else 'through a pool'}")
+    yield from _sizes(model, config)
+
+
+def _sizes(model: ModelReport, config: Config) -> Iterator[Finding]:
+    """Say how large the chunks are, what a pool holds, and whether it fits beside vLLM."""
     size, lent, whole = config.engine.chunk_size, config.pool.lent, ByteSize(model.chunk_bytes)
     said = f"{whole // size:,} B a token in {model.dtype}, {whole.about} a chunk of {size} tokens"
     said += ", all ranks together"
     if model.state_bytes:
         said += f"; a state beside it takes {ByteSize(model.state_bytes).about}"
     yield ok("chunks", said)
-    said = f"1 GiB of pool holds {GIB // whole * size:,} tokens; pool.segment_bytes: {lent} holds "
-    yield ok("pool", f"{said}{lent // whole * size:,} a worker and rank")
+    said = f"1 GiB of pool holds {(1 << 30) // whole * size:,} tokens; pool.segment_bytes: {lent}"
+    yield ok("pool", f"{said} holds {lent // whole * size:,} a worker and rank")
     lends = lent > 0 and (config.pool.segment_bytes is not None or not model.in_place)
-    if lends and not config.pool.device.startswith("host"):
-        yield from _room(model.utilization, config, lambda fits: fits // whole * size)
-
-
-def _room(utilization: float, config: Config, held: Callable[[int], int]) -> Iterator[Finding]:
-    """Say what each kind of GPU has left for a pool beside vLLM with its default settings. held:
-    the tokens that a pool of so many bytes holds."""
-    lent = config.pool.lent
-    for gpu, total in _gpus():
-        left = total - int(total * utilization)
-        over = shortfall(total, left, lent, lent, utilization)
-        beside = f"{gpu}, gpu_memory_utilization {utilization:g} (vLLM's default)"
-        if over is None:
-            yield ok("room", f"{beside}: there is room for {lent}")
-            continue
-        most = most_utilization(total, lent)
-        advice = f"set --gpu-memory-utilization {most:.2f} for all {lent}"
-        if config.pool.segment_bytes is None and over.fits >= LEAST:
-            fits = (
-                f"{ByteSize(over.fits).about} of {lent} fit, which hold {held(over.fits):,} tokens"
-            )
-            yield warn("room", f"{beside}: {fits}", advice)
-        else:
-            less = f", or pool.segment_bytes: {ByteSize(over.fits)}" if over.fits else ""
-            none = "nothing is lent, so nothing is shared"
-            yield warn("room", f"{beside}: {lent} do not fit: {none}", advice + less)
-
-
-def _gpus() -> list[tuple[str, int]]:
-    """Name and bytes of each kind of GPU here, or of one to reckon with."""
+    if not lends or config.pool.device.startswith("host"):
+        return
     try:
-        here = {(gpu.name, gpu.total_bytes) for gpu in devices.gpus()}
+        gpus = sorted({(gpu.name, gpu.total_bytes) for gpu in devices.gpus()})
     except SegmentError:
-        here = set()
-    return sorted(here) or [("no GPU here; one of 80 GiB", 80 * GIB)]
+        gpus = []
+    for gpu, total in gpus or [("no GPU here; one of 80 GiB", 80 << 30)]:
+        yield _room(gpu, total, model, config)
+
+
+def _room(gpu: str, total: int, model: ModelReport, config: Config) -> Finding:
+    """Say what a GPU has left for a pool beside vLLM with its default settings."""
+    lent, part = config.pool.lent, model.utilization
+    over = shortfall(total, total - int(total * part), lent, lent, part)
+    beside = f"{gpu}, gpu_memory_utilization {part:g} (vLLM's default)"
+    if over is None:
+        return ok("room", f"{beside}: there is room for {lent}")
+    advice = f"set --gpu-memory-utilization {most_utilization(total, lent):.2f} for all {lent}"
+    if config.pool.segment_bytes is None and over.fits >= LEAST:
+        held = over.fits // model.chunk_bytes * config.engine.chunk_size
+        fits = f"{ByteSize(over.fits).about} of {lent} fit, which hold {held:,} tokens"
+        return warn("room", f"{beside}: {fits}", advice)
+    less = f", or pool.segment_bytes: {ByteSize(over.fits)}" if over.fits else ""
+    none = f"{lent} do not fit: nothing is lent, so nothing is shared"
+    return warn("room", f"{beside}: {none}", advice + less)

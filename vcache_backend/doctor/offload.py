@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding, fail, ok
@@ -24,11 +27,8 @@ from vcache_backend.offload.process import (
 )
 from vcache_backend.supported import MOONCAKE
 
-NBYTES = 1 << 20
-SECONDS = 8.0
-"""The deadline of each call, which usually takes a fraction of a second."""
 LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
-START = "`vcache mooncake` starts a master and a provider"
+_START = "`vcache mooncake` starts a master and a provider"
 
 
 def check_offload(config: Config) -> Iterator[Finding]:
@@ -45,60 +45,57 @@ def check_offload(config: Config) -> Iterator[Finding]:
 
 def check_store(config: Config) -> Iterator[Finding]:
     """Put a small object into the store, read it and remove it."""
+    mooncake, check = config.offload.mooncake, LIBRARY
     with ExitStack() as undo:
         fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
         undo.callback(os.close, fd)
-        os.ftruncate(fd, 2 * NBYTES)
+        os.ftruncate(fd, 2 << 20)
         try:
-            process = OffloadProcess(config.offload.mooncake, fd)
+            process = OffloadProcess(mooncake, fd)
+            undo.callback(process.kill)
+            yield ok(LIBRARY, "loads")
+            # A call usually takes a fraction of a second.
+            call, check = partial(process.call, seconds=8.0), MASTER
+            call("open")
+            yield ok(MASTER, f"{mooncake.master} answers")
+            check = PROVIDER
+            yield _provider(call, fd)
         except ConfigError as error:
             detail, _, advice = str(error).rpartition("; ")
-            yield fail(LIBRARY, detail, advice)
-            return
+            yield fail(check, detail, advice)
         except StoreDown as error:
-            yield fail(LIBRARY, str(error), f"install it anew: {INSTALL}")
-            return
-        undo.callback(process.kill)
-        yield ok(LIBRARY, "loads")
-        yield from _master(process, config.offload.mooncake.master, fd)
+            yield _down(check, mooncake.master, error)
 
 
-def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
-    try:
-        process.call("open", seconds=SECONDS)
-    except StoreDown as error:
-        advice = f"start mooncake_master there, or set offload.mooncake.master; {START} here"
-        if isinstance(error, StoreLost) or not process.alive or "timed out" in str(error):
-            advice = "check that this is its rpc_port, that it does not hang, and your firewalls"
-        yield fail(MASTER, f"{master}: {error}", advice)
-        return
-    yield ok(MASTER, f"{master} answers")
-    try:
-        yield _provider(process, fd)
-    except StoreDown as error:
+def _down(check: str, master: str, error: StoreDown) -> Finding:
+    if check == LIBRARY:
+        return fail(check, str(error), f"install it anew: {INSTALL}")
+    if check == PROVIDER:
         advice = "check that all providers run; dead ones are forgotten after client_ttl, 10 s"
-        yield fail(PROVIDER, f"1 MiB: {error}", advice)
+        return fail(check, f"1 MiB: {error}", advice)
+    advice = f"start mooncake_master there, or set offload.mooncake.master; {_START} here"
+    if isinstance(error, StoreLost) or re.search("timed out|was killed", str(error)):
+        advice = "check that this is its rpc_port, that it does not hang, and your firewalls"
+    return fail(check, f"{master}: {error}", advice)
 
 
-def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Check that an object comes back unchanged. StoreDown. fd: memory of 2 * `NBYTES` bytes."""
-    names = [f"vcache1/doctor-{secrets.token_hex(8)}"]
-    content = secrets.token_bytes(NBYTES)
-    with mmap.mmap(fd, 2 * NBYTES) as memory:
-        memory[:NBYTES] = content
+def _provider(call: partial[Any], fd: int) -> Finding:
+    """Check that an object comes back unchanged. StoreDown. fd: memory of 2 MiB."""
+    names, content = [f"vcache1/doctor-{secrets.token_hex(8)}"], secrets.token_bytes(1 << 20)
+    with mmap.mmap(fd, 2 << 20) as memory:
+        memory[: 1 << 20] = content
         started = time.monotonic()
-        (outcome,) = process.call("put", names, [(0, NBYTES)], seconds=SECONDS)
+        (outcome,) = call("put", names, [(0, 1 << 20)])
         written = time.monotonic()
         if outcome == FULL:
-            advice = f"start a provider ({START}), or a larger one"
             lacks = "no room for 1 MiB: no provider lends memory, or all of it is in use"
-            return fail(PROVIDER, lacks, advice)
+            return fail(PROVIDER, lacks, f"start a provider ({_START}), or a larger one")
         if outcome != STORED:
             raise StoreDown(f"put: {outcome}")
-        (nbytes,) = process.call("get", names, [(NBYTES, NBYTES)], seconds=SECONDS)
+        (nbytes,) = call("get", names, [(1 << 20, 1 << 20)])
         read = time.monotonic()
-        process.call("remove", names, seconds=SECONDS)
-        if memory[NBYTES:] != content:
+        call("remove", names)
+        if memory[1 << 20 :] != content:
             raise StoreDown(f"get: {nbytes:,} bytes came back, and other ones than were put")
     put_ms, get_ms = 1e3 * (written - started), 1e3 * (read - written)
     return ok(PROVIDER, f"1 MiB put in {put_ms:.3g} ms, read in {get_ms:.3g} ms")

@@ -13,13 +13,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
 from vcache_backend import log_format
-from vcache_backend.config import split_address
-from vcache_backend.monitor.metrics import ServerMetrics
-from vcache_backend.monitor.samples import Samples
-from vcache_backend.monitor.web import Web
+from vcache_backend.monitor.web import Samples, Web
 
 log = logging.getLogger("vcache_backend.monitor")
 
@@ -28,12 +23,9 @@ def main(path: str, listen: str) -> int:
     """Serve until standard input ends, or Ctrl-C. Returns the exit code: 1 if listening fails."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     log_format.begin()
-    samples = Samples(Path(path))
-    registry = CollectorRegistry()
-    registry.register(ServerMetrics(samples))
     try:
-        web = Web(*split_address(listen, "metrics"), samples, registry)
-    except (OSError, ValueError) as error:  # ValueError: no name of a host
+        web = Web(listen, Samples(Path(path)))
+    except (OSError, ValueError) as error:
         log.error("server.metrics: cannot listen at %s: %s", listen, error)
         return 1
     log.info("metrics and a page at http://%s", web.address)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vcache_backend.monitor.samples import Samples
-from vcache_backend.protocol.messages import Level, SegmentInfo, ServerStats
+from vcache_backend.protocol.messages import Level, ServerStats
 from vcache_backend.status import SILENT_SECONDS
 
-REPORTS_SECONDS = 600.0
 _GAUGES = {
     "uptime_seconds": "Time since the start of the server.",
     "clients": "Processes that are connected: vLLM's scheduler and each worker, and tools.",
@@ -50,66 +48,58 @@ _COUNTERS = {
     "refused_no_segment": "Chunks that were not stored: their worker can use no segment.",
 }
 """The server's counters, which start at 0, so that a scraper sees the first increase."""
-_SEGMENT = ("segment", "device", "medium")
-_INSTANCE = ("instance_id", "device", "pid")
-_READER = ("pid", "device", "instance_id")
 Row = tuple[Sequence[str], float]
 
 
 class ServerMetrics(Collector):
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
+    """The metrics of `latest()`, a server's statistics; None: the server does not answer."""
+
+    def __init__(self, latest: Callable[[], ServerStats | None]) -> None:
+        self._latest = latest
         self._models: dict[str, str] = {}
         """The model of each namespace with hits. The entry stays when the last instance goes: a
         changed label would begin another series."""
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; only `vcache_server_up` if the server did not answer the last question."""
-        stats = None if self._samples.problem else self._samples.stats
+        stats = self._latest()
         what = "1 if the server answered the last question, asked every few seconds."
-        yield _gauge("server_up", what, stats is not None)
+        yield _gauge("server_up", what, [((), stats is not None)])
         if stats is None:
             return
-        yield from _whole(stats)
         self._models = {
             name: stats.namespaces.get(name) or self._models.get(name, "") for name in stats.hits
         }
-        yield from _hits(stats.hits, self._models)
+        yield from _server(stats)
         yield _requests(stats)
-        yield from _segments(stats.segments)
+        yield from _hits(stats, self._models)
+        yield from _segments(stats)
         yield from _instances(stats)
         yield from _reads(stats)
 
 
-def _whole(stats: ServerStats) -> Iterator[Metric]:
-    for name, what in _GAUGES.items():
-        yield _gauge(f"server_{name}", what, getattr(stats, name))
+def _server(stats: ServerStats) -> Iterator[Metric]:
+    gauges: dict[str, tuple[str, float]] = {
+        name: (what, getattr(stats, name)) for name, what in _GAUGES.items()
+    }
     what = "Resident memory of the server, without the pool's."
-    yield _gauge("server_memory_bytes", what, stats.rss_bytes)
+    gauges["memory_bytes"] = what, stats.rss_bytes
     what = "Slots out of use until their writer ends or answers."
-    yield _gauge("server_quarantined_slots", what, sum(stats.quarantined_slots.values()))
+    gauges["quarantined_slots"] = what, sum(stats.quarantined_slots.values())
     what = "Fields in which connected instances of one model differ, so that they do not share."
-    yield _gauge("server_not_shared", what, len(stats.mismatches))
-    since = time.time() - REPORTS_SECONDS
+    gauges["not_shared"] = what, len(stats.mismatches)
+    for name, (what, value) in gauges.items():
+        yield _gauge(f"server_{name}", what, [((), value)])
+    since = time.time() - 600
     levels = Counter(report.level for report in stats.reports if report.time >= since)
     what = "What clients reported in the last 10 minutes, of the newest reports."
     rows = [((level,), levels[level]) for level in get_args(Level)]
-    yield _gauges("server_reports_10m", what, ("level",), rows)
+    yield _gauge("server_reports_10m", what, rows, "level")
     for name, what in _COUNTERS.items():
         base, total = name.removesuffix("_total"), float(stats.counters.get(name, 0))
         if name.endswith("_milliseconds"):
             base, total = base.replace("_milliseconds", "_seconds"), total / 1e3
-        yield CounterMetricFamily(f"vcache_server_{base}", what, total)
-
-
-def _hits(hits: Mapping[str, tuple[int, int]], models: Mapping[str, str]) -> Iterator[Metric]:
-    labels = "namespace", "model"
-    asked = [((name, models[name]), counts[0]) for name, counts in hits.items()]
-    what = "Prompt tokens that instances asked for."
-    yield _counters("namespace_asked_tokens", what, labels, asked)
-    found = [((name, models[name]), counts[1]) for name, counts in hits.items()]
-    what = "Prompt tokens that instances asked for and found."
-    yield _counters("namespace_found_tokens", what, labels, found)
+        yield _counter(f"server_{base}", what, [((), total)])
 
 
 def _requests(stats: ServerStats) -> Metric:
@@ -124,63 +114,72 @@ def _requests(stats: ServerStats) -> Metric:
     return made
 
 
-def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
-    rows = [((info.id, info.device, info.medium), info) for info in segments]
-    sizes = [(labels, info.nbytes) for labels, info in rows]
-    yield _gauges("segment_bytes", "Size of a segment.", _SEGMENT, sizes)
-    used = [(labels, info.used) for labels, info in rows]
-    yield _gauges("segment_used_bytes", "Bytes of a segment that hold chunks.", _SEGMENT, used)
-    evictions = [(labels, info.evictions) for labels, info in rows]
-    what = "Chunks of a segment that made room for others."
-    yield _counters("segment_evictions", what, _SEGMENT, evictions)
-    live = [(labels, info.state == "live") for labels, info in rows]
-    yield _gauges("segment_live", "1 if chunks can be stored in a segment.", _SEGMENT, live)
+def _hits(stats: ServerStats, models: dict[str, str]) -> Iterator[Metric]:
+    for at, (name, did) in enumerate((("asked", "asked for"), ("found", "asked for and found"))):
+        rows = [((space, models[space]), counts[at]) for space, counts in stats.hits.items()]
+        what = f"Prompt tokens that instances {did}."
+        yield _counter(f"namespace_{name}_tokens", what, rows, "namespace model")
+
+
+def _segments(stats: ServerStats) -> Iterator[Metric]:
+    def rows(value: Callable[[Any], float]) -> list[Row]:
+        return [((one.id, one.device, one.medium), value(one)) for one in stats.segments]
+
+    labels = "segment device medium"
+    sizes = rows(lambda one: one.nbytes)
+    yield _gauge("segment_bytes", "Size of a segment.", sizes, labels)
+    used = rows(lambda one: one.used)
+    yield _gauge("segment_used_bytes", "Bytes of a segment that hold chunks.", used, labels)
+    evictions, what = (
+        rows(lambda one: one.evictions),
+        "Chunks of a segment that made room for others.",
+    )
+    yield _counter("segment_evictions", what, evictions, labels)
+    live, what = rows(lambda one: one.state == "live"), "1 if chunks can be stored in a segment."
+    yield _gauge("segment_live", what, live, labels)
 
 
 def _instances(stats: ServerStats) -> Iterator[Metric]:
-    rows = [((each.id, each.device, str(each.pid)), each) for each in stats.instances]
-    stopped = [
-        (labels, bool(each.stopped) or each.silent > SILENT_SECONDS) for labels, each in rows
-    ]
+    def rows(value: Callable[[Any], float], pooled: bool = False) -> list[Row]:
+        those = [one for one in stats.instances if one.id or pooled]
+        return [((one.id, one.device, str(one.pid)), value(one)) for one in those]
+
+    labels = "instance_id device pid"
+    stopped = rows(lambda one: bool(one.stopped) or one.silent > SILENT_SECONDS, True)
     what = "1 if a process of an instance is stopped, or nothing was heard of it for 10 s."
-    yield _gauges("instance_stopped", what, _INSTANCE, stopped)
-    in_place = [(labels, each) for labels, each in rows if each.id]
-    resident = [(labels, each.resident) for labels, each in in_place]
+    yield _gauge("instance_stopped", what, stopped, labels)
     what = "Chunks that others find in an instance's KV cache."
-    yield _gauges("instance_resident_chunks", what, _INSTANCE, resident)
-    shared = [(labels, each.early or not each.missing) for labels, each in in_place]
+    yield _gauge("instance_resident_chunks", what, rows(lambda one: one.resident), labels)
     what = "0 if an instance that gets requests lacks a part, so that others cannot read its KV."
-    yield _gauges("instance_shared", what, _INSTANCE, shared)
+    shared = rows(lambda one: one.early or not one.missing)
+    yield _gauge("instance_shared", what, shared, labels)
 
 
 def _reads(stats: ServerStats) -> Iterator[Metric]:
-    rows = [((str(each.pid), each.device, each.instance), each) for each in stats.reads]
-    nbytes = [(labels, each.nbytes) for labels, each in rows]
-    what = "Bytes that a process read out of an instance's KV cache."
-    yield _counters("read_bytes", what, _READER, nbytes)
-    refused = [(labels, each.refused) for labels, each in rows]
+    rows = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
+    labels, what = (
+        "pid device instance_id",
+        "Bytes that a process read out of an instance's KV cache.",
+    )
+    yield _counter("read_bytes", what, [(key, one.nbytes) for key, one in rows], labels)
     what = "Chunks that their owner used again while a process read them."
-    yield _counters("read_refused_chunks", what, _READER, refused)
+    yield _counter("read_refused_chunks", what, [(key, one.refused) for key, one in rows], labels)
 
 
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"vcache_{name}", what, value=float(value))
+def _gauge(name: str, what: str, rows: Iterable[Row], labels: str = "") -> Metric:
+    return _filled(GaugeMetricFamily(f"vcache_{name}", what, labels=labels.split()), rows)
 
 
-def _gauges(name: str, what: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    return _filled(GaugeMetricFamily(f"vcache_{name}", what, labels=labels), rows)
-
-
-def _counters(name: str, what: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    return _filled(CounterMetricFamily(f"vcache_{name}", what, labels=labels), rows)
+def _counter(name: str, what: str, rows: Iterable[Row], labels: str = "") -> Metric:
+    return _filled(CounterMetricFamily(f"vcache_{name}", what, labels=labels.split()), rows)
 
 
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, rows: Iterable[Row]) -> Metric:
     """Fill a metric. Rows with equal labels are added up: processes without a visible pid cannot be
     told apart."""
-    totals = defaultdict[tuple[str, ...], float](float)
+    totals = defaultdict[Sequence[str], float](float)
     for values, value in rows:
-        totals[tuple(values)] += value
+        totals[values] += value
     for values, total in totals.items():
         family.add_metric(values, total)
     return family

@@ -1,4 +1,5 @@
-"""All patches of LMCache and vLLM outside of the scheduler (scheduler.py). All may be repeated.
+"""Replaces functions of LMCache and vLLM, but for those of the scheduler (scheduler.py). May be
+repeated.
 
 Our plugin for vLLM (../plugin.py) calls `register` in each of vLLM's processes. `register` wraps
 the constructor of LMCache's connector once vLLM imports the connector, that is, when a user asked
@@ -14,9 +15,7 @@ import copy
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from vcache_backend.supported import LMCACHE
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..hooks import after_import, replace, require
 from .boundary import SCHEDULER, THEIRS, WORKER
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 PLUGIN_MODULE = "vcache_backend.integration.lmcache"
-WANTED = LMCACHE.name + LMCACHE.wanted
-"""This module relies on the internals of these versions."""
 
 
 def our_names(config: Any) -> list[str]:
@@ -73,8 +70,6 @@ def _supply_connector() -> None:
             return THEIRS
         import torch
 
-        from .unused import NoGPUConnector
-
         # A first model run that is small, as after a hit, uses AMX without asking Linux for it.
         torch.cpu._init_amx()
         return NoGPUConnector()
@@ -92,6 +87,17 @@ def _patch_scheduler(connector: Any) -> None:
 
 
 # ---- a worker
+
+
+class NoGPUConnector:
+    """In place of LMCache's GPU connector, which has buffers, and which LMCache lacks on a CPU.
+    Nobody calls it: `LMCacheWorker` replaces the callers."""
+
+    def to_gpu(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise RuntimeError."""
+        raise RuntimeError("LMCache moves memory objects, which vcache replaces: another version?")
+
+    from_gpu = batched_from_gpu = batched_to_gpu = get_shape = to_gpu
 
 
 def take_allocator_role() -> None:
@@ -118,8 +124,6 @@ def engine_of(metadata: Any) -> Any:
 def install(engine: Any, backend: Any, worker: LMCacheWorker, adapter: Any) -> None:
     """Put `worker` in place of calls of LMCache's engine and of its adapter in vLLM. Changed if
     LMCache's internals have changed."""
-    from .unused import NoGPUConnector
-
     require(engine, "token_database retrieve_locations is_healthy mark_init_failed")
     require(adapter, "_parent _block_size")
 

@@ -1,0 +1,67 @@
+"""Configuration files are read strictly, and each mistake names its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vcache_backend import config
+from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
+
+MISTAKES = {
+    # names
+    "pool:\n  device: host\n  nonsense: 1": "line 3: Object contains unknown field `nonsense` - at "
+    "`$.pool`; there are device, ",
+    "pool: {}\nserver: {}\npool: {}": "line 3: not valid YAML: `pool` is there again, after line 1",
+    "mooncake: {}": "line 1: Object contains unknown field `mooncake`; there are server, ",
+    '"po\\nol": 1': "unknown field `po\\nol`; did you mean `pool`?",
+    # values
+    "client: {request_seconds: .nan}": "line 1: Expected `float` > 0.0 - at "
+    "`$.client.request_seconds`",
+    "server: {max_chunks: 4e6}": "line 1: Expected `int`, got `str` - at `$.server.max_chunks`",
+    "server: {allow_uids: [-1]}": "line 1: Expected `int` >= 0 - at `$.server.allow_uids[0]`",
+    "connector: {store: answers}": "Invalid enum value 'answers' - at `$.connector.store`; "
+    "expected all or prompt",
+    "offload:\n  policy: on": "line 2: Expected `str`, got `bool` - at `$.offload.policy`; "
+    "expected off or write_through",
+    "offload:\n  mooncake:\n    devices: two\n    master: a": "line 4: master must be HOST:PORT",
+    "# of mine\npool: {device: gpu0}": "line 2: device must be auto, host, ",
+    f"# of mine\nserver: {{socket: /{'x' * 108}}}": "line 2: socket must be a path of at most 107 ",
+    "server: {socket: ~/v.sock}": "line 1: socket must be a path without ~, got '~/v.sock'",
+    "server: {socket: v.sock}": "line 1: socket must be an absolute path, got 'v.sock'",
+    "pool:\n  segment_bytes: 8": "line 2: 8 without a unit is 8 B: write the unit, such as 8GiB",
+    f"pool: {{device: {100_000 * 'x'}}}": "line 1: device must be auto, host, ",
+    "server:\n  max_clients: 9\npool:\n": "line 3: Expected `object`, got `null` - at `$.pool`",
+    # what is no YAML of ours
+    100_000 * "[": "line 1: not valid YAML: the sections are nested too deeply",
+    "pool: {}\n---\npool: {}": "line 2: not valid YAML: expected a single document in the stream",
+    "server:\n  1: 2": "line 2: not valid YAML: a key must be a name, got '1'",
+    "server: &a {max_clients: 9}\nclient: *a": "line 2: not valid YAML: *a is an alias: write the ",
+    "server: {max_chunks: " + 5000 * "9" + "}": "not valid YAML: Exceeds the limit (4300 digits)",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES, ids=lambda text: text[:40])
+def test_a_mistake_names_the_file_and_the_place(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "vcache.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert MISTAKES[text] in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < MAX_LINE_CHARS + 200
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("nowhere", "No such file or directory"),
+        ("/dev/zero", "more than 1 MiB, too large for a configuration"),
+        ("nul\0", "embedded null byte"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_that_names_it(path: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{path}: {why}$"):
+        config.load(path)

@@ -1,0 +1,197 @@
+"""`diagnose` says what is wrong and what to do, within a second or so, and never raises. Sockets
+and files are real."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from fake_cuda import UUIDS, FakeCuda
+from processes import stage
+from test_cuda_segments import cuda as cuda
+
+from vcache_backend import doctor
+from vcache_backend.config import Config, from_dict
+from vcache_backend.doctor import Finding, diagnose, machine, offload
+from vcache_backend.protocol.messages import PROTOCOL_VERSION
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    tmp_path.chmod(0o700)
+    server, pool = {"socket": str(tmp_path / "s")}, {"segment_bytes": "1 MiB"}
+    return from_dict({"server": server, "pool": pool})
+
+
+def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
+    """Each says what it is about, and, if it is not ok, what to do."""
+    found = list(findings)
+    for finding in found:
+        what_to_do = finding.status == "ok" or finding.advice
+        assert all((finding.check, finding.detail, what_to_do)), finding
+    return {finding.check: finding for finding in found}
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_without_a_gpu_host_memory_is_used_and_a_check_that_breaks_is_a_finding(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "has_nvidia", lambda: False)
+    findings = by_check(diagnose(config))
+    assert len(findings) > 8
+    assert findings["gpus"] == Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
+    assert findings["cuda-bindings"].status == "ok"
+    assert [name for name, finding in findings.items() if finding.status == "fail"] == []
+
+    def check_kernel(config: Config) -> Iterator[Finding]:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr(doctor, "check_kernel", check_kernel)
+    broken = by_check(diagnose(config))
+    assert "ZeroDivisionError('surprise')" in broken["kernel"].detail
+    assert (broken["kernel"].status, broken.keys()) == ("fail", findings.keys())
+
+
+# ---- packages and system
+
+VERSIONS = {("lmcache", "0.5.12.post1"): "ok", ("lmcache", "0.6.0"): "warn"}
+VERSIONS |= {("vllm", "0.9.2"): "warn", ("torch", "1.13.1"): "fail"}
+
+
+@pytest.mark.parametrize(("name", "version"), VERSIONS)
+def test_versions_are_compared_as_numbers(
+    config: Config, monkeypatch: pytest.MonkeyPatch, name: str, version: str
+) -> None:
+    real, status = metadata.version, VERSIONS[name, version]
+    monkeypatch.setattr(metadata, "version", lambda one: version if one == name else real(one))
+    finding = by_check(machine.check_packages(config))[name]
+    assert (finding.status, version in finding.detail) == (status, True)
+    assert status == "ok" or f"pip install '{name}>=" in finding.advice
+
+
+@pytest.mark.parametrize("policy", ["off", "write_through"])
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_a_missing_package_is_a_failure_only_where_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, nvidia: bool, policy: str
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
+    config = from_dict({"offload": {"policy": policy}})
+    found = by_check(machine.check_packages(config))
+    needed = {"cuda-bindings"} if nvidia else set()
+    if policy != "off":
+        needed |= {"mooncake-transfer-engine", "xxhash"}
+        assert "transfer-engine-non-cuda" in found["mooncake-transfer-engine"].advice
+    assert {name for name, one in found.items() if one.status == "fail"} == needed
+    assert offload.LIBRARY not in by_check(doctor.check_offload(config))
+
+
+def test_what_the_kernel_lacks_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nonexistent", os.O_RDONLY))
+    assert "without memfd_create or pidfd_open" in only(machine.check_kernel(config)).detail
+    monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
+    said = "Linux 4.18.0-553.el8_10.x86_64", "vcache needs Linux 5.4 or later"
+    assert only(machine.check_kernel(config)) == Finding("kernel", "fail", *said)
+
+
+# ---- GPUs
+
+
+def test_gpus_and_their_links_are_reported(
+    config: Config, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda
+) -> None:
+    """Of a machine with two fake GPUs."""
+    monkeypatch.setattr(machine, "has_nvidia", lambda: True)
+    findings = by_check(machine.check_gpus(config))
+    assert findings["gpu 1"].detail == f"Fake H200, {UUIDS[1]}, 5 MiB of 64 MiB free"
+    assert findings["peer 0 reads 1"] == Finding("peer 0 reads 1", "ok", "NVLink")
+    assert findings["driver"].detail.endswith("CUDA 13.0")
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) -> None:
+    findings = by_check(diagnose(config))
+    assert findings["gpu 0"].status == "ok", findings["gpu 0"]
+    assert findings["driver"].status == "ok"
+    assert not any("check itself failed" in finding.detail for finding in findings.values())
+
+
+# ---- the server. What else a client says of a socket: tests/protocol and test_server_socket
+
+
+def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(config: Config) -> None:
+    with stage(config.server.path.parent) as here:
+        here.path = config.server.path
+        here.server()
+        finding = only(machine.check_server(config))
+        said = f"{here.path} answers, protocol {PROTOCOL_VERSION}, epoch "
+        assert (finding.status, finding.detail.startswith(said)) == ("ok", True)
+        for dtype in ("bfloat16", "float16"):
+            here.client(layout={"model": "m", "namespace": dtype, "dtype": dtype})
+        mismatch = only(one for one in machine.check_server(config) if one.check == "sharing")
+    assert (mismatch.status, mismatch.advice) == ("warn", "see `vcache status`")
+    assert mismatch.detail.endswith("lends memory; and 2 more")
+
+
+def test_no_server_is_a_warning_that_says_how_to_start_one_and_others_are_failures(
+    config: Config,
+) -> None:
+    path = config.server.path
+    finding = only(machine.check_server(config))
+    assert (finding.status, finding.advice) == ("warn", "start one with `vcache serve`")
+    assert str(path) in finding.detail
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left_over:
+        left_over.bind(str(path))
+    assert only(machine.check_server(config)).status == "warn"
+    path.unlink()
+    path.write_text("no socket")
+    finding = only(machine.check_server(config))
+    assert (finding.status, "is not a socket" in finding.detail) == ("fail", True)
+    path.unlink()
+    path.symlink_to(path)
+    finding = only(machine.check_server(config))
+    assert (finding.status, finding.advice) == ("fail", "look at that path, and at server.socket")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "advice"),
+    [
+        (None, "did not answer in 1 s", "see its log; `kill -CONT` it"),
+        (b"", "the server closed it", "see its log"),
+        (b"HTTP/1.1 400", "is not a metadata server of", "set server.socket to that of a metadata"),
+    ],
+)
+def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
+    config: Config, answer: bytes | None, said: str, advice: str
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(config.server.path))
+        listener.listen(1)
+
+        def serve() -> None:
+            channel, _ = listener.accept()
+            with channel:
+                channel.recv(1 << 16)
+                # Who is not answered hangs up.
+                channel.sendall(answer) if answer is not None else channel.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        finding = only(machine.check_server(config))
+        thread.join(10)
+    assert (finding.check, finding.status) == ("server", "fail")
+    assert finding.advice.startswith(advice)
+    assert said in finding.detail

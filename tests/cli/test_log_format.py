@@ -1,0 +1,51 @@
+"""The log of the server's processes is bounded and delays nobody."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from processes import ran
+
+
+def test_the_log_of_such_a_server_is_bounded_and_keeps_what_it_said_last(tmp_path: Path) -> None:
+    code = """
+import logging, sys
+from pathlib import Path
+from vcache_backend import log_format
+log_format.LOG_BYTES = 10_000
+log_format.begin(Path(sys.argv[1]))
+for number in range(1000):
+    logging.info("line %d", number)
+    if number == 300:
+        Path(sys.argv[1]).unlink(missing_ok=True)  # as who makes room on a disk
+logging.shutdown()
+sys.stderr.write("its last words")
+"""
+    path = tmp_path / "vcache.log"
+    assert ran(sys.executable, "-c", code, str(path), stderr=None).returncode == 0
+    assert {one.name for one in path.parent.iterdir()} == {path.name, f"{path.name}.1"}
+    sizes = [one.stat().st_size for one in path.parent.iterdir()]
+    assert max(sizes) <= 10_000 + len("its last words")
+    assert path.read_text().endswith("line 999\nits last words")
+
+
+def test_who_logs_does_not_wait_for_a_pipe_that_nobody_reads() -> None:
+    """Nor for a terminal after Ctrl-S. The server would answer nobody."""
+    code = """
+import logging, os
+from vcache_backend import log_format
+reading, writing = os.pipe()
+os.dup2(writing, 2)
+log_format.begin()
+for number in range(5000):
+    logging.info("line %d %s", number, "x" * 100)
+unread = open(reading)
+for number in range(300):
+    assert f"line {number} " in unread.readline()
+logging.info("and then")
+while "and then" not in (line := unread.readline()):
+    assert "line 4999" not in line
+print(line)
+"""
+    assert "and then" in ran(sys.executable, "-c", code).stdout

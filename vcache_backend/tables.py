@@ -1,0 +1,167 @@
+"""The output of commands: tables of 80 columns, and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from vcache_backend.config import ByteSize
+from vcache_backend.protocol import messages as m
+from vcache_backend.status import duration, state, tokens, trouble, verdict
+
+_STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
+Cell = str | Text
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def show(*parts: RenderableType) -> None:
+    """Print texts and tables. A narrow terminal folds lines; piped, a table keeps its columns."""
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    # rich leaves out a column without room.
+    console.width = max(console.width, 80)
+    for part in parts:
+        console.print(part)
+
+
+def level(name: str) -> Text:
+    return Text(name, _STYLES.get(name, ""))
+
+
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Table:
+    """Make a table without rules. Cells are plain text, never markup. Marks before a column's name:
+    `>` right-justified, `~` may be wrapped."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    made.box, made.padding = None, (0, 2, 0, 0)
+    for name in columns:
+        made.add_column(
+            name.lstrip("~>"),
+            no_wrap=not name.startswith("~"),
+            overflow="fold",
+            justify="right" if name.startswith(">") else "left",
+        )
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    return made
+
+
+# ---- `vcache status` and `vcache segment list`
+
+
+def status(stats: m.ServerStats) -> Iterator[RenderableType]:
+    """Make the output of `vcache status`: the verdict, faults, instances, and the pool."""
+    good, said = verdict(stats)
+    style = "bold yellow" if not good else "bold green" if len(stats.instances) > 1 else "bold"
+    yield Text(said, style)
+    up, memory = duration(stats.uptime_seconds), ByteSize(stats.rss_bytes).about
+    yield _counts(up=up, clients=stats.clients, memory=memory)
+    pool = {"chunks": stats.chunks, "reservations": stats.reservations}
+    yield _counts(**pool, quarantined=stats.quarantined)
+    tables = _mismatches(stats), _quarantined(stats), _reports(stats.reports), _instances(stats)
+    yield from (each for each in tables if each.row_count)
+    if stats.segments:
+        yield from segments(stats.segments)
+    asked, found = tokens(stats)
+    if asked:
+        rate = f"{found / asked:.1%}" if found else "none yet"
+        yield _counts(hits=f"{rate}   {found:,} of {asked:,} tokens looked up")
+    counts = Counter(stats.counters)
+    if promised := counts["promised_chunks"]:
+        waited = f"{counts['waited_milliseconds'] / 1e3:,.1f} s"
+        waited += f"   for {counts['awaited_tokens']:,} tokens   {promised:,} chunks promised"
+        yield _counts(waits=f"{waited}, {counts['promised_chunks_broken']:,} broken")
+
+
+def segments(infos: Sequence[m.SegmentInfo]) -> Iterator[RenderableType]:
+    """Make a row for each segment, or a sentence without segments."""
+    if not infos:
+        yield Text("no segments: no process lends memory to a pool; in place none is needed")
+        return
+    rows = [
+        (
+            info.id,
+            info.device[:12] if info.medium == "cuda" else info.device,
+            f"{info.used / info.nbytes:.0%}",
+            ByteSize(info.used).about,
+            ByteSize(info.nbytes).about,
+            f"{info.chunks:,}",
+            Text(info.state, style="" if info.state == "live" else "yellow"),
+        )
+        for info in infos
+    ]
+    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks", "state"
+    yield table("Segments", columns, rows)
+
+
+def _counts(**counts: int | str) -> Text:
+    """Make a line of names and values."""
+    text = Text()
+    for name, value in counts.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        text.append(f"{'   ' if text else ''}{name} ", "dim").append(shown)
+    return text
+
+
+def _instances(stats: m.ServerStats) -> Table:
+    rows = [
+        (
+            one.id[:8] or "–",
+            str(one.pid or "–"),
+            one.name or "–",
+            one.device[:12],
+            f"{one.silent:.1f} s",
+            Text(state(one), style="yellow" if trouble(one) else ""),
+        )
+        for one in stats.instances
+    ]
+    columns = "instance", ">pid", "~port", "device", ">last heard", "~state"
+    return table("Instances", columns, rows)
+
+
+def _reports(reports: Sequence[m.Reported]) -> Table:
+    """Make a row for each of the newest reports, newest first."""
+    rows = [
+        (
+            time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)),
+            level(one.level),
+            str(one.pid),
+            one.text,
+        )
+        for one in reversed(reports[-5:])
+    ]
+    more = f", the newest 5 of {len(reports)} (--json has all)" if len(reports) > 5 else ""
+    return table(f"Reports{more}", ("when", "", "pid", "~report"), rows)
+
+
+def _quarantined(stats: m.ServerStats) -> Table:
+    """Make a row for each process with slots in quarantine."""
+    rows = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
+    return table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), rows)
+
+
+def _mismatches(stats: m.ServerStats) -> Table:
+    """Make a row for each value of a field in which instances of a model differ."""
+    rows = list[Sequence[str]]()
+    for one in stats.mismatches:
+        texts = one.model, one.field, one.advice or f"make {one.field} the same everywhere"
+        for value, who in one.values:
+            model, field, advice = texts
+            # The beginning of a GPU's UUID is enough.
+            names = re.sub(
+                r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", r"\1", ", ".join(who)
+            )
+            rows.append((model, field, value or "–", names, advice))
+            texts = "", "", ""
+    return table("Not shared", ("~model", "~field", "~value", "~instances", "~what to do"), rows)
