@@ -41,7 +41,7 @@ from .model.spec import ShardSpec
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
 from .worker.loads import Ends
-from .worker.side import WorkerSide
+from .worker.worker import VCacheWorker
 
 log = logging.getLogger("vllm.vcache")
 
@@ -59,8 +59,8 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
-    and worker/side.py. Once the half is out of use (`Boundary.off`), each call gives vLLM's default
-    answer."""
+    and worker/worker.py. Once the half is out of use (`Boundary.off`), each call gives vLLM's
+    default answer."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError for unknown or impossible settings in `kv_connector_extra_config`."""
@@ -70,7 +70,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         name = f"vLLM's {'scheduler' if plans else 'worker'} (pid {os.getpid()})"
         Boundary.__init__(self, name, says=plans)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: VCacheWorker | None = None
         self._awaited, self._running = AwaitedLoads(), WorkerLoads()
         self._engine = str(transfer.engine_id)
         self._meter: stats.Meter | None = None
@@ -123,7 +123,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         # All workers move the same tokens: only the first counts them.
         meter = self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
         self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-        self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, meter)
+        self._worker = VCacheWorker(vllm_config, kv_cache_config, config, *ranks, meter)
         self.on_close(self._worker.close)
         if vllm_config.parallel_config.world_size == 1:
             _workers[self._engine] = self
@@ -303,7 +303,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(lambda self: Handshake(self._no_shard()))
     def _handshake(self) -> Handshake:
         assert self._worker is not None
-        return Handshake(self._worker.report.shard)
+        return Handshake(self._worker.shard)
 
     def _no_shard(self) -> ShardSpec:
         return ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=self.off)
@@ -399,7 +399,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(lambda self: self._say_off())
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
-        return self._worker.report.take()
+        return self._worker.report()
 
     def _say_off(self) -> WorkerReport | None:
         """Tell the scheduler once that this worker is out of use."""

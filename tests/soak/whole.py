@@ -153,8 +153,10 @@ class Whole(Living):
         scheduler = self.engine.engine_core.engine_core.scheduler
         session.copier = Slowly(session.copier, self, SLOW, SLOW_SECONDS)
 
-        def counted(loading: Any, *ended: int) -> None:
-            count(loading, *ended)
+        def counted(spec: Any, loading: Any, ended: int) -> None:
+            count(spec, loading, ended)
+            if loading is None:
+                return
             # vLLM appends a suffix to the request's name.
             name, outcomes = loading.spec.request_id, self.told.outcomes
             self._loaded[name.rpartition("-")[0] or name] += loading.stats.tokens.total()

@@ -83,7 +83,7 @@ for later in (
     "numpy.ma",
     "vcache_backend.integration.plugin",
     "vcache_backend.integration.vllm.scheduler.side",
-    "vcache_backend.integration.vllm.worker.side",
+    "vcache_backend.integration.vllm.worker.worker",
     "vcache_backend.integration.vllm_connector",
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.entrypoints.launchers.cli_args",

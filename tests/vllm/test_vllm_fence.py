@@ -19,10 +19,8 @@ pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed"
 from vcache_backend.integration.vllm.ends import LoadEnds
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, StoreSpec
 from vcache_backend.integration.vllm.telemetry.stats import Meter
-from vcache_backend.integration.vllm.worker.loading import Attached
 from vcache_backend.integration.vllm.worker.loads import Loads
-from vcache_backend.integration.vllm.worker.report import Reporter
-from vcache_backend.integration.vllm.worker.stores import Stores
+from vcache_backend.integration.vllm.worker.stores import Attached, Stores
 from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Completion
@@ -82,7 +80,7 @@ class Worker:
         for end in self.copier.ends:
             end.set()
         assert self.session.flush(SECONDS)
-        loads = Loads(self.block_size, False, Reporter((0, 0), 0, 0), self.stores, Meter())
+        loads = Loads(0, self.block_size, self.stores, Meter())
         loads.begin(self.attached, StepMetadata(list(specs), ends=ends))
         return loads
 

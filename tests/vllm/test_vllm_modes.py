@@ -230,12 +230,12 @@ def failing(arguments: dict[str, Any]) -> Any:
 
     from vcache_backend.integration.vllm.scheduler import introduction
     from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
-    from vcache_backend.integration.vllm.worker.side import WorkerSide
+    from vcache_backend.integration.vllm.worker.worker import VCacheWorker
 
     def fail(*_: Any) -> None:
         raise RuntimeError("raised on purpose")
 
-    half = {"scheduler": SchedulerSide, "worker": WorkerSide}[arguments.pop("half")]
+    half = {"scheduler": SchedulerSide, "worker": VCacheWorker}[arguments.pop("half")]
     half.__init__ = fail  # type: ignore[method-assign]
     # The scheduler is told at vLLM's start: no request waits for the worker's shard.
     introduction.INTRODUCTION_SECONDS = vllm_cases.FOREVER

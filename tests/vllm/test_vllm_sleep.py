@@ -50,7 +50,7 @@ def prepare(serving: Any) -> None:
 
 def patience(serving: Any, seconds: float) -> None:
     """For what never ends, which a test need not wait for as long as a user may."""
-    from vcache_backend.integration.vllm.worker import side as worker
+    from vcache_backend.integration.vllm.worker import worker
 
     worker.CLOSE_SECONDS = seconds
 

@@ -26,8 +26,7 @@ from vcache_backend.integration.vllm.in_place.exporter import Exporter
 from vcache_backend.integration.vllm.in_place.worker import InPlace
 from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata
 from vcache_backend.integration.vllm.telemetry.stats import Meter
-from vcache_backend.integration.vllm.worker.loading import Attached
-from vcache_backend.integration.vllm.worker.stores import Stores
+from vcache_backend.integration.vllm.worker.stores import Attached, Stores
 from vcache_backend.protocol.messages import ChunkKey, InstanceId, Publish
 from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer import publisher

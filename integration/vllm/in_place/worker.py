@@ -19,8 +19,7 @@ from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ..metadata import PublicationSpec
-from ..worker.loading import Attached
-from ..worker.stores import Stores
+from ..worker.stores import Attached, Stores
 from .exporter import Exporter
 
 

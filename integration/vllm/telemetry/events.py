@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -112,23 +113,17 @@ class Announcer:
 
         contains: asks the server. Its errors go to the caller."""
         left = min(len(self._turns), MOST_CHECKED // self._ranks)
-        while left > 0:
-            self._check(min(left, MAX_KEYS), contains)
-            left -= MAX_KEYS
-
-    def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
-        """Check `most` keys with one request for each rank. Each request has its own deadline; a
-        late answer ends the scheduler's connection."""
-        keys = [self._turns.popleft() for _ in range(most)]
-        removals, present = [self._published[key] for key in keys], [True] * most
-        try:
-            parts = [contains(of_rank(keys, rank)) for rank in range(self._ranks)]
-            present = [all(whole) for whole in zip(*parts, strict=True)]
-        finally:
-            self._turns.extend(key for key, exists in zip(keys, present, strict=True) if exists)
-        for key, event, exists in zip(keys, removals, present, strict=True):
-            if not exists:
-                self._gone.append((key, event))
+        for begin in range(0, left, MAX_KEYS):
+            # Each request has its own deadline; a late answer ends the scheduler's connection.
+            keys = [self._turns.popleft() for _ in range(min(left - begin, MAX_KEYS))]
+            removals, present = [self._published[key] for key in keys], [True] * len(keys)
+            try:
+                parts = [contains(of_rank(keys, rank)) for rank in range(self._ranks)]
+                present = [all(whole) for whole in zip(*parts, strict=True)]
+            finally:
+                self._turns.extend(compress(keys, present))
+            gone = [not exists for exists in present]
+            self._gone.extend(compress(zip(keys, removals, strict=True), gone))
 
     def renewed(self) -> Announcer:
         """Make an announcer for other keys. Its first events take back all that this announcer has

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vcache_backend.transfer.stats import LoadStats
+from vcache_backend.transfer.stats import NOT_STORED, EngineStats, LoadStats
 
 log = logging.getLogger("vllm.vcache")
 OTHER = "other"
@@ -28,11 +29,14 @@ FAILURES = (
     *("internal", "lease_lost", "server", "late", "segment", "copy", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
-NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
-NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", OTHER)
+NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed")
 TIERS = ("own", "peer", "host", "resident", "store")
 """The places of loaded chunks: this worker's GPU, another GPU of the node, host memory, another
 instance's KV cache, the offload tier."""
+WAITS = ("kept", "withdrawn", "silent", "late", "aborted")
+"""How waits end: the chunks came; the promise was withdrawn, or the request took it over; no chunk
+came for three of the owner's steps; the time was over; the request ended first."""
+PARTS = ("metadata", "data")
 
 
 @functools.cache
@@ -59,55 +63,38 @@ def _harmless(otherwise: Callable[[Any], Any]) -> Callable[[Callable[..., Any]],
 
 
 class _Counter(NamedTuple):
-    """A counter with at most one label. Label values that are not in `values` count as the last
-    value, which bounds the number of series."""
+    """A counter with at most one label."""
 
     documentation: str
     label: str = ""
     values: tuple[str, ...] = ("",)
+    """The label's values. Others count as the last one, which bounds the number of series."""
+    counted: str = ""
+    """The session's counter (`EngineStats`) that a worker's counter follows; {}: the label."""
 
-
-WAITS = ("kept", "withdrawn", "silent", "late", "aborted")
-"""How waits end: the chunks came; the promise was withdrawn, or the request took it over; no chunk
-came for three of the owner's steps; the time was over; the request ended first."""
 
 COUNTERS = {
-    "lookup_asked_tokens": _Counter(
-        "Prompt tokens that look-ups asked the pool, other instances and the offload tier for."
-    ),
+    "lookup_asked_tokens": _Counter("Prompt tokens that look-ups asked for, wherever they lie."),
     "lookup_hit_tokens": _Counter("Prompt tokens that look-ups found."),
-    "awaited_tokens": _Counter(
-        "Tokens that another instance computed while a request here waited for them."
-    ),
-    "waits": _Counter(
-        "Requests that waited for chunks another instance was computing.", "end", WAITS
-    ),
+    "awaited_tokens": _Counter("Tokens that came from another instance while a request waited."),
+    "waits": _Counter("Requests that waited for another instance's chunks.", "end", WAITS),
     "loaded_tokens": _Counter("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
-    "stored_tokens": _Counter("Tokens stored."),
-    "stored_bytes": _Counter("Bytes stored by all workers."),
-    "published_chunks": _Counter(
-        "Chunks published for others to read in this instance's KV cache, counted by worker."
-    ),
-    "load_time_seconds": _Counter(
-        "Time of loads, summed over workers.", "part", ("metadata", "data")
-    ),
-    "store_time_seconds": _Counter(
-        "Time of stores, summed over workers.", "part", ("metadata", "data")
-    ),
+    "stored_tokens": _Counter("Tokens stored.", counted="tokens_stored"),
+    "stored_bytes": _Counter("Bytes stored by all workers.", counted="bytes_stored"),
+    "published_chunks": _Counter("Chunks published in place.", counted="chunks_published"),
+    "load_time_seconds": _Counter("Time of loads, summed over workers.", "part", PARTS),
+    "store_time_seconds": _Counter("Time of stores, summed over workers.", "part", PARTS),
     "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
     "recomputed_tokens": _Counter("Tokens that a look-up found and that were computed after all."),
-    "not_stored_chunks": _Counter(
-        "Chunks that were not stored; `exists` and `busy` are not failures.", "cause", NOT_STORED
-    ),
-    "offload_written_chunks": _Counter("Chunks written to the offload tier, counted by worker."),
-    "offload_written_bytes": _Counter("Bytes written to the offload tier, with their headers."),
+    "not_stored_chunks": _Counter("Chunks not stored.", "cause", NOT_STORED, "not_stored_{}"),
+    "offload_written_chunks": _Counter("Chunks offloaded.", counted="offload_written"),
+    "offload_written_bytes": _Counter("Bytes offloaded.", counted="bytes_offload_written"),
     "offload_dropped_chunks": _Counter(
-        "Chunks that should have been written to the offload tier and were not.",
-        "cause",
-        NOT_OFFLOADED,
+        "Chunks that were not offloaded.", "cause", NOT_OFFLOADED, "offload_dropped_{}"
     ),
 }
+"""`exists` and `busy` in `not_stored_chunks` are no failures."""
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
     "lookup_seconds": "Time of one look-up in the scheduler.",
@@ -125,8 +112,8 @@ MOST_OBSERVED = 4096
 class VCacheStats(KVConnectorStats):  # type: ignore[misc]
     """Counts and times of one interval. One thread at a time.
 
-    `data`: `{"counters": {name: {label value: number}}, "histograms": {name: [seconds]}}`, without
-    zeros. The label value is "" for a counter without a label."""
+    `data`: by counter `{label value: number}`, by histogram `[seconds]`, without zeros. The label
+    value is "" for a counter without a label."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -141,39 +128,42 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
     def count(self, name: str, amount: float, label: str = "") -> None:
         """Add to a counter. Amounts of 0 or less are ignored."""
         if amount > 0:
-            series = self.data.setdefault("counters", {}).setdefault(name, {})
+            series = self.data.setdefault(name, {})
             series[label] = series.get(label, 0) + amount
 
     def observe(self, name: str, *seconds: float) -> None:
         """Add observations to a histogram, up to `MOST_OBSERVED`."""
-        kept = self.data.setdefault("histograms", {}).setdefault(name, [])
+        kept = self.data.setdefault(name, [])
         kept.extend(seconds[: max(MOST_OBSERVED - len(kept), 0)])
 
     @_harmless(lambda self: self)
     def aggregate(self, other: KVConnectorStats) -> VCacheStats:
         """Add the stats `other` of another worker or step, and return `self`. `other` stays
         unchanged."""
-        for name, series in other.data.get("counters", {}).items():
-            for label, amount in series.items():
+        for name, counted in other.data.items():
+            if isinstance(counted, list):
+                self.observe(name, *counted)
+                continue
+            for label, amount in counted.items():
                 self.count(name, amount, label)
-        for name, seconds in other.data.get("histograms", {}).items():
-            self.observe(name, *seconds)
         return self
 
     @_harmless(lambda self: {})
     def reduce(self) -> dict[str, int | float]:
         """The values for vLLM's log line. Loads and failures are summed over workers."""
-        counters = self.data.get("counters", {})
-        sums = {name: sum(series.values()) for name, series in counters.items()}
-        loads = self.data.get("histograms", {}).get("load_seconds", [])
+
+        def total(name: str) -> float:
+            return float(sum(self.data.get(name, {}).values()))
+
+        loads = self.data.get("load_seconds", [])
         return {
-            "Hit tokens": int(sums.get("lookup_hit_tokens", 0)),
+            "Hit tokens": int(total("lookup_hit_tokens")),
             "Loads": len(loads),
-            "Loaded MB": round(sums.get("loaded_bytes", 0) / 1e6, 1),
+            "Loaded MB": round(total("loaded_bytes") / 1e6, 1),
             "Median load ms": round(median(loads) * 1e3, 2) if loads else 0.0,
-            "Stored MB": round(sums.get("stored_bytes", 0) / 1e6, 1),
-            "Recomputed tokens": int(sums.get("recomputed_tokens", 0)),
-            "Failures": int(sums.get("failures", 0)),
+            "Stored MB": round(total("stored_bytes") / 1e6, 1),
+            "Recomputed tokens": int(total("recomputed_tokens")),
+            "Failures": int(total("failures")),
         }
 
 
@@ -186,51 +176,67 @@ class Meter:
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
         self._stats = VCacheStats()
+        self._session: dict[tuple[str, str], float] = {}
+        """What `add_session` saw last."""
+        self._updates = 0
 
     def take(self) -> VCacheStats | None:
         """Return the stats since the last call; None if there are none."""
         if not self._stats.data:
             return None
         with self._lock:
-            taken = self._stats
-            self._stats = VCacheStats()
+            taken, self._stats = self._stats, VCacheStats()
         return taken
-
-    def looked_up(self, asked: int, hit: int, seconds: float) -> None:
-        """Count a look-up of the scheduler: tokens asked for, tokens hit, seconds."""
-        with self._lock:
-            self._stats.count("lookup_asked_tokens", asked)
-            self._stats.count("lookup_hit_tokens", hit)
-            self._stats.observe("lookup_seconds", seconds)
 
     def count(self, name: str, amount: float, label: str = "") -> None:
         """Add to one of COUNTERS."""
+        if self._counts_tokens or not name.endswith("_tokens"):
+            values = COUNTERS[name].values
+            with self._lock:
+                self._stats.count(name, amount, label if label in values else values[-1])
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Add to one of HISTOGRAMS."""
         with self._lock:
-            self._add(name, amount, label)
+            self._stats.observe(name, seconds)
+
+    def looked_up(self, asked: int, hit: int, seconds: float) -> None:
+        """Count a look-up of the scheduler: tokens asked for, tokens hit, seconds."""
+        self.count("lookup_asked_tokens", asked)
+        self.count("lookup_hit_tokens", hit)
+        self.observe("lookup_seconds", seconds)
 
     def waited(self, end: str, tokens: int, seconds: float) -> None:
         """Count the end of a request's wait, and the tokens that came during it."""
-        with self._lock:
-            self._add("waits", 1, end)
-            self._add("awaited_tokens", tokens, "")
-            self._stats.observe("wait_seconds", seconds)
+        self.count("waits", 1, end)
+        self.count("awaited_tokens", tokens)
+        self.observe("wait_seconds", seconds)
 
     def loaded(self, stats: LoadStats) -> None:
         """Count a load that has filled some blocks."""
-        asking, copying = stats.metadata_seconds, stats.data_seconds
-        with self._lock:
-            for tier, tokens in stats.tokens.items():
-                self._add("loaded_tokens", tokens, tier)
-                self._add("loaded_bytes", tokens * stats.token_bytes, tier)
-            self._add("load_time_seconds", asking, "metadata")
-            self._add("load_time_seconds", copying, "data")
-            self._stats.observe("load_seconds", asking + copying)
+        for tier, tokens in stats.tokens.items():
+            self.count("loaded_tokens", tokens, tier)
+            self.count("loaded_bytes", tokens * stats.token_bytes, tier)
+        self.count("load_time_seconds", stats.metadata_seconds, "metadata")
+        self.count("load_time_seconds", stats.data_seconds, "data")
+        self.observe("load_seconds", stats.metadata_seconds + stats.data_seconds)
 
-    def _add(self, name: str, amount: float, label: str) -> None:
-        """Under the lock."""
-        if self._counts_tokens or not name.endswith("_tokens"):
-            values = COUNTERS[name].values
-            self._stats.count(name, amount, label if label in values else values[-1])
+    def add_session(self, stats: EngineStats) -> None:
+        """Count what a worker's session has counted since the last call, in one thread."""
+        if stats.updates == self._updates:
+            return
+        self._updates, counted = stats.updates, stats.counted("")
+        now: dict[tuple[str, str], float] = {
+            (name, value): counted.get(counter.counted.format(value), 0)
+            for name, counter in COUNTERS.items()
+            for value in counter.values
+            if counter.counted
+        }
+        now["store_time_seconds", "metadata"] = stats.seconds("reserve", "commit")
+        now["store_time_seconds", "data"] = stats.seconds("store_copy")
+        for (name, value), amount in now.items():
+            self.count(name, amount - self._session.get((name, value), 0), value)
+        self._session = now
 
 
 class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -249,8 +255,8 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[tuple[int, str, str], Any] = {}
-        self._histograms: dict[tuple[int, str], Any] = {}
+        self._series: dict[tuple[int, str, str], Any] = {}
+        """By engine, metric and label value."""
         self._make(metric_types, labelnames, per_engine_labelvalues)
 
     @_harmless(lambda self: None)
@@ -258,34 +264,31 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self,
         metric_types: dict[type[Any], type[Any]],
         labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        engines: dict[int, list[object]],
     ) -> None:
-        for name, (documentation, label, values) in COUNTERS.items():
+        for name, (documentation, label, values, _) in COUNTERS.items():
             labels = [*labelnames, *([label] if label else [])]
-            said: dict[str, Any] = {"documentation": documentation, "labelnames": labels}
-            family = metric_types[Counter](name=f"vllm:vcache_{name}", **said)
-            for engine, given in per_engine_labelvalues.items():
-                for value in values:
-                    series = family.labels(*given, *([value] if label else []))
-                    self._counters[engine, name, value] = series
+            family = metric_types[Counter](f"vllm:vcache_{name}", documentation, labels)
+            for (engine, given), value in product(engines.items(), values):
+                series = family.labels(*given, *([value] if label else []))
+                self._series[engine, name, value] = series
         for name, documentation in HISTOGRAMS.items():
-            said = {"documentation": documentation, "labelnames": labelnames, "buckets": BUCKETS}
-            family = metric_types[Histogram](name=f"vllm:vcache_{name}", **said)
-            for engine, given in per_engine_labelvalues.items():
-                self._histograms[engine, name] = family.labels(*given)
+            said: dict[str, Any] = {"labelnames": labelnames, "buckets": BUCKETS}
+            family = metric_types[Histogram](f"vllm:vcache_{name}", documentation, **said)
+            for engine, given in engines.items():
+                self._series[engine, name, ""] = family.labels(*given)
 
     @_harmless(lambda self: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's `VCacheStats.data`. Ignores unknown names and engines, for example of
         a newer worker."""
-        for name, series in transfer_stats_data.get("counters", {}).items():
-            for label, amount in series.items():
-                if (engine_idx, name, label) in self._counters:
-                    self._counters[engine_idx, name, label].inc(amount)
-        for name, observed in transfer_stats_data.get("histograms", {}).items():
-            if (engine_idx, name) in self._histograms:
-                for seconds in observed:
-                    self._histograms[engine_idx, name].observe(seconds)
+        for name, counted in transfer_stats_data.items():
+            if name in HISTOGRAMS and (engine_idx, name, "") in self._series:
+                for seconds in counted:
+                    self._series[engine_idx, name, ""].observe(seconds)
+            for label, amount in counted.items() if name in COUNTERS else ():
+                if (engine_idx, name, label) in self._series:
+                    self._series[engine_idx, name, label].inc(amount)
 
 
 def build_stats(data: Mapping[str, Any] | None) -> VCacheStats:

@@ -10,14 +10,12 @@ import torch
 
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 from vcache_backend.transfer import load as transfer
-from vcache_backend.vram_pool.copies.copier import NOTHING
+from vcache_backend.vram_pool.copies.copier import NOTHING, Mark
 
 from ..ends import EndRing
 from ..metadata import LoadSpan, LoadSpec, StepMetadata
 from ..telemetry.stats import Meter
-from .loading import Attached, Loading
-from .report import Reporter
-from .stores import Stores
+from .stores import Attached, Stores
 
 log = logging.getLogger("vllm.vcache")
 
@@ -29,39 +27,100 @@ vLLM sleeps after each such step. If the step sees the load's end, the request s
 sleep. A request that arrives meanwhile waits as long."""
 
 
+class Loading(transfer.Load):
+    """The load of one request's blocks."""
+
+    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
+        """mark: a point in the model's stream behind all work of the blocks' earlier owners."""
+        session = worker.session
+        super().__init__(
+            session,
+            worker.places(spec.blocks),
+            session.own(spec.keys),
+            mark=mark,
+            offload=spec.offload,
+            name=spec.request_id,
+            residents=spec.residents,
+            neighbours=worker.neighbours,
+        )
+        self.began = time.time_ns()
+        self.worker, self.spec = worker, spec
+
+    @property
+    def invalid(self) -> list[int]:
+        """The blocks (vLLM's numbers) that the finished load has not filled; empty if cancelled."""
+        if not self.cause or self.cause == transfer.CANCELLED:
+            return []
+        kv, size = self.worker.kv, self.worker.session.chunk_size
+        filled = self.loaded * kv.blocks_in(size) * kv.block_size // self.worker.block_size
+        return [block for block in self.spec.blocks[filled:] if block >= 0]
+
+    @property
+    def failure(self) -> str:
+        """The metrics' name for the cause of a failure."""
+        in_memory = "changed" if self.worker.neighbours is not None else "lease_lost"
+        absent = "store" if self.spec.offload else in_memory
+        return absent if self.cause == transfer.ABSENT else self.cause
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The finished load, for its span."""
+        stats = self.stats
+        said: dict[str, Any] = {
+            f"vcache.bytes.{tier}": tokens * stats.token_bytes
+            for tier, tokens in stats.tokens.items()
+        }
+        said["vcache.metadata_seconds"] = stats.metadata_seconds
+        said["vcache.data_seconds"] = stats.data_seconds
+        return said | ({"vcache.failure": self.failure} if self.failure else {})
+
+
 class Ends(NamedTuple):
-    """Loads that are over, as requests. failed: those that vLLM computes from the start: loads that
-    never began and, with several block tables, all failed loads. invalid: the blocks (vLLM's
-    numbers) that all other failed loads have not filled; vLLM keeps the blocks before them."""
+    """Loads that are over, as requests."""
 
     over: set[str]
     failed: set[str]
+    """Those that vLLM computes from the start: loads that never began and, with several block
+    tables, all failed loads."""
     invalid: set[int]
+    """The blocks (vLLM's numbers) that all other failed loads have not filled; vLLM keeps the
+    blocks before them."""
 
 
 class Loads:
     """Runs a worker's loads, in its main thread, in the order of vLLM's steps."""
 
     def __init__(
-        self, block_size: int, several: bool, report: Reporter, stores: Stores, meter: Meter
+        self,
+        number: int,
+        block_size: int,
+        stores: Stores,
+        meter: Meter,
+        *,
+        at_once: bool = False,
+        several: bool = False,
+        traced: bool = False,
     ) -> None:
-        """block_size: in tokens. several: report failed loads by request, since with several block
-        tables vLLM cannot tell which request owns a block."""
-        self.at_once = False
-        """Loads do not wait for the steps under way (`compat.loads_at_once`)."""
-        self._ends = EndRing(report.number)
-        self._block_size, self._several = block_size, several
-        self._report = report
-        self._stores = stores
-        self._meter = meter
+        """number: of this worker among all workers. block_size: in tokens. at_once: loads do not
+        wait for the steps under way (`compat.loads_at_once`). several: report failed loads by
+        request, since with several block tables vLLM cannot tell which request owns a block.
+        traced: vLLM traces."""
+        self.at_once = at_once
+        self.failed = set[str]()
+        """Requests with failed loads, for the worker's report, which takes them."""
+        self.spans: list[LoadSpan] = []
+        """The spans of loads that are over, for the worker's report, which takes them."""
+        self._number, self._ends = number, EndRing(number)
+        self._block_size, self._several, self._traced = block_size, several, traced
+        self._stores, self._meter = stores, meter
         self._under_way: list[Loading] = []
-        self._lost: list[LoadSpec] = []
-        self._invalid: set[int] = set()
-        self._failed: set[str] = set()
         self._over: list[str] = []
         """The request of each load that is over, until the load is reported."""
-        self._uncounted: list[tuple[Loading, int]] = []
-        """Finished loads, and the time of each end (nanoseconds of the wall clock)."""
+        self._from_start = set[str]()
+        self._invalid = set[int]()
+        """See `Ends.failed`, `Ends.invalid`."""
+        self._uncounted: list[tuple[LoadSpec, Loading | None, int]] = []
+        """Loads that are over, and the time of each end (nanoseconds of the wall clock)."""
 
     # ---- a step
 
@@ -70,11 +129,12 @@ class Loads:
         while vLLM sleeps: the loads fail."""
         if meta.loads:
             self._ends.open(meta.ends)
-        if worker is None:
-            self._lost += meta.loads
-        elif meta.loads:
-            mark = worker.session.copier.mark() if not self.at_once else NOTHING
-            self._under_way += [Loading(worker, spec, mark) for spec in meta.loads]
+            mark = worker.session.copier.mark() if worker and not self.at_once else NOTHING
+            for spec in meta.loads:
+                if worker is None:
+                    self._end(spec, None)
+                else:
+                    self._under_way.append(Loading(worker, spec, mark))
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
@@ -87,7 +147,6 @@ class Loads:
 
         idle: the step runs no model, so it waits for a load to end, within bounds."""
         self._advance()
-        self._give_up()
         began = time.monotonic()
         while idle and self._under_way and not self._over:
             first = self._under_way[0]
@@ -95,15 +154,15 @@ class Loads:
                 break
             first.wait(IDLE_SECONDS)
             self._advance()
-        for loading, ended in self._uncounted:
-            self._count(loading, ended)
+        for over in self._uncounted:
+            self._count(*over)
         self._uncounted.clear()
         # A second load of the same request is reported with the next step.
         done = set(self._over)
         for request_id in done:
             self._over.remove(request_id)
-        ends = Ends(done, self._failed, self._invalid)
-        self._failed, self._invalid = set(), set()
+        ends = Ends(done, self._from_start, self._invalid)
+        self._from_start, self._invalid = set(), set()
         return ends
 
     def advance(self) -> None:
@@ -114,8 +173,6 @@ class Loads:
             with torch.inference_mode():
                 self._advance()
 
-    # ---- the end
-
     def stop(self, deadline: float) -> None:
         """Cancel all loads, and abandon loads that still run at `deadline` (time.monotonic): vLLM
         takes the KV cache's memory away, or ends."""
@@ -124,7 +181,7 @@ class Loads:
         for loading in self._under_way:
             loading.end(deadline)
             # vLLM waits for the load's end; its bytes are lost in any case.
-            self._lost.append(loading.spec)
+            self._end(loading.spec, None)
         self._under_way.clear()
 
     # ---- inside
@@ -133,62 +190,40 @@ class Loads:
         for loading in list(self._under_way):
             if loading.advance():
                 self._under_way.remove(loading)
-                self._end(loading)
+                self._end(loading.spec, loading)
 
-    def _give_up(self) -> None:
-        """Report loads that never began as failed."""
-        while self._lost:
-            spec = self._lost.pop()
-            self._report.next.failed.add(spec.request_id)
-            self._failed.add(spec.request_id)
-            self._over.append(spec.request_id)
-            self._say(spec, None, time.time_ns())
-
-    def _end(self, loading: Loading) -> None:
-        """Report a load that is over."""
-        spec, invalid, name = loading.spec, loading.invalid, loading.spec.request_id
-        if not loading.cause:
+    def _end(self, spec: LoadSpec, loading: Loading | None) -> None:
+        """Note that a load is over. loading: None if it never began, or its bytes are lost."""
+        name, invalid = spec.request_id, loading.invalid if loading is not None else []
+        if loading is None or invalid:
+            self.failed.add(name)
+            if loading is None or self._several:
+                self._from_start.add(name)
+            self._invalid.update(() if self._several else invalid)
+        elif not loading.cause:
             if spec.promote:
-                self._stores.promote(loading)
+                came, epoch = loading.to_promote(), loading.epoch
+                self._stores.promote(loading.worker, spec, loading.keys, came, epoch)
             self._ends.put(spec.number)
-        if invalid:
-            self._report.next.failed.add(name)
-            if self._several:
-                self._failed.add(name)
-            else:
-                self._invalid |= set(invalid)
         self._over.append(name)
-        self._uncounted.append((loading, time.time_ns()))
+        self._uncounted.append((spec, loading, time.time_ns()))
 
-    def _count(self, loading: Loading, ended: int) -> None:
-        """Count a load that is over, and report its span."""
-        loading.stats.tell()
-        self._say(loading.spec, loading, ended)
+    def _count(self, spec: LoadSpec, loading: Loading | None, ended: int) -> None:
+        """Count a load that is over, and make its span."""
+        if loading is not None:
+            loading.stats.tell()
+        if self._traced:
+            said = {"vcache.failure": "never began"} if loading is None else loading.attributes
+            began = ended if loading is None else loading.began
+            said = {"vcache.worker": self._number} | said
+            self.spans.append(LoadSpan(spec.request_id, began, ended, said))
+        if loading is None:
+            return
         if loading.stats.tokens.total() or not loading.cause:
             self._meter.loaded(loading.stats)
         if loading.cause and loading.cause != transfer.CANCELLED:
             tokens = len(loading.invalid) * self._block_size
-            said = "%d tokens of request %s are computed, not loaded: %s"
-            name = printable(loading.spec.request_id, MAX_LINE_CHARS)
-            log.warning(said, tokens, name, loading.failure)
-            self._meter.count("failures", 1, loading.failure)
+            name, why = printable(spec.request_id, MAX_LINE_CHARS), loading.failure
+            log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, name, why)
+            self._meter.count("failures", 1, why)
             self._meter.count("recomputed_tokens", tokens)
-
-    def _say(self, spec: LoadSpec, loading: Loading | None, ended: int) -> None:
-        """Add the load's span to the report, if vLLM traces. loading: None if the load never
-        began. ended: nanoseconds of the wall clock."""
-        if not self._report.traces:
-            return
-        said: dict[str, Any] = {"vcache.worker": self._report.number}
-        began = ended
-        if loading is None:
-            said["vcache.failure"] = "never began"
-        else:
-            began, stats = loading.began, loading.stats
-            for tier, tokens in stats.tokens.items():
-                said[f"vcache.bytes.{tier}"] = tokens * stats.token_bytes
-            said["vcache.metadata_seconds"] = stats.metadata_seconds
-            said["vcache.data_seconds"] = stats.data_seconds
-            if loading.failure:
-                said["vcache.failure"] = loading.failure
-        self._report.next.spans.append(LoadSpan(spec.request_id, began, ended, said))

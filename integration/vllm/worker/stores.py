@@ -8,32 +8,31 @@ from typing import Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion
+from vcache_backend.vram_pool.copies.geometry import PagedKV
 
-from ..metadata import StepMetadata, StoreSpec
+from ..metadata import LoadSpec, StepMetadata, StoreSpec
 from ..telemetry.stats import Meter
-from .loading import Attached, Loading
 
 log = logging.getLogger("vllm.vcache")
 
 
-COUNTED = {
-    "tokens_stored": "stored_tokens",
-    "bytes_stored": "stored_bytes",
-    "chunks_published": "published_chunks",
-    "offload_written": "offload_written_chunks",
-    "bytes_offload_written": "offload_written_bytes",
-}
-"""Counts of the session, and the metric of each."""
+class Attached(NamedTuple):
+    """The parts that all loads and stores of a worker share."""
 
+    session: Session
+    kv: PagedKV
+    block_size: int
+    """Tokens of the blocks that vLLM numbers; each may be several blocks of the tensors."""
+    neighbours: Neighbours | None = None
 
-class _Gather(NamedTuple):
-    """A store under way. blocks: the blocks that the store reads, vLLM's numbers."""
-
-    copy: Completion
-    blocks: frozenset[int]
+    def places(self, blocks: list[int]) -> BlockPlaces:
+        """The places of chunks whose blocks have these numbers in vLLM, chunk by chunk."""
+        return BlockPlaces(self.kv, self.session.chunk_size, blocks, self.block_size)
 
 
 class Stores:
@@ -43,31 +42,36 @@ class Stores:
         """at_once: make the model's stream wait for every store. Needed if vLLM clears blocks
         (`compat.clears`): vLLM clears and copies a step's blocks before it tells us of the step."""
         self._meter, self._at_once = meter, at_once
-        self._under_way: list[_Gather] = []
-        self._counted: dict[tuple[str, str], float] = {}
-        self._updates = 0
+        self._under_way: list[tuple[Completion, frozenset[int]]] = []
+        """Copies under way, and the blocks that each reads (vLLM's numbers)."""
 
     def fence(self, worker: Attached, meta: StepMetadata) -> None:
         """Make this step's work wait, on the device, for stores that read a block with a new
         owner."""
-        self._under_way = [gather for gather in self._under_way if not self._over(gather)]
-        for gather in self._under_way:
-            if any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
-                worker.session.copier.fence(gather.copy)
+        self._under_way = [store for store in self._under_way if not _over(store[0])]
+        for copy, read in self._under_way:
+            if any(not read.isdisjoint(blocks) for blocks in meta.fresh):
+                worker.session.copier.fence(copy)
 
     def start(self, worker: Attached, stores: Sequence[StoreSpec]) -> None:
         """Store the chunks that the step completes. The step's whole model run must be queued."""
         for spec in stores:
             keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
-            self._store("store", worker, keys, spec.blocks, prefix)
+            self._store("store", worker, keys, spec.blocks, prefix=prefix)
 
-    def promote(self, load: Loading) -> None:
-        """Store chunks that a load has brought from the offload tier in the pool again."""
-        worker, spec = load.worker, load.spec
-        if chunks := load.to_promote():
-            prefix, blocks = worker.session.own(spec.prefix), spec.blocks
-            keys, epoch = load.keys, load.epoch
-            self._store("promote", worker, keys, blocks, prefix, chunks, fetched_in=epoch)
+    def promote(
+        self,
+        worker: Attached,
+        load: LoadSpec,
+        keys: Sequence[ChunkKey],
+        chunks: Sequence[int],
+        epoch: int,
+    ) -> None:
+        """Store these chunks of a load, which came from the offload tier, in the pool again. keys:
+        of all chunks of the load. epoch: in which the tier had stored them."""
+        prefix = worker.session.own(load.prefix)
+        more: dict[str, Any] = {"chunks": chunks, "prefix": prefix, "fetched_in": epoch}
+        self._store("promote", worker, keys, load.blocks, **more)
 
     def save(
         self,
@@ -83,43 +87,14 @@ class Stores:
         drops the chunks because a block was handed out meanwhile."""
         self._store("save", worker, keys, blocks, fetched_in=epoch, holds=holds)
 
-    def measure(self, stats: EngineStats) -> None:
-        """Give the meter the session's counts since the last call."""
-        if stats.updates == self._updates:
-            return
-        self._updates = stats.updates
-        counted = stats.counted("")
-        counts: dict[tuple[str, str], float] = {
-            (f"{lost}_chunks", name.removeprefix(f"{lost}_")): count
-            for lost in ("not_stored", "offload_dropped")
-            for name, count in counted.items()
-            if name.startswith(f"{lost}_")
-        }
-        counts |= {(counter, ""): counted.get(name, 0) for name, counter in COUNTED.items()}
-        counts["store_time_seconds", "metadata"] = stats.seconds("reserve", "commit")
-        counts["store_time_seconds", "data"] = stats.seconds("store_copy")
-        for (counter, label), count in counts.items():
-            self._meter.count(counter, count - self._counted.get((counter, label), 0), label)
-        self._counted = counts
-
-    # ---- inside
-
     def _store(
-        self,
-        what: str,
-        worker: Attached,
-        keys: list[ChunkKey],
-        blocks: list[int],
-        prefix: Sequence[ChunkKey] = (),
-        chunks: Sequence[int] | None = None,
-        **how: Any,
+        self, what: str, worker: Attached, keys: Sequence[ChunkKey], blocks: list[int], **how: Any
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
-        for the copy. what: for the log. chunks: None: all. prefix, how: see `transfer.store`."""
-        session, chunks = worker.session, range(len(keys)) if chunks is None else chunks
+        for the copy. what: for the log. how: see `transfer.store`; by default all chunks."""
+        session, how = worker.session, {"chunks": range(len(keys)), "prefix": ()} | how
         try:
-            places = worker.places(blocks)
-            pending = store(session, places, keys, chunks, prefix, beside=True, **how)
+            pending = store(session, worker.places(blocks), keys, beside=True, **how)
         except Exception as error:  # noqa: BLE001 - a failed store counts as no store
             session.miss(what, error)
             self._meter.count("failures", 1, getattr(error, "cause", "other"))
@@ -127,13 +102,14 @@ class Stores:
         if pending is not None:
             if self._at_once:
                 session.copier.fence(pending.completion)
-            self._under_way.append(_Gather(pending.completion, frozenset(blocks)))
+            self._under_way.append((pending.completion, frozenset(blocks)))
 
-    def _over(self, gather: _Gather) -> bool:
-        """Whether the store has stopped reading its blocks. A failed store has stopped, too, and is
-        not committed."""
-        try:
-            return gather.copy.done()
-        except VCacheError as error:
-            log.debug("a store failed: %s", error)
-            return True
+
+def _over(copy: Completion) -> bool:
+    """Whether a store has stopped reading its blocks. A failed store has stopped, too, and is not
+    committed."""
+    try:
+        return copy.done()
+    except VCacheError as error:
+        log.debug("a store failed: %s", error)
+        return True

@@ -1,4 +1,5 @@
-"""The connector's worker half: moves chunks between the pool and vLLM's KV cache.
+"""The connector's worker half: moves chunks between the pool, other instances' KV caches and
+vLLM's.
 
 A load runs on a separate stream, and vLLM schedules its request after the load. Stores read
 computed blocks on another stream. Only a step that gives such a block to a new owner waits for the
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,30 +17,29 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import InstanceId
+from vcache_backend.protocol.messages import ChunkKey, InstanceId, of_rank
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ... import vllm_memory
 from ..in_place.exporter import Exporter
 from ..in_place.worker import InPlace
-from ..metadata import StepMetadata
+from ..metadata import Link, StepMetadata, WorkerReport
 from ..model import compat, groups
 from ..model import spec as model_spec
 from ..model.sharing import plan
 from ..telemetry import traces
 from ..telemetry.stats import Meter
-from .loading import Attached
 from .loads import Ends, Loads
-from .report import Reporter
-from .stores import Stores
+from .stores import Attached, Stores
 
 log = logging.getLogger("vllm.vcache")
 
 CLOSE_SECONDS = 5.0
+MOST_STORED = 4096
 
 
-class WorkerSide:
+class VCacheWorker:
     """Loads and stores one worker's shard of every chunk. Runs in the worker's main thread, in the
     order of vLLM's steps.
 
@@ -55,31 +56,47 @@ class WorkerSide:
     ) -> None:
         self._vllm, self._kv_config = vllm_config, kv_cache_config
         self._place = pp_rank, tp_rank
-        self._model, config, self._refused = plan(vllm_config, kv_cache_config, config)
-        self._config = config
-        if self._model.device_type == "cpu":
+        self._model, self._config, self._refused = plan(vllm_config, kv_cache_config, config)
+        model = self._model
+        if model.device_type == "cpu":
             # A first model run that is small, as after a hit, uses AMX without asking Linux for it.
             torch.cpu._init_amx()
-        shards = 1 if self._model.use_mla else self._model.tp_size
+        shards = 1 if model.use_mla else model.tp_size
         self._rank = pp_rank * shards + tp_rank % shards
+        self._number = pp_rank * model.tp_size + tp_rank
+        """Of this worker among all workers."""
         self.in_place: InPlace | None = None
         """None unless KV caches are shared in place."""
-        if config.connector.share == "in_place" and not self._refused:
-            each = config.engine.chunk_size // self._model.block_size
+        if self._config.connector.share == "in_place" and not self._refused:
+            each = self._config.engine.chunk_size // model.block_size
             shows = shards > 1 or not tp_rank
-            self.in_place = InPlace(Exporter(self._model.device_type), each, shows)
+            self.in_place = InPlace(Exporter(model.device_type), each, shows)
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
+        self._meter = meter
         self.stores = Stores(meter, compat.clears(kv_cache_config))
-        number = pp_rank * self._model.tp_size + tp_rank
-        events, traced = compat.publishes_events(vllm_config), traces.wanted(vllm_config)
-        self.report = Reporter(self._place, number, self._rank, events=events, traces=traced)
-        several = groups.several(kv_cache_config)
-        self.loads = Loads(self._model.block_size, several, self.report, self.stores, meter)
-        self.loads.at_once = compat.loads_at_once(vllm_config, config)
+        self.loads = Loads(
+            self._number,
+            model.block_size,
+            self.stores,
+            meter,
+            at_once=compat.loads_at_once(vllm_config, self._config),
+            several=groups.several(kv_cache_config),
+            traced=traces.wanted(vllm_config),
+        )
+        self.shard = model_spec.ShardSpec(
+            pp_rank=pp_rank, tp_rank=tp_rank, problem="it was given no KV caches"
+        )
+        """This worker's part of a chunk, for the scheduler."""
+        self._introduce = False
+        self._echoes = set[int]()
+        self._link = Link()
+        """The connection to the offload tier as last reported."""
+        self._stored = deque[ChunkKey](maxlen=MOST_STORED)
+        """Keys of rank 0 of stored chunks that are not reported yet, if vLLM publishes events."""
 
     # ---- start
 
@@ -94,10 +111,11 @@ class WorkerSide:
         kv = tables.describe(kv_caches, blocks)
         shard = model_spec.read_shard(self._vllm, kv_caches, kv, size, *self._place, tables.layers)
         session = self._session(kv_caches, kv, shard)
-        block_size = tables.groups[0].block_size
+        if compat.publishes_events(self._vllm):
+            session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
         neighbours = self.in_place.neighbours if self.in_place is not None else None
-        self._worker = Attached(session, kv, block_size, neighbours)
-        self.report.open(session, shard)
+        self._worker = Attached(session, kv, tables.groups[0].block_size, neighbours)
+        self.shard = shard
         does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
         chunk = f"{shard.chunk_bytes:,} B a chunk"
         log.info("vcache: worker %d %s %s, %s", self._rank, does, session.device, chunk)
@@ -128,8 +146,8 @@ class WorkerSide:
     def begin(self, meta: StepMetadata) -> None:
         """Begin a step, before its model run is queued."""
         self._meta = meta
-        self.report.introduce |= meta.introduce
-        self.report.next.echoes |= meta.echoes
+        self._introduce |= meta.introduce
+        self._echoes |= meta.echoes
         worker = self._worker
         if worker is not None:
             if meta.instance and self.in_place is not None:
@@ -154,10 +172,40 @@ class WorkerSide:
             self.in_place.save(self._worker, victims, self.stores)
         return self.loads.ends(self._meta.idle)
 
+    def report(self) -> WorkerReport | None:
+        """Return the report to the scheduler since the last call; None if it would be empty."""
+        loads, link = self.loads, self._reached()
+        stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        report = WorkerReport(
+            failed=loads.failed,
+            links={self._number: link} if link != self._link else {},
+            shards={self._place: self.shard} if self._introduce else {},
+            stored={self._rank: stored} if stored else {},
+            echoes=self._echoes,
+            spans=loads.spans,
+        )
+        loads.failed, loads.spans = set(), []
+        self._introduce, self._echoes, self._link = False, set(), link
+        return None if report == WorkerReport() else report
+
+    def _reached(self) -> Link:
+        """This worker's connection to the offload tier. The bandwidth is rounded, so that not every
+        read is a report."""
+        worker = self._worker or self._asleep
+        if worker is None:
+            return self._link
+        tier = worker.session.tier
+        if tier is None:
+            return Link(usable=False)
+        rate = tier.bandwidth
+        return Link(tier.usable, float(f"{rate:.2g}") if rate is not None else None)
+
     def measure(self) -> None:
-        """See `Stores.measure`."""
+        """Count what the session has stored since the last call."""
         if self._worker is not None:
-            self.stores.measure(self._worker.session.stats)
+            self._meter.add_session(self._worker.session.stats)
+
+    # ---- sleep, and the end
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes the memory
