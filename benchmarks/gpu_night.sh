@@ -11,7 +11,7 @@
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
-#   models   through a pool: Gemma 3, gpt-oss; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
+#   models   through a pool: Gemma 3, gpt-oss, LFM 2; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   copies   copies, engine, metadata server                                                        2 minutes
 #   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
@@ -138,7 +138,7 @@ speed() {
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 550 gemma3,gpt_oss --integration vllm --pool-gib 4 --rounds 3 &
+  ttft models 550 gemma3,gpt_oss,lfm2 --integration vllm --pool-gib 4 --rounds 3 &
   ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   ttft modes_in_place 550 fp8,mla,ngram "${in_place[@]}" --scale beside --rounds 3 &
   wait
@@ -159,7 +159,6 @@ served() {
   [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
   bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${GPUS:+--gpus "$GPUS"} ${TINY:+--scale tiny} "$@" ${MORE:-}
   [ ! -f "$out/$name.json" ] || cp "$out/$name.json" "$stay/"
-  sed -n '/^ *req\/s/,$p' "$logs/$name.txt"
 }
 serving() { served serving "${ARMS:-alone:turn,inplace:turn,pool:turn}" "${WORKLOADS:-prefix}"; }
 routed() { served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,prefix,chat}"; }

@@ -65,7 +65,7 @@ def row(
     limit, ok = "", None
     if at_least is not None:
         limit, ok = f">= {at_least:g}", ratio >= at_least
-    if at_most is not None:
+    elif at_most is not None:
         limit, ok = f"<= {at_most:g}", ratio <= at_most
     counted = runs or len(values), spread(values)
     return Row(case, value, unit, float(against), ratio, *counted, what, limit, ok)

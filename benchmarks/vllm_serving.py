@@ -36,10 +36,10 @@ from .options import Measurement, names_of, parser
 from .processes import ChildFailed
 from .results import Clock
 from .serving import workloads
-from .serving.client import LATE, Job, send
+from .serving.client import LATE, send
 from .serving.router import POLICIES, Arm, way
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import Figures, compared, rows_of, tables
+from .serving.summary import Figures, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Phase, Plan, Request
@@ -63,11 +63,10 @@ PLANNED = tuple(
 
 
 class Load(NamedTuple):
-    """One run of a workload. jobs: of each phase."""
+    """One run of a workload."""
 
     name: str
     phases: list[Phase]
-    jobs: list[list[Job]]
     what: str
     ceiling: float
 
@@ -93,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         _measure(arm, servers, sizes, runs, made)
     for name in options.workloads:
         made.report.add(compared(made.report.rows, name, four))
-        print(tables(made.report.rows, name))
     return made.end()
 
 
@@ -103,27 +101,13 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
     for workload, run in product(options.workloads, options.runs):
         plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
         phases, what = WORKLOADS[workload](plan)
-        jobs = [
-            [Job(_body(each), each.at, each.conversation) for each in phase.requests]
-            for phase in phases
-        ]
+        for phase in phases:
+            phase.requests[:] = [each.made(MODEL) for each in phase.requests]
         ceiling = workloads.ceiling(phases, plan.block)
-        loads.setdefault(workload, []).append(Load(workload, phases, jobs, what, ceiling))
+        loads.setdefault(workload, []).append(Load(workload, phases, what, ceiling))
     gc.collect()
     gc.freeze()
     return loads
-
-
-def _body(request: Request) -> bytes:
-    asked = {
-        "model": MODEL,
-        "prompt": request.tokens.tolist(),
-        "max_tokens": request.output,
-        "temperature": 0,
-        "ignore_eos": True,
-        **({"allowed_token_ids": [request.answer]} if request.answer >= 0 else {}),
-    }
-    return msgspec.json.encode(asked | {"stream": True, "stream_options": {"include_usage": True}})
 
 
 def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
@@ -150,8 +134,8 @@ def _measure(
     for load in runs:
         servers.reset()
         # Each server takes some steps: through a pool a reset is over after the next one.
-        job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
-        asyncio.run(send([job] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
+        step = Request(tokens=np.full(8, FIRST, np.uint32), output=1).made(MODEL)
+        asyncio.run(send([step] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
         time.sleep(SETTLES)
         with way(arm, servers, made.folder) as ports:
             found.append(_answered(ports, load, made.clock))
@@ -169,9 +153,9 @@ def _measure(
 def _answered(ports: Sequence[int], load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
     figures = Figures(load.ceiling)
-    for phase, jobs in zip(load.phases, load.jobs, strict=True):
+    for phase in load.phases:
         seconds = min(LOAD_SECONDS, clock.left)
-        answers = asyncio.run(send(jobs, ports, phase.concurrency, seconds))
+        answers = asyncio.run(send(phase.requests, ports, phase.concurrency, seconds))
         if seconds < LOAD_SECONDS and any(answer.error == LATE for answer in answers):
             # The run's own end cut it: without its last answers a phase looks faster than it was.
             clock.check(seconds)
@@ -186,12 +170,11 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
     """Prompts of the warm-up to a server, then to the next, twice: misses, and hits of what the
     other one has. The errors.
     """
-    prompts, errors = workloads.warm_up(plan), []
+    prompts, errors = [request.made(MODEL) for request in workloads.warm_up(plan)], list[str]()
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
         shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]
-        jobs = [Job(_body(request)) for request in half]
-        answers = asyncio.run(send(jobs, shifted, len(half), WARM_SECONDS / 4))
+        answers = asyncio.run(send(half, shifted, len(half), WARM_SECONDS / 4))
         errors += [answer.error for answer in answers if answer.error]
         time.sleep(SETTLES)
     return errors

@@ -56,9 +56,9 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
     """
 
     def compared(run: Run) -> list[Row]:
-        scale, windows = KINDS[kind].of(run.fleet.scale), KINDS[kind].windows
-        prompts = Prompts(scale, run.prompts.seed, latency.TAIL if windows else 0)
-        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if windows else 4)
+        scale, tail = KINDS[kind].of(run.fleet.scale), KINDS[kind].tail
+        prompts = Prompts(scale, run.prompts.seed, tail)
+        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if tail else 4)
         run = run._replace(prompts=prompts)
         rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
         return [*rows, *equality.sensitive(run, kind, 1)]
@@ -81,9 +81,10 @@ PARTS: dict[str, Part] = {
     "fp8": _few("fp8", "modes"),
     "mla": _few("mla", "modes", cpu=False),
     "ngram": _few("ngram", "modes"),
-    # Several block tables: these are shared through a pool.
+    # Several block tables, the last one's with states: these are shared through a pool.
     "gemma3": _few("gemma3", "windows", ("vllm",)),
     "gpt_oss": _few("gpt_oss", "windows", ("vllm",)),
+    "lfm2": _few("lfm2", "windows", ("vllm",)),
     "tp2": _few("tp2", "tp2", cpu=False),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
 }

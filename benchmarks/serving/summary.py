@@ -1,4 +1,4 @@
-"""Makes figures from answers, rows from figures, and tables from rows."""
+"""Makes figures from answers, and rows from figures."""
 
 from __future__ import annotations
 
@@ -147,27 +147,3 @@ def _arms(
 def _said(rows: Mapping[str, Row], workload: str, arm: str) -> str:
     """The workload in words."""
     return rows[case(arm, workload, "requests_per_second")].what.partition("; ")[2]
-
-
-COLUMNS = {
-    "requests_per_second": (".2f", "req/s"),
-    "ttft_p50": (".0f", "TTFT p50"),
-    "ttft_p99": (".0f", "p99"),
-    "tpot_p50": (".1f", "TPOT p50"),
-    "hit_rate": (".3f", "hit"),
-    "errors": (".0f", "errors"),
-}
-
-
-def tables(rows: Mapping[str, Row], workload: str) -> str:
-    """The figures of all arms under a workload."""
-    arms = _arms(rows, workload)
-    if not arms:
-        return ""
-    ceiling = rows[case(arms[0], workload, "hit_rate")].reference
-    lines = ["", f"{_said(rows, workload, arms[0])}. Ceiling of the hit rate {ceiling:.3f}."]
-    lines += [f"{'':25}" + "".join(f"{name:>9}" for _, name in COLUMNS.values())]
-    for arm in arms:
-        values = {each: rows[case(arm, workload, each)].value for each in COLUMNS}
-        lines.append(f"{arm:25}" + "".join(f"{v:9{COLUMNS[n][0]}}" for n, v in values.items()))
-    return "\n".join(lines)

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from ..processes import HOST
-from ..vllm import scale as scales
-from ..vllm.scale import GIB, MIB, Scale
+from ..vllm.scale import GIB, SCALES, Scale, sized
 from ..vllm.settings import llm, our_connector
 from .workloads import Plan
 
@@ -39,47 +38,14 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_bytes + self.pool_bytes
 
 
-FULL = Sizes(
-    scale=scales.FULL,
-    kv_bytes=12 * GIB,
-    pool_bytes=48 * GIB,
-    seqs=64,
-    plan=Plan(vocabulary=scales.FULL.vocabulary, block=scales.FULL.block),
-)
-TINY = Sizes(
-    scale=scales.TINY,
-    kv_bytes=2 * MIB,
-    pool_bytes=6 * MIB,
-    seqs=8,
-    plan=Plan(
-        vocabulary=scales.TINY.vocabulary,
-        block=scales.TINY.block,
-        longest=1024,
-        output=4,
-        prefixes=17,
-        prefix=512,
-        suffix=32,
-        repeats=3,
-        concurrency=4,
-        warm=2,
-        fork_contexts=2,
-        fork_tokens=1024,
-        fork_requests=6,
-        chat_conversations=4,
-        chat_turns=3,
-        chat_system=64,
-        chat_first=256,
-        chat_message=32,
-        chat_answer=16,
-        chat_thinking=0.5,
-        chat_arrivals=2.0,
-        trace_block=32,
-        trace_tokens=15_000,
-        trace_turns=1,
-        trace_seconds=3.0,
-    ),
-)
-SIZES = {"full": FULL, "tiny": TINY}
+def _sizes(name: str, given: dict[str, Any]) -> Sizes:
+    scale = SCALES[name]
+    plan = given["plan"] | {"vocabulary": scale.vocabulary, "block": scale.block}
+    return sized(given, Sizes, scale=scale, plan=plan)
+
+
+_GIVEN = msgspec.json.decode(Path(__file__).with_name("sizes.json").read_bytes())
+SIZES = {name: _sizes(name, given) for name, given in _GIVEN.items()}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,16 +24,12 @@ def conversations(plan: Plan) -> Workload:
     share in the trace."""
     every = [json.loads(line) for line in Path(plan.trace).read_text().splitlines()]
     lines = _drawn(every, plan)
-    blocks: dict[int, Tokens] = {}
     first, last = lines[0]["timestamp"], lines[-1]["timestamp"]
     pace = plan.trace_seconds / max(1, last - first)
+    times = [(line["timestamp"] - first) * pace for line in lines]
     requests = [
-        Request(
-            tokens=_prompt(line, plan, blocks),
-            at=(line["timestamp"] - first) * pace,
-            output=plan.output,
-        )
-        for line in lines
+        Request(tokens=_prompt(line, plan), at=at, output=plan.output)
+        for line, at in zip(lines, times, strict=True)
     ]
     turns = f" of {plan.trace_turns} or more requests" if plan.trace_turns > 1 else ""
     what = (
@@ -56,13 +52,11 @@ def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
         of.setdefault(ids[1] if len(ids) > 1 else -1 - index, []).append(index)
     candidates = [indices for indices in of.values() if len(indices) >= plan.trace_turns]
     random.Random(plan.seed).shuffle(candidates)
-    chosen: list[int] = []
-    tokens = 0
+    chosen, tokens = list[int](), 0
     for indices in candidates:
-        if tokens >= plan.trace_tokens:
-            break
-        chosen += indices
-        tokens += sum(_length(lines[index], plan) for index in indices)
+        if tokens < plan.trace_tokens:
+            chosen += indices
+            tokens += sum(_length(lines[index], plan) for index in indices)
     return [lines[index] for index in sorted(chosen)]
 
 
@@ -71,11 +65,7 @@ def _length(line: dict[str, Any], plan: Plan) -> int:
     return max(1, min(plan.longest, scaled))
 
 
-def _prompt(line: dict[str, Any], plan: Plan, blocks: dict[int, Tokens]) -> Tokens:
+def _prompt(line: dict[str, Any], plan: Plan) -> Tokens:
     length, block = _length(line, plan), plan.trace_block
-    ids = line["hash_ids"][: -(-length // block)]
-    for each in ids:
-        if each not in blocks:
-            dice = np.random.default_rng([plan.seed, 3, each])
-            blocks[each] = random_tokens(dice, block, plan)
-    return np.concatenate([blocks[each] for each in ids])[:length]
+    dice = [np.random.default_rng([plan.seed, 3, each]) for each in line["hash_ids"]]
+    return np.concatenate([random_tokens(one, block, plan) for one in dice])[:length]

@@ -90,13 +90,14 @@ class Fleet:
         with self._alone():
             for name in new:
                 self.model(INSTANCES[name].kind)
-        first: dict[tuple[str, bool], str] = {}
-        for name in new if not self.scale.cpu else ():
-            spec = INSTANCES[name]
-            key = spec.kind, spec.alone
-            eager = "enforce_eager" in KINDS[spec.kind].arguments
-            if key not in self._compiled and not eager:
-                first.setdefault(key, name)
+        kinds = {name: (INSTANCES[name].kind, INSTANCES[name].alone) for name in new}
+        first = {
+            kinds[name]: name
+            for name in reversed(new)
+            if not self.scale.cpu
+            and kinds[name] not in self._compiled
+            and "enforce_eager" not in KINDS[kinds[name][0]].arguments
+        }
         if first:
             with self._alone():
                 for name in first.values():
@@ -106,8 +107,7 @@ class Fleet:
                 self.end(first.values())
             self._compiled |= set(first)
         for name in new:
-            if name not in self._children:
-                self._start(name)
+            self._start(name)
 
     def _start(self, name: str) -> None:
         spec = INSTANCES[name]
@@ -234,6 +234,8 @@ class Fleet:
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
         if until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
+            # States are further chunks, and come last.
+            time.sleep(0.5 if KINDS[INSTANCES[writer].kind].states else 0.0)
             return True
         if self.in_place and not self.chunks(writer):
             said = " | ".join(self.instance(writer).said()[-5:])

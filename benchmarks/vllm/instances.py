@@ -15,8 +15,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. ranks: tensor parallel,
-    each on a GPU. windows: it has block tables of sliding windows, so prompts of hits go on behind
-    their last chunk, and the reference's hits end there by themselves."""
+    each on a GPU. tail: tokens of its prompts behind their last chunk, where all hits end, the
+    reference's by themselves; 0: any length. states: a chunk is one block."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -25,7 +25,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes: int = 2
     arguments: dict[str, Any] = {}
     ranks: int = 1
-    windows: bool = False
+    tail: int = 0
+    states: bool = False
 
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as
@@ -33,14 +34,16 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         """
         model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
         model = model | self.tiny if scale.cpu else model
-        own = msgspec.structs.replace(scale, model=model, block=self.block or scale.block)
+        block = scale.chunk if self.states else self.block or scale.block
+        own = msgspec.structs.replace(scale, model=model, block=block)
         kv_bytes = scale.kv_bytes // scale.token_bytes * own.token_bytes * self.value_bytes // 2
         return msgspec.structs.replace(own, kv_bytes=kv_bytes)
 
 
-def _windowed(name: str) -> Kind:
+def _several(name: str, tail: int, states: bool = False) -> Kind:
+    """With several block tables."""
     model, tiny, eager = SHAPES[name], SHAPES[f"tiny_{name}"], {"enforce_eager": True}
-    return Kind(model=model, tiny=tiny, arguments=eager, windows=True)
+    return Kind(model=model, tiny=tiny, arguments=eager, tail=tail, states=states)
 
 
 DRAFTS = {
@@ -59,8 +62,10 @@ KINDS = {
     # So few words that what comes out has been there before, and drafts are made and sometimes
     # right.
     "ngram": Kind(model={"vocab_size": 64}, over=True, arguments={"speculative_config": DRAFTS}),
-    "gemma3": _windowed("gemma3"),
-    "gpt_oss": _windowed("gpt_oss"),
+    "gemma3": _several("gemma3", 8),
+    "gpt_oss": _several("gpt_oss", 8),
+    # Its convolutions look back at two tokens: the last token depends on the loaded state.
+    "lfm2": _several("lfm2", 2, states=True),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }
@@ -83,7 +88,7 @@ def joined(*parts: str) -> str:
 INSTANCES = {"timed": Spec(gpu=1, scheduler="probed")}
 for _name, _kind in KINDS.items():
     # The reference, who stores and who hits.
-    _cut = "" if _kind.windows else "in_chunks"
+    _cut = "" if _kind.tail else "in_chunks"
     INSTANCES[joined(_name, "alone")] = Spec(gpu=0, alone=True, kind=_name, scheduler=_cut)
     INSTANCES[joined(_name, "a")] = Spec(gpu=0, kind=_name)
     INSTANCES[joined(_name, "b")] = Spec(gpu=_kind.ranks, kind=_name)

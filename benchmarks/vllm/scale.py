@@ -5,12 +5,14 @@ CPU.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from vcache_backend.config import ByteSize
+
+Sized = TypeVar("Sized")
 GIB = 1 << 30
-MIB = 1 << 20
 SHAPES: dict[str, dict[str, Any]] = msgspec.json.decode(
     Path(__file__).with_name("models.json").read_bytes()
 )
@@ -68,45 +70,21 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
         return min(length - length % self.chunk, most)
 
 
-FULL = Scale(
-    name="full",
-    model=SHAPES["llama_8b"],
-    chunk=256,
-    block=16,
-    lengths={"1k": 1024, "4k": 4096, "16k": 16384, "32k": 32768},
-    equal={1023: 38, 1024: 38, 1025: 38, 4096: 24, 16384: 12, 32768: 6},
-    partial=44,
-    few=[1023, 1024, 1025, 4096],
-    kv_bytes=10 * GIB,
-    pool_bytes=16 * GIB,
-    max_model_len=33280,
-    batched_tokens=8192,
-    decode_prompt=256,
-)
-BESIDE = msgspec.structs.replace(
-    FULL,
-    name="beside",
-    model=FULL.model | {"num_hidden_layers": 8},
-    kv_bytes=GIB * 3 // 2,
-    pool_bytes=3 * GIB,
-)
-"""For three runs beside each other on GPUs of 80 GiB, and for ranks that share a GPU."""
-TINY = Scale(
-    name="tiny",
-    model=SHAPES["llama_tiny"],
-    chunk=64,
-    block=32,
-    lengths={"1k": 64, "4k": 128, "16k": 512, "32k": 1024},
-    equal={127: 1, 128: 1, 129: 1, 512: 1},
-    partial=2,
-    few=[127, 128, 129],
-    kv_bytes=5 * MIB // 2,
-    pool_bytes=16 * MIB,
-    max_model_len=1536,
-    batched_tokens=1024,
-    decode_prompt=32,
-    answer=8,
-    running=2,
-    cpu=True,
-)
-SCALES = {scale.name: scale for scale in (FULL, BESIDE, TINY)}
+def sized(given: dict[str, Any], kind: type[Sized], **more: Any) -> Sized:
+    """A struct from JSON, whose sizes in bytes have units."""
+    sizes = {name: int(ByteSize.parse(given[name])) for name in ("kv_bytes", "pool_bytes")}
+    return msgspec.convert({**given, **sizes, **more}, kind, str_keys=True)
+
+
+def _scale(name: str, given: dict[str, Any]) -> Scale:
+    given = _GIVEN.get(given.get("like", ""), {}) | given
+    model = SHAPES[given["model"]]
+    layers = given.get("layers", model["num_hidden_layers"])
+    return sized(given, Scale, name=name, model=model | {"num_hidden_layers": layers})
+
+
+_GIVEN = msgspec.json.decode(Path(__file__).with_name("scales.json").read_bytes())
+SCALES = {name: _scale(name, given) for name, given in _GIVEN.items()}
+"""`full`: of two GPUs. `beside`: for three runs beside each other on GPUs of 80 GiB, and for ranks
+that share a GPU. `tiny`: on the CPU."""
+TINY = SCALES["tiny"]

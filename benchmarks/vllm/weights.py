@@ -12,7 +12,8 @@ from .scale import Scale
 
 def scale_weights(model: Any) -> int:
     """Dummy weights are too small for the output to depend on the context: norms become 1, matrices
-    20 times as large. Biases and sinks stay small: of 1 they would drown what the context says.
+    20 times as large, convolutions of a few tokens 1000 times. Biases and sinks stay small: of 1
+    they would drown what the context says.
 
     Runs in vLLM's worker, which finds it by its module's name.
     """
@@ -20,7 +21,7 @@ def scale_weights(model: Any) -> int:
     norm = 1.0 if all(parameter.numel() for parameter in model.parameters()) else 20.0
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.data.mul_(20)
+            parameter.data.mul_(1000 if "conv." in name and parameter.dim() == 3 else 20)
         elif "norm" in name:
             parameter.data.fill_(norm)
     return sum(1 for _ in model.parameters())

@@ -40,8 +40,8 @@ def difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
         return f"{got['cached']} tokens cached where {hit.cached} were due"
     if said(expected) == said(got):
         return ""
-    pairs = list(zip(expected["logprobs"], got["logprobs"], strict=True))
-    first = next((index for index, (one, other) in enumerate(pairs) if one != other), -1)
+    pairs = zip(expected["logprobs"], got["logprobs"], strict=True)
+    first = next((step for step, (one, other) in enumerate(pairs) if one != other), -1)
     tokens = "equal" if expected["tokens"] == got["tokens"] else "differ"
     return f"differs from step {first} on; tokens {tokens}"
 
@@ -124,13 +124,11 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
         f"length; prompts by length: {dict(sorted(kinds.items()))}"
     )
     what += f"; wrong: {dict(wrong)}" if wrong else ""
+    early = len(good) < len(hits) and all(good)
+    what += f"; the time was up after {len(good)} of {len(hits)} prompts" if early else ""
     row = fraction(joined(fleet.rows, "equal", kind), good, what)
-    if len(good) < len(hits) and all(good):
-        # Too few to say that all are equal.
-        row = msgspec.structs.replace(
-            row, ok=None, what=f"{what}; the time was up after {len(good)} of {len(hits)} prompts"
-        )
-    return [row]
+    # Too few do not say that all are equal.
+    return [msgspec.structs.replace(row, ok=None) if early else row]
 
 
 def agreeing(run: Run, kind: str = "") -> list[Row]:

@@ -109,26 +109,22 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, partial: Sequence[str]) 
         what = "the copy engine between the GPUs in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
-    ttft = "ttft" if fleet.lmcache else "async_ttft"
     for name, length in _lengths(fleet).items():
         held = {each: [MS * value for value in samples[each, name]] for each in VARIANTS}
-        if not held["prefix"]:
-            continue
-        floor = statistics.median(held["prefix"])
+        floor = statistics.median(held["prefix"] or [0.0])
         what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
         for variant, values in held.items():
-            if values:
+            if values and floor:
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
-        if not held["vcache"]:
-            continue
-        nbytes = scale.token_bytes * (length - TAIL)
-        most = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
-        hit = (
-            f"TTFT of a hit on the peer GPU; reference: own prefix-cache hit {floor:.2f} ms + "
-            f"{nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms{missed}"
-        )
-        case = f"{begin}_{ttft}_{name}"
-        rows.append(row(case, "ms", held["vcache"], most, what=hit, at_most=1.0))
+        if ours := held["vcache"] if floor else []:
+            nbytes = scale.token_bytes * (length - TAIL)
+            most = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
+            what = (
+                f"TTFT of a hit on the peer GPU; reference: own prefix-cache hit {floor:.2f} ms + "
+                f"{nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
+            )
+            case = f"{begin}_{'ttft' if fleet.lmcache else 'async_ttft'}_{name}"
+            rows.append(row(case, "ms", ours, most, what=what + missed, at_most=1.0))
     return rows
 
 
