@@ -34,7 +34,7 @@ def run(clients: int = 4) -> list[Row]:
     with metadata_server() as path, Client(path, PATIENT) as client:
         empty = client.stats().rss_bytes
         with regions.create(Device("host", "host"), CHUNKS * CHUNK_BYTES) as owned:
-            client.add_segment(owned.info, owned.fd)
+            os.close(client.add_segment(owned.info, owned.fd)[1])
         store(client, CHUNKS)
         per_chunk = (client.stats().rss_bytes - empty) / CHUNKS
         times = _lookup_times(client)

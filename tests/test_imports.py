@@ -159,7 +159,7 @@ def test_every_folder_of_code_is_packaged() -> None:
 @pytest.mark.parametrize(
     ("code", "more"),
     [
-        ("import vcache_backend.metadata_server.server", ["rich"]),
+        ("import vcache_backend.metadata_server.main", ["rich"]),
         ("import vcache_backend.demo", []),
         (f"from {HOOK} import register; register(); register()", ["msgspec"]),
     ],

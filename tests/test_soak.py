@@ -30,11 +30,13 @@ def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> 
     assert run_control(control, 7, level).caught(control)
 
 
+def test_it_is_seen_where_readers_of_the_pool_do_not_compare_generations() -> None:
+    level = SOAK._replace(counts={"worker": 3}, stops=0.02)
+    assert run_control("no comparison", 7, level).wrong
+
+
 @pytest.mark.timeout(400)
 def test_no_byte_out_of_the_pool_is_wrong_whatever_happens_to_workers_and_server() -> None:
-    """Its control, an engine that believes in a lost lease, takes longer. What comes of that,
-    test_engine_failures shows.
-    """
     level = SOAK._replace(counts={"worker": 3}, loads=100, pause=0.15)
     result = run(7, level)
     assert faults(result, level._replace(mishaps={})) == []

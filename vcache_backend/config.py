@@ -108,9 +108,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class ServerConfig(_Section, frozen=True, kw_only=True):
     socket: str = ""
-    lease_seconds: Positive = 10.0
     reservation_seconds: Positive = 30.0
-    recover_seconds: Positive = 60.0
     spin_seconds: NotNegative | None = None
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.metadata_server.server import Server
+from vcache_backend.metadata_server.main import Server
 from vcache_backend.tables import print_json
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 

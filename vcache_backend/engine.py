@@ -80,9 +80,7 @@ class VCacheEngine:
 
     def lookup(self, tokens: Tokens, *, salt: bytes | None = None) -> int:
         """How many leading tokens every rank can retrieve now, from the pool or the offload tier: a
-        multiple of the chunk size.
-
-        Takes no lease."""
+        multiple of the chunk size."""
         with self._stats.timed("lookup"):
             ids = as_tokens(tokens)
             keys = self._hasher.keys(ids, as_salt(salt))
@@ -147,7 +145,8 @@ class VCacheEngine:
         its tokens are wanted and lie in the block, in order.
 
         Returns a CPU tensor with a boolean for each token: True if the KV is now in `kvcaches`,
-        complete and valid. KV from the pool counts only if the lease held until the copy was over.
+        complete and valid. KV from the pool counts only if its slots were not used again before the
+        copy was over.
         On a GPU the current stream waits for the copy."""
         with self._stats.timed("retrieve"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
@@ -162,7 +161,7 @@ class VCacheEngine:
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
-        as known. Takes no lease."""
+        as known."""
         key = as_key(cache_key)
         try:
             return self._session.contains(key)

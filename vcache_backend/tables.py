@@ -67,7 +67,7 @@ def status(stats: m.ServerStats) -> Iterator[RenderableType]:
     yield Text(said, style)
     up, memory = duration(stats.uptime_seconds), ByteSize(stats.rss_bytes).about
     yield _counts(up=up, clients=stats.clients, memory=memory)
-    pool = {"chunks": stats.chunks, "leases": stats.leases, "reservations": stats.reservations}
+    pool = {"chunks": stats.chunks, "reservations": stats.reservations}
     yield _counts(**pool, quarantined=stats.quarantined)
     tables = _mismatches(stats), _quarantined(stats), _reports(stats.reports), _instances(stats)
     yield from (each for each in tables if each.row_count)
@@ -103,11 +103,6 @@ def segments(infos: Sequence[m.SegmentInfo]) -> Iterator[RenderableType]:
     ]
     columns = "~segment", "~device", ">full", ">used", ">size", ">chunks", "state"
     yield table("Segments", columns, rows)
-    if any(info.state == "absent" for info in infos):
-        lost = (
-            "absent: lost when the server was restarted, unless a worker still maps it and offers"
-        )
-        yield Text(f"{lost} it again; `vcache segment add` lends anew", style="yellow")
 
 
 def _counts(**counts: int | str) -> Text:

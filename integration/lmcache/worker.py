@@ -3,7 +3,7 @@
 LMCache computes a request's keys three times, makes an object for each chunk, and searches every
 tier for each chunk: 2 ms for 32k tokens before the copy begins. Here KV blocks move as opaque
 bytes, in one launch each way, and a look-up's hit is kept under the request's id, with the keys and
-the lease for the load. LMCache's other tiers are neither asked nor filled, since their keys do not
+the chunks' slots. LMCache's other tiers are neither asked nor filled, since their keys do not
 contain the layout of the bytes (ADR 0014)."""
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from math import inf
 from time import monotonic, sleep
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import ChunkKey, of_rank
+from vcache_backend.protocol.messages import ChunkKey, SlotRun, of_rank
 from vcache_backend.transfer.arguments import as_slots
 from vcache_backend.transfer.keys import TaggedHashKeys
-from vcache_backend.transfer.lease_client import Lease
 from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
@@ -39,6 +38,8 @@ log = logging.getLogger(__name__)
 
 MOST_HITS = 1024
 """The most hits that are kept; the oldest go first. Requests that never run leave hits behind."""
+PIN_SECONDS = 2.0
+"""How long the server keeps the chunks of a look-up from eviction."""
 MOST_SECONDS, PAUSE_SECONDS = 5.0, 0.02
 """How long a store waits for the steps that confirm it, and how often it checks."""
 _UNSCOPED = (
@@ -67,8 +68,8 @@ class LMCacheWorker:
         self._size = session.chunk_size
         self._keys = TaggedHashKeys(session.namespace, session.rank)
         self._unscoped = False
-        self._hits: dict[str, tuple[list[ChunkKey], Lease | None]] = {}
-        """By request: the keys of the chunks that a look-up has found, and a lease on them."""
+        self._hits: dict[str, tuple[list[ChunkKey], list[SlotRun]]] = {}
+        """By request: the keys of the chunks that a look-up has found, and where they were."""
         self._storing = threading.Lock()
         self._launched: list[tuple[Load, npt.NDArray[np.int64], Sequence[int], int]] = []
         """The loads to be settled: load, slots of the request's tokens, first token of each chunk,
@@ -105,40 +106,34 @@ class LMCacheWorker:
         configs = asked.get("request_configs") or {}
         if RESET in configs:
             return 0 if self.clear(configs[RESET]) is None else WAS_RESET
-        names, lease = self._ask(self._lookup, hashes, configs) or ([], None)
+        names, runs = self._ask(self._lookup, hashes, configs) or ([], [])
         self.unpin(request)
         if names:
-            self._hits[request] = names, lease
-        else:
-            self._release(lease)
+            self._hits[request] = names, runs
         for oldest in list(self._hits)[:-MOST_HITS]:
             self.unpin(oldest)
         return len(names) * self._size
 
     def unpin(self, lookup_id: str) -> Any:
-        """End a look-up and release its chunks, retrieved or not."""
-        _, lease = self._hits.pop(lookup_id, ([], None))
-        self._release(lease)
+        """Forget a look-up, retrieved or not."""
+        self._hits.pop(lookup_id, None)
         return THEIRS
 
     def _lookup(
         self, hashes: Sequence[int], configs: Mapping[str, Any]
-    ) -> tuple[list[ChunkKey], Lease | None]:
-        """Look up the leading chunks that every rank can load, and lease this rank's part."""
+    ) -> tuple[list[ChunkKey], list[SlotRun]]:
+        """Look up the leading chunks that every rank can load, and pin this rank's part."""
         names, session, ranks = self._names(hashes, configs), self.session, self._instance.ranks
         asked = len(names)
         if names and ranks > 1:
             names = names[: session.client.lookup(of_rank(names, 0), ranks)]
-        lease = session.leases.acquire(names) if names else None
+        runs = session.client.pin(names, PIN_SECONDS).runs if names else []
         # The chunks that this worker can read; maps their segments.
-        names = names[: len(session.views(lease.locations))] if lease is not None else []
+        readable = list(takewhile(lambda run: session.pool.segment(run.segment) is not None, runs))
+        names = names[: readable[-1].stop] if readable else []
         if session.rank == 0:  # every rank looks up
             session.client.count(asked * self._size, len(names) * self._size)
-        return names, lease
-
-    def _release(self, lease: Lease | None) -> None:
-        if lease is not None and not self.closed:
-            self.session.leases.release(lease)
+        return names, readable
 
     # ---- loads
 
@@ -161,33 +156,28 @@ class LMCacheWorker:
     def _load(self, tokens: Any, first: int, kwargs: dict[str, Any]) -> int:
         """Launch the load of the chunks from number `first` on. Returns how many are being
         copied."""
-        size, leases = self._size, self.session.leases
+        size = self._size
         hit = self._hits.pop(kwargs.get("req_id") or "", None)
         if hit is None:
             # No look-up was made, or the hit was dropped.
-            hit = self._names(self._hashes(tokens), kwargs.get("request_configs")), None
-        names, lease = hit
+            hit = self._names(self._hashes(tokens), kwargs.get("request_configs")), []
+        names, runs = hit
         count = min(len(names), len(tokens) // size)
-        fits = lease is not None and first < count
-        if lease is None or not fits or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
-            self._release(lease)
-            lease = None
         if first >= count:
             return 0
-        if lease is not None:
-            # The load ends it.
-            lease = msgspec.structs.replace(lease, locations=lease.locations[first:count])
+        found = [(run, max(run.first, first), min(run.stop, count)) for run in runs]
+        here = [run.cut(at, end).numbered(at - first) for run, at, end in found if at < end]
         slots, skip = _slots(kwargs), int(kwargs.get("vllm_cached_tokens") or 0)
         starts = range(first * size, count * size, size)
         places = SlotPlaces(self._kv, size, slots, starts, skip, whole=True)
-        load = Load(self.session, places, names[first:count], lease=lease)
+        load = Load(self.session, places, names[first:count], runs=here)
         reached = load.launch(COPY_SECONDS)
         self._launched.append((load, slots, starts[:reached], skip))
         return reached
 
     def settle(self, blocks: set[int]) -> set[int]:
         """Wait for the launched loads, at a step's end. Returns `blocks` and the unfilled KV
-        blocks. Each load is judged by its own lease, also after an error elsewhere."""
+        blocks. Each load is judged by itself, also after an error elsewhere."""
         WORKER.run(self._hear)
         bad, block_size = set(blocks), self._instance.adapter._block_size
         for load, slots, starts, skip in self._launched:

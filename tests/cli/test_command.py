@@ -117,7 +117,7 @@ runpy.run_module("vcache_backend", run_name="__main__")
 """Ctrl-C while `typer`, say, is imported, where an exception is lost: in a destructor."""
 
 
-@pytest.mark.parametrize("module", ["typer", "vcache_backend.metadata_server.server"])
+@pytest.mark.parametrize("module", ["typer", "vcache_backend.metadata_server.main"])
 def test_no_ctrl_c_is_lost_while_the_server_is_imported(tmp_path: Path, module: str) -> None:
     arguments = "serve", f"--socket={tmp_path / 'run' / 'vcache.sock'}", module
     with Child([sys.executable, "-c", LOSES_SIGINT, *arguments]) as child:

@@ -52,11 +52,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_the_environment_wins_over_the_file(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("server: {socket: /file.sock, lease_seconds: 3}")
+    path = write("server: {socket: /file.sock, reservation_seconds: 3}")
     assert config.load(path).server.path == Path("/file.sock")
     monkeypatch.setenv("VCACHE_SOCKET", "/environment.sock")
     assert config.load(path).server.path == Path("/environment.sock")
-    assert config.load(path).server.lease_seconds == 3
+    assert config.load(path).server.reservation_seconds == 3
     assert config.load().server.path == Path("/environment.sock")
 
 

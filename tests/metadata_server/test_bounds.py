@@ -19,12 +19,11 @@ from instance_cases import NAMESPACE, chunk_generations, instance_id, keys, numb
 from model import FakeClock
 from processes import Raw, Stage
 
-from vcache_backend.config import ServerConfig
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
-from vcache_backend.metadata_server.instances import resident_chunks as residents
-from vcache_backend.metadata_server.line_limit import LINES, SECONDS, LineLimit
-from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server import residents
+from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
 from vcache_backend.metadata_server.processes import is_pidfd
+from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import wire
 
@@ -48,13 +47,13 @@ def grows_by_less_than(nbytes: int) -> Iterator[None]:
 
 
 def join(
-    directory: Directory, instance: m.InstanceId, each: int, ranks: int = 1, blocks: int = 10_000
+    service: Service, instance: m.InstanceId, each: int, ranks: int = 1, blocks: int = 10_000
 ) -> None:
-    directory.residents.open(m.Join(instance, NAMESPACE, blocks, ranks, each))
+    service.residents.open(m.Join(instance, NAMESPACE, blocks, ranks, each))
 
 
 def publish(
-    directory: Directory,
+    service: Service,
     instance: m.InstanceId,
     each: int,
     chunks: int,
@@ -69,7 +68,7 @@ def publish(
         blocks = numbers(*(number % of for number in every))
         generations = chunk_generations(300, at_once, each)
         some = m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
-        taken += directory.residents.publish(0, some)
+        taken += service.residents.publish(0, some)
     return taken
 
 
@@ -79,69 +78,69 @@ SHAPES = {"a block a chunk": (1, 1), "chunks that wait for another rank": (1, 2)
 @pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)
 def test_publications_are_bounded(monkeypatch: pytest.MonkeyPatch, each: int, ranks: int) -> None:
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
-    directory = Directory(ServerConfig(), FakeClock())
+    service = Service(1, now=FakeClock())
     with grows_by_less_than(2 * MIB):
         three = [instance_id(number) for number in range(3)]
         for one in three:
-            join(directory, one, each, ranks, 2048)
-        taken = [publish(directory, one, each, 2048, of=2048) for one in three]
+            join(service, one, each, ranks, 2048)
+        taken = [publish(service, one, each, 2048, of=2048) for one in three]
         assert taken[0] == 2048 > taken[1] > taken[2] == 0
         with pytest.raises(Refused):
-            join(directory, instance_id(3), each, ranks, 2048)
+            join(service, instance_id(3), each, ranks, 2048)
 
 
-def publish_and_retract(directory: Directory) -> None:
+def publish_and_retract(service: Service) -> None:
     for sequence in range(1, 20):
-        publish(directory, A, 128, 64, sequence=sequence)
-        directory.residents.retract(A, sequence + 1)
+        publish(service, A, 128, 64, sequence=sequence)
+        service.residents.retract(A, sequence + 1)
 
 
-def retract_old_ones(directory: Directory) -> None:
-    publish(directory, A, 1, 4096, start=16, sequence=1000)
+def retract_old_ones(service: Service) -> None:
+    publish(service, A, 1, 4096, start=16, sequence=1000)
     for sequence in range(1, 200):
-        publish(directory, A, 1, 16, sequence=sequence)
-        directory.residents.retract(A, sequence + 1)
+        publish(service, A, 1, 16, sequence=sequence)
+        service.residents.retract(A, sequence + 1)
 
 
-def clear_nothing(directory: Directory) -> None:
+def clear_nothing(service: Service) -> None:
     for _ in range(8_000):
-        directory.clear(b"")
+        service.residents.clear(b"")
 
 
-def join_anew(directory: Directory) -> None:
+def join_anew(service: Service) -> None:
     for ranks in range(20):
         with suppress(Refused):  # what it had before is in memory still
-            join(directory, A, 128, 1 + ranks % 2)
-        publish(directory, A, 128, 64)
+            join(service, A, 128, 1 + ranks % 2)
+        publish(service, A, 128, 64)
 
 
 @pytest.mark.parametrize("does", [publish_and_retract, retract_old_ones, clear_nothing, join_anew])
 def test_what_is_void_counts_while_in_memory(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:
     """A client that is faster than the server's backlog."""
     monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
-    directory = Directory(ServerConfig(), FakeClock())
+    service = Service(1, now=FakeClock())
     with grows_by_less_than(2 * MIB):
-        join(directory, A, 128 if does is not retract_old_ones else 1)
-        does(directory)
-    while directory.backlog:
-        directory.backlog.run(1000)
-    directory.residents.close(A)
-    while directory.backlog:
-        directory.backlog.run(1000)
-    assert directory.residents.nbytes == 0
+        join(service, A, 128 if does is not retract_old_ones else 1)
+        does(service)
+    while service.backlog:
+        service.backlog.run(1000)
+    service.residents.close(A)
+    while service.backlog:
+        service.backlog.run(1000)
+    assert service.residents.nbytes == 0
 
 
 def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     """Data parallel ranks with one system prompt: a publication that 60 instances hold took the
     server 25 ms."""
-    directory, size = Directory(ServerConfig(), FakeClock()), 128
+    service, size = Service(1, now=FakeClock()), 128
     packed = numbers(*range(size)), chunk_generations(2, size, 1)
     everyone = [instance_id(number) for number in range(60)]
     for one in everyone:
-        join(directory, one, 1)
-        directory.residents.show(one, True)
-        assert directory.residents.publish(0, m.Publish(one, 1, keys(size), *packed)) == size
-        told = {other: len(directory.residents.copies(other)) for other in everyone}
+        join(service, one, 1)
+        service.residents.show(one, True)
+        assert service.residents.publish(0, m.Publish(one, 1, keys(size), *packed)) == size
+        told = {other: len(service.residents.copies(other)) for other in everyone}
         holders = sum(map(bool, told.values()))
         assert (bool(told[one]), holders <= 5) == (one != everyone[0], True)
     with pytest.raises(msgspec.ValidationError, match="<= 128"):

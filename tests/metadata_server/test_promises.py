@@ -9,13 +9,11 @@ import pytest
 from instance_cases import NAMESPACE, instance_id, join, keys, publish, share, show
 from model import FakeClock, chunk_key
 from processes import Stage, eventually, info, make_memfd
-from test_directory import work_of
+from server_cases import A_TURN, add_region, asked, work_of
 
-from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server.pool import backlog, promises
-from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server import promises
+from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -148,8 +146,13 @@ def test_a_promise_ends_when_withdrawn_or_replaced_or_its_client_is_gone(stage: 
     assert reader.stats().counters["promised_chunks_broken"] > 0
 
 
-def made(clock: FakeClock) -> Directory:
-    return Directory(ServerConfig(), clock)
+def made(clock: FakeClock) -> Service:
+    return Service(1, now=clock)
+
+
+def store(service: Service, some: list[m.ChunkKey]) -> None:
+    reserved = asked(service, ALICE, m.Reserve(some, KIB))
+    asked(service, ALICE, m.Commit(reserved.reservation))
 
 
 def test_what_a_queued_request_has_promised_passes_to_one_that_begins() -> None:
@@ -183,23 +186,23 @@ def test_what_a_queued_request_has_promised_passes_to_one_that_begins() -> None:
 
 def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock = FakeClock()
-    directory = made(clock)
-    directory.promise(ALICE, m.Promise(1, keys(2), begun=False))
+    service = made(clock)
+    asked(service, ALICE, m.Promise(1, keys(2), begun=False))
     clock.advance(promises.QUIET_SECONDS - 1)
-    directory.promises.arrived(keys(1))
+    service.promises.arrived(keys(1))
     clock.advance(promises.QUIET_SECONDS - 1)
-    directory.tick()
-    told = directory.promises.coming(BOB, keys(1, start=1))
+    service.tick()
+    told = service.promises.coming(BOB, keys(1, start=1))
     assert (told.quiet, told.begun) == (promises.QUIET_SECONDS - 1, True)
     clock.advance(2)
-    directory.tick()
-    assert directory.promises.coming(BOB, keys(1, start=1)) is None
+    service.tick()
+    assert service.promises.coming(BOB, keys(1, start=1)) is None
     # It arrives before it is out of the memory.
-    directory.promises.arrived(keys(1, start=1))
+    service.promises.arrived(keys(1, start=1))
     clock.advance(2 * promises.QUIET_SECONDS)
-    directory.tick()
-    directory.backlog.run(1 << 10)
-    assert len(directory.promises) == 0
+    service.tick()
+    service.backlog.run(1 << 10)
+    assert len(service.promises) == 0
 
 
 def test_a_chunk_that_one_of_its_ranks_has_stored_is_a_promise_s_progress() -> None:
@@ -207,65 +210,64 @@ def test_a_chunk_that_one_of_its_ranks_has_stored_is_a_promise_s_progress() -> N
     gets no slot.
     """
     clock = FakeClock()
-    directory = made(clock)
-    directory.add_segment(info("s", 1 << 20, "gpu-0"))
-    directory.promise(ALICE, m.Promise(1, keys(1), ranks=2))
+    service = made(clock)
+    add_region(service, info("s", 1 << 20, "gpu-0"))
+    asked(service, ALICE, m.Promise(1, keys(1), ranks=2))
     for rank, quiet in ((1, 0.0), (2, 5.0)):
         clock.advance(5)
-        directory.commit(ALICE, directory.reserve(ALICE, keys(1, rank), KIB).reservation, [])
-        assert directory.promises.coming(BOB, keys(1)).quiet == quiet
-    directory.commit(ALICE, directory.reserve(ALICE, keys(1), KIB).reservation, [])
-    assert directory.promises.coming(BOB, keys(1)) is None
-    directory.promise(ALICE, m.Promise(2, keys(1, start=1), ranks=2))
-    directory.reserve(ALICE, keys(1, 1, start=1), 2 << 20)
-    assert directory.promises.coming(BOB, keys(1, start=1)) is None, "it got no slot"
-    directory.clear(b"")
+        store(service, keys(1, rank))
+        assert service.promises.coming(BOB, keys(1)).quiet == quiet
+    store(service, keys(1))
+    assert service.promises.coming(BOB, keys(1)) is None
+    asked(service, ALICE, m.Promise(2, keys(1, start=1), ranks=2))
+    asked(service, ALICE, m.Reserve(keys(1, 1, start=1), 2 << 20))
+    assert service.promises.coming(BOB, keys(1, start=1)) is None, "it got no slot"
+    asked(service, ALICE, m.Clear())
 
 
-def test_a_hostile_client_fills_neither_the_memory_nor_a_turn() -> None:
+def test_a_hostile_client_fills_neither_the_memory_nor_A_TURN() -> None:
     clock = FakeClock()
-    directory = made(clock)
+    service = made(clock)
     for number in range(2 * promises.MAX_PROMISED // m.MAX_KEYS):
         first = number * m.MAX_KEYS
         many = [chunk_key(first + at) for at in range(m.MAX_KEYS)]
-        directory.promise(ALICE, m.Promise(number, many))
-    assert len(directory.promises) == promises.MAX_PROMISED
-    a_turn = 40 * backlog.AT_ONCE
-    assert work_of(lambda: directory.disconnect(ALICE)) <= a_turn
-    assert directory.promises.coming(BOB, [chunk_key(0)]) is None
-    while directory.backlog:
-        assert work_of(lambda: directory.backlog.run(backlog.AT_ONCE)) <= a_turn
-    assert len(directory.promises) == 0
+        asked(service, ALICE, m.Promise(number, many))
+    assert len(service.promises) == promises.MAX_PROMISED
+    assert work_of(lambda: service.disconnect(ALICE)) <= A_TURN
+    assert service.promises.coming(BOB, [chunk_key(0)]) is None
+    while service.backlog:
+        assert work_of(lambda: service.backlog.run(1024)) <= A_TURN
+    assert len(service.promises) == 0
     # Many promises of one chunk each, from many connections, are dropped in one turn.
     for number in range(2 * promises.MAX_PROMISES):
         crowd = msgspec.structs.replace(ALICE, id=number % 50)
-        directory.promise(crowd, m.Promise(number, [chunk_key(1 << 50 | number)]))
-    assert len(directory.promises) == promises.MAX_PROMISES
-    assert work_of(lambda: directory.clear(b"")) <= a_turn
-    directory.backlog.run(1 << 20)
+        asked(service, crowd, m.Promise(number, [chunk_key(1 << 50 | number)]))
+    assert len(service.promises) == promises.MAX_PROMISES
+    assert work_of(lambda: asked(service, ALICE, m.Clear())) <= A_TURN
+    service.backlog.run(1 << 20)
     for number in range(2 * promises.MAX_OF_CLIENT):
-        directory.promise(ALICE, m.Promise(number, [chunk_key(number)]))
-    assert len(directory.promises) == promises.MAX_OF_CLIENT
+        asked(service, ALICE, m.Promise(number, [chunk_key(number)]))
+    assert len(service.promises) == promises.MAX_OF_CLIENT
     # As look-ups of one request for ever other chunks.
     for first in range(1 << 30, (1 << 30) + 2 * m.MAX_KEYS, m.MAX_KEYS):
         many = [chunk_key(first + at) for at in range(m.MAX_KEYS)]
-        directory.promises.intend(BOB, 1, many, 1, False)
-    assert len(directory.promises) == promises.MAX_OF_CLIENT + m.MAX_KEYS
+        service.promises.intend(BOB, 1, many, 1, False)
+    assert len(service.promises) == promises.MAX_OF_CLIENT + m.MAX_KEYS
 
 
 def test_the_last_of_many_ranks_that_stores_promised_chunks_takes_no_long_turn() -> None:
-    directory = made(FakeClock())
-    directory.add_segment(info("s", 1 << 30, "gpu-0"))
+    service = made(FakeClock())
+    add_region(service, info("s", 1 << 30, "gpu-0"))
     each = m.MAX_LOOKED_UP // m.MAX_RANKS
     for number in range(m.MAX_SLOTS // each):
         some = keys(each, start=number * each)
-        directory.promise(ALICE, m.Promise(number, some, m.MAX_RANKS))
-    assert len(directory.promises) == m.MAX_SLOTS
+        asked(service, ALICE, m.Promise(number, some, m.MAX_RANKS))
+    assert len(service.promises) == m.MAX_SLOTS
     for rank in range(m.MAX_RANKS):
-        reserved = directory.reserve(ALICE, keys(m.MAX_SLOTS, rank), 256).reservation
-        assert len(directory.promises) == m.MAX_SLOTS
-        assert work_of(lambda at=reserved: directory.commit(ALICE, at, [])) <= 40 * backlog.AT_ONCE
-    assert len(directory.promises) == 0
+        reserved = asked(service, ALICE, m.Reserve(keys(m.MAX_SLOTS, rank), 256)).reservation
+        assert len(service.promises) == m.MAX_SLOTS
+        assert work_of(lambda at=reserved: asked(service, ALICE, m.Commit(at))) <= 2 * A_TURN
+    assert len(service.promises) == 0
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, 1e9])

@@ -15,17 +15,13 @@ from processes import PATIENT, Stage, eventually
 from test_command import vcache
 
 from vcache_backend import doctor
-from vcache_backend.config import ServerConfig, from_dict
+from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
-from vcache_backend.metadata_server.serving.server_stats import fitting, server_stats
-from vcache_backend.metadata_server.serving.service import Service
-from vcache_backend.metadata_server.succession import Predecessors
+from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.report import MAX_REPORTS, Reports, fitting, server_stats
+from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import wire
 from vcache_backend.protocol.client import Client
@@ -38,8 +34,7 @@ def peer(number: int = 1, pid: int = 7) -> Peer:
 
 
 def made(**more: Any) -> Service:
-    directory = Directory(ServerConfig(), lambda: 0.0)
-    return Service(directory, 1, Predecessors(directory, 1, 60.0), **more)
+    return Service(1, now=lambda: 0.0, **more)
 
 
 # ---- the server and its clients
@@ -110,7 +105,7 @@ def test_the_newest_reports_are_kept() -> None:
 def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
     id_, device = m.SegmentId("s" * 64), "\N{GRINNING FACE}" * 64
     segments = [m.SegmentInfo(id_, device, "host", m.MAX_SEGMENT_BYTES)] * m.MAX_SEGMENTS
-    stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, 0, {}, {}, segments, {}, 1)
+    stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, {}, {}, segments, {}, 1)
     left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
     whole = msgspec.structs.replace(stats, quarantined_slots=left)
     assert len(wire.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2

@@ -19,10 +19,9 @@ from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, ma
 from server_cases import CLIENT
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.instances import published_chunks as residence
-from vcache_backend.metadata_server.instances import registry as instances
-from vcache_backend.metadata_server.instances import resident_chunks
+from vcache_backend.metadata_server import instances, processes
+from vcache_backend.metadata_server import residents as residence
+from vcache_backend.metadata_server import residents as resident_chunks
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 

@@ -17,9 +17,10 @@ from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, stage
 
 from vcache_backend.errors import MAX_LINE_CHARS
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.serving.layouts import MAX_COMPARED
+from vcache_backend.metadata_server.report import MAX_COMPARED
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.slot_layout import SLAB_SLOTS
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -50,7 +51,7 @@ def raw(stage_: Stage) -> Raw:
 @pytest.fixture
 def worker(raw: Raw, memfd: int) -> Raw:
     """A connection on whose node one host segment has room for four chunks of 1 KiB."""
-    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["count", 0]
+    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0]
     return raw
 
 
@@ -74,25 +75,29 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert (name, mismatches) == ("welcome", [])
     assert isinstance(epoch, int)
     assert worker.hello()[::2] == ["error", False]
-    segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, "live"]
+    segment = ["s0", "host", "host", 4096, 0, 0, 0, "live"]
     assert worker.ask("list_segments") == ["segments", [segment]]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
-    assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
+    assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino
+    assert os.fstat(worker.fds[-1]).st_ino == os.fstat(worker.fds[1]).st_ino
     assert worker.ask("lend", 5 * KIB) == ["count", KIB]
     name, reservation, seconds, slots, reason, _ = worker.ask("reserve", [A, B], KIB)
     expected = ("reserved", 30.0, "", [["s0", 0, KIB], ["s0", KIB, KIB]])
-    assert (name, seconds, reason, [slot[:3] for slot in slots]) == expected
+    assert (name, seconds, reason, slots) == expected
     assert worker.ask("commit", reservation, []) == ["count", 2]
     assert worker.ask("abort", worker.ask("reserve", [C], KIB)[1]) == ["count", 1]
     assert worker.ask("reserve", [A, C], 5 * KIB)[3] == [m.Refusal.EXISTS, m.Refusal.TOO_LARGE]
     assert worker.ask("find", [A, B, C])[:3] == ["found", b"\1\1", []]
     assert worker.ask("contains", [A, D]) == ["present", [True, False], 0]
-    name, lease, seconds, locations, _ = worker.ask("acquire", [A, B, C])
-    assert (name, seconds, locations) == ("leased", 10.0, slots)
-    renews, releases = stage_.raw(), stage_.raw()
-    assert renews.ask("renew", lease) == releases.ask("release", lease) == ["verdict", True]
-    assert worker.ask("renew", lease) == worker.ask("release", lease) == ["verdict", False]
-    assert worker.ask("acquire", [C]) == ["leased", 0, 0.0, [], 0]
+    name, runs, _ = worker.ask("pin", [A, B, C], 2.0)
+    # In each slab of this segment is one slot.
+    packed = [bytes(m.NUMBER_BYTES), SLAB_SLOTS.to_bytes(m.NUMBER_BYTES, "little")]
+    assert [run[:6] for run in runs] == [
+        [0, "s0", 0, 0, KIB, packed[0]],
+        [1, "s0", SLAB_SLOTS, KIB, KIB, packed[1]],
+    ]
+    assert [len(run[6]) for run in runs] == [m.GENERATION_BYTES] * 2
+    assert worker.ask("pin", [C]) == ["pinned", [], 0]
     assert worker.ask("touch", [A, D]) == worker.ask("remove", [A, D]) == ["count", 1]
     cleared = [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")]
     assert cleared == [["count", 0], ["count", 1], ["count", 0]]
@@ -112,9 +117,9 @@ def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> Non
     assert worker.ask("clear", b"namespac", True) == ["count", 0]
     first, theirs = epochs()
     assert (first > before[0], theirs) == (True, before[1])
-    # It comes with room and with leases, too.
+    # It comes with room and with places, too.
     put(worker, A)
-    assert [worker.ask("reserve", [A], KIB)[-1], worker.ask("acquire", [A])[-1]] == [first, first]
+    assert [worker.ask("reserve", [A], KIB)[-1], worker.ask("pin", [A])[-1]] == [first, first]
     worker.ask("clear", b"", True)
     assert first < epochs()[0] == epochs()[1]
 
@@ -125,7 +130,7 @@ def test_a_dropped_segment_is_the_one_handed_out(worker: Raw, server: Child, mem
         worker.send(*message)
     opened, dropped = worker.receive(), worker.receive()
     assert (opened[0], dropped) == ("opened", ["dropped", 0, True])
-    assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
+    assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
 
@@ -198,7 +203,7 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
     """
 
     def answered() -> int:
-        return worker.ask("stats")[9]["Contains"][0]
+        return worker.ask("stats")[8]["Contains"][0]
 
     worker.ask("contains", [A])
     before, greedy = answered(), stage_.raw()

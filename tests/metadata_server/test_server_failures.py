@@ -91,15 +91,15 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
     """
     server = stage_.server(reservation_seconds=0.3)
     writer = stage_.raw()
-    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "count"
+    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "added"
     assert writer.ask("reserve", [A, B, C, D], KIB)[1]
     used = server.descriptors()
     first, second = [number for number in range(max(used) + 3) if number not in used][:2]
     assert first < second
     server.descriptors(limit=second)
-    eventually(lambda: writer.ask("stats")[7] == 1)
+    eventually(lambda: writer.ask("stats")[6] == 1)
     time.sleep(0.2)  # some ticks
-    assert writer.ask("stats")[7] == 1, "quarantined"
+    assert writer.ask("stats")[6] == 1, "quarantined"
     assert writer.ask("reserve", [E], KIB)[3] == [m.Refusal.FULL]
 
 

@@ -102,16 +102,19 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ("-f 1", "memory for the server's ledger (memfd_create): [Errno 27] File too large"),
+        (
+            "-f 1",
+            "memory for the server's table of resets (memfd_create): [Errno 27] File too large",
+        ),
         (
             "-s 4000000 -v 4000000",
             "can't start new thread: raise ulimit -u, or pids.max of the cgroup",
         ),
     ],
-    ids=["ledger", "threads"],
+    ids=["memory", "threads"],
 )
 def test_what_a_server_lacks_is_told_in_one_line(limits: str, said: str, tmp_path: Path) -> None:
-    """Memory for its ledger, as where seccomp forbids memfd_create: here files have 1 KiB at most.
+    """Memory for a table, as where seccomp forbids memfd_create: here files have 1 KiB at most.
     Threads: here a stack is as large as the address space."""
     # -B: Python 3.11 would leave compiled modules of 1 KiB, which nobody can import.
     command = shlex.join([sys.executable, "-B", "-m", "vcache_backend", "serve"])

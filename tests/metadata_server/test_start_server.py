@@ -22,6 +22,7 @@ from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.start import ensure, try_ensure
 from vcache_backend.protocol import channel
+from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
 STARTER = """
@@ -40,10 +41,10 @@ except VCacheError as error:
 AS_NOBODY = """
 import logging, os, sys
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import server
+from vcache_backend.metadata_server import main
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 logging.basicConfig(level="INFO")
-server.serve(ServerConfig(socket=sys.argv[1]))
+main.serve(ServerConfig(socket=sys.argv[1]))
 """
 
 
@@ -128,7 +129,7 @@ def answers(path: Path) -> bool:
 
 
 def test_of_many_at_once_one_starts_it_with_its_settings_and_it_outlives_all(path: Path) -> None:
-    starters = [starter(path, reservation_seconds=7, lease_seconds=60) for _ in range(3)]
+    starters = [starter(path, reservation_seconds=7, max_chunks=1) for _ in range(3)]
     try:
         ends = [one.wait() for one in starters]
     finally:
@@ -151,9 +152,8 @@ def test_of_many_at_once_one_starts_it_with_its_settings_and_it_outlives_all(pat
         memory = make_memfd(4096)
         raw.ask("add_segment", "s0", "host", "host", 4096, fds=(memory,))
         os.close(memory)
-        _, reservation, seconds, *_ = raw.ask("reserve", [bytes(26)], 1024)
-        raw.ask("commit", reservation, [])
-        assert (seconds, raw.ask("acquire", [bytes(26)])[2]) == (7.0, 60.0)
+        _, _, seconds, slots, *_ = raw.ask("reserve", [bytes(26), bytes(25) + b"x"], 1024)
+        assert (seconds, slots[1:]) == (7.0, [m.Refusal.FULL])
 
 
 def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:

@@ -47,8 +47,6 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     monkeypatch.setattr(made._session.client, "present", late)
     assert get(made, cache, prompt(LENGTH)) == 2 * CHUNK
     assert made.get_stats()["failures"] == {"fetch: ServerTimeout": 1, "late": 1}
-    client = nodes[0].client()
-    eventually(lambda: client.stats().leases == 0)
 
 
 def test_a_bad_object_is_removed(nodes: list[Node], depot: Depot, model: str, raw: Raw) -> None:
@@ -95,7 +93,7 @@ def test_a_load_whose_fetch_is_over_sleeps_while_the_next_chunks_kv_cache_is_map
     there = owner(nodes[1]).compute(tokens, blocks).cut(1, 2)
     opens = held_up(monkeypatch)
     places = BlockPlaces(kv, CHUNK, blocks, kv.block_size)
-    load = Load(session, places, two.keys(tokens), residents=[there], neighbours=neighbours)
+    load = Load(session, places, two.keys(tokens), runs=[there], neighbours=neighbours)
     eventually(lambda: load.advance() or load.loaded == 1)
     sleepers, sleep = set[int](), time.sleep
 

@@ -125,7 +125,7 @@ def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
 
 
 def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) -> None:
-    """But a lease has the first of them only, and a reservation has no more slots than it may."""
+    """But the first of them only are pinned, and a reservation has no more slots than it may."""
     stage_.server()
     client = stage_.client()
     many = [chunk_key(n, rank) for n in range(m.MAX_KEYS // 2 + 1) for rank in (0, 1)]
@@ -141,7 +141,7 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.lookup(many) == len(many)
     assert client.lookup(many[::2], ranks=2) == len(many) // 2
     assert client.contains([*many, A[:8] + b"\xff" * 18]) == [True] * len(many) + [False]
-    assert len(client.acquire(many).locations) == m.MAX_KEYS
+    assert sum(run.chunks for run in client.pin(many, 1.0).runs) == m.MAX_KEYS
     assert client.touch(many) == client.remove(many) == len(many)
 
 
@@ -247,7 +247,7 @@ def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: 
 
     def answer(request: list[Any]) -> list[Any]:
         if request[0] != "find":
-            return ["verdict", True]
+            return ["present", [True]]
         return ["found", pooled[request[1][0]], [], 0, False, None]
 
     scripted(answer)
@@ -261,7 +261,7 @@ def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: 
     first, second = sent(A), sent(B)
     assert (second.answer().pooled, first.over, first.answer().pooled) == (b"\2\2", True, b"\1")
     third, fourth = sent(B), sent(A)
-    assert client.renew(7)
+    assert client.contains([A]) == [True]
     expected = (True, True, b"\2\2", b"\1")
     assert (third.over, fourth.over, third.answer().pooled, fourth.answer().pooled) == expected
     sent(B)

@@ -28,7 +28,7 @@ REQUESTS: list[m.AnyRequest] = [m.Hello(1, "GPU-1", "cuda", {"model": "llama"}),
 REQUESTS += [m.AddSegment(S, "host", "host", 4096), m.OpenSegment(S), m.DropSegment(S)]
 REQUESTS += [m.ListSegments(1, 2, 3, 4, [m.Reads(INSTANCE, 5, 6)], [S]), m.Lend(4096)]
 REQUESTS += [m.Reserve([A], 1024), m.Commit(7, [A]), m.Abort(7), m.Clear(b"namespac")]
-REQUESTS += [m.Acquire([A]), m.Renew(7), m.Release(7), m.Contains([A]), m.Touch([A])]
+REQUESTS += [m.Pin([A], 2.0), m.Contains([A]), m.Touch([A])]
 REQUESTS += [m.Remove([A]), m.Report("warn", "slow"), m.Join(INSTANCE, b"namespac", 64, 2, 4)]
 REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
 REQUESTS += [m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)), m.Retract(INSTANCE, 8)]
@@ -72,9 +72,13 @@ hostile = st.one_of(
 )
 
 
-def test_the_largest_request_and_lease_are_below_the_limit_of_a_message() -> None:
-    far = m.Location(m.SegmentId("s" * 64), m.MAX_SEGMENT_BYTES, m.MAX_SEGMENT_BYTES, 1 << 40)
-    for largest in (m.Reserve([A] * m.MAX_KEYS, 1), m.Leased(1, 10.0, [far] * m.MAX_KEYS)):
+def test_the_largest_requests_and_answers_are_below_the_limit_of_a_message() -> None:
+    far = m.Location(m.SegmentId("s" * 64), m.MAX_SEGMENT_BYTES, m.MAX_SEGMENT_BYTES)
+    most, each = m.MAX_SEGMENT_BYTES, m.MAX_KEYS // m.MAX_RUNS
+    run = m.SlotRun(1 << 16, far.segment, 1 << 20, most, most, bytes(4 * each), bytes(8 * each))
+    refused = [int(m.Refusal.FULL)] * (m.MAX_KEYS - m.MAX_SLOTS)
+    granted = m.Reserved(1 << 62, 30.0, [far] * m.MAX_SLOTS + refused, "x" * 256, 1 << 62)
+    for largest in (m.Reserve([A] * m.MAX_KEYS, 1), granted, m.Pinned([run] * m.MAX_RUNS, 1 << 62)):
         assert wire.encode(largest)
 
 

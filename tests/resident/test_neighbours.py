@@ -18,9 +18,9 @@ from processes import QUICK, Stage, asked, eventually, make_memfd
 from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.resident.own_cache import cache_shape
+from vcache_backend.vram_pool.generations import Generations, GenerationView
 
 ONE, TWO = neighbour_cases.instance(1), neighbour_cases.instance(2)
 WORKER = {"scheduler": False}

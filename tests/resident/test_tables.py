@@ -10,8 +10,8 @@ import pytest
 from neighbour_cases import added_to, descriptors, instance, owner
 from processes import PATIENT, QUICK, Stage, asked, eventually, hung
 
-from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import ENDS_SECONDS, MAX_REFUSED, Refusals, Tables
+from vcache_backend.vram_pool.generations import GenerationView
 
 ONE, TWO = instance(1), instance(2)
 

@@ -21,8 +21,8 @@ answer.
 others compute. In every state of a promise they are stopped, and die. No request may be held back
 for long.
 
-Each level has controls, which run the same with one rule broken: readers ignore the generations, or
-the lease, after a copy; owners change generations only after writing, or publish before writing; a
+Each level has controls, which run the same with one rule broken: readers do not compare
+generations after a copy; owners change generations only after writing, or publish before writing; a
 wait never ends. There wrong bytes, wrong answers or overdue requests must be seen, or the zeros of
 the level prove nothing. One seed gives the same decisions again, but not the same timing."""
 

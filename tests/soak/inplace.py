@@ -30,7 +30,6 @@ from vcache_backend.protocol.messages import (
     Publish,
     ResidentRun,
 )
-from vcache_backend.resident.generations import Generations, UInt64s
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.resident.tables import Tables
@@ -41,6 +40,7 @@ from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.exports import HostExportable
+from vcache_backend.vram_pool.generations import Generations, UInt64s
 
 from .living import Living, Settings, Slowly, live_as
 from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
@@ -271,7 +271,7 @@ class Reader(Instance):
             BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
             keys,
             mark=self.session.copier.mark(),
-            residents=runs,
+            runs=runs,
             neighbours=self.neighbours,
         )
 

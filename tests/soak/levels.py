@@ -22,7 +22,7 @@ from .memory import CHUNK_BYTES
 
 class Level(NamedTuple):
     """counts: processes by role. mishaps: each one's weight. stops, pauses: see `Settings`. loads:
-    how many must bring something, and what share of them verdicts must refuse. controls: each takes
+    how many must bring something, and in what share of them chunks must have changed. controls: each takes
     at most so many seconds. seconds: the longest that the level itself takes. silence: seconds
     after which a silent process counts as ended. prepare: fills the shared folder. longest_stop:
     seconds that a process stays stopped, at most. lends: bytes that an instance lends to a pool,
@@ -63,7 +63,7 @@ INPLACE = Level(
     stops=0.0005,
     loads=100_000,
     reuse_hits=0.01,
-    controls=("no verdict", "counted late", "published early"),
+    controls=("no comparison", "counted late", "published early"),
 )
 SOAK = Level(
     life=pooled.live,
@@ -77,8 +77,9 @@ SOAK = Level(
     },
     stops=0.004,
     loads=100_000,
-    controls=("no verdict",),
-    # Longer than leases and reservations last.
+    reuse_hits=0.001,
+    controls=("no comparison",),
+    # Longer than pins and reservations last.
     longest_stop=3.0,
     pause=1.0,
     # Ten of 96 chunks a worker.
@@ -95,7 +96,6 @@ def _vllms(on_cpu: int, **given: Any) -> Level:
     os.environ.update(ENVIRONMENT | own | ({} if on_gpus else on_cpus))
     counts: dict[Role, int] = {"vllm": 4 if on_gpus else on_cpu}
     seconds = 360.0 if on_gpus else 1200.0
-    # A stop may be longer than a lease.
     return Level(counts=counts, seconds=seconds, silence=240.0, longest_stop=1.2, **given)
 
 
@@ -118,7 +118,7 @@ def death(lends: int = 0) -> Level:
         stops=0.005,
         loads=500,
         reuse_hits=0.02,
-        controls=("no verdict",),
+        controls=("no comparison",),
         pauses=0.7,
         lends=lends,
     )

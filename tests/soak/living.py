@@ -17,15 +17,14 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.transfer import pooled, resident_runs
-from vcache_backend.transfer.sources import Settled
+from vcache_backend.transfer.sources import PooledPart, ResidentPart, Settled
 from vcache_backend.vram_pool.copies.copier import Completion, Copier
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 
 from .forked import begin
 
 Role = Literal["owner", "reader", "worker", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early", "no bound"]
+Control = Literal["", "no comparison", "counted late", "published early", "no bound"]
 REPORT_SECONDS = 0.2
 DIED = 64
 """The first of the exit statuses of instances that end in a state on purpose."""
@@ -33,7 +32,7 @@ DIED = 64
 
 class Settings(msgspec.Struct, frozen=True):
     """stops: share of the steps at which the instance stops itself. pauses: the same of the steps
-    between a load's launch and its verdict; 0: as elsewhere. control: the rule of the protocol
+    between a load's launch and the comparison; 0: as elsewhere. control: the rule of the protocol
     that is broken, see `__main__`; empty: none. shared: a folder that all instances use. number:
     the instance's place among them. start: which of all starts this is."""
 
@@ -53,8 +52,8 @@ class Outcomes(msgspec.Struct):
     """Counts of events.
 
     loads: loads that brought something, all of it compared; with whole vLLMs, requests for which
-    something was loaded. reuse_hits: loads whose verdict refused some chunks, since a block changed
-    or a lease ended between launch and verdict. raised: calls. wrong: loads, or answers. answers:
+    something was loaded. reuse_hits: loads of which some chunks did not count, since a block or slot
+    changed between launch and comparison. raised: calls. wrong: loads, or answers. answers:
     vLLM's, to whole requests. waits: requests that waited for what others computed. overdue: those
     that waited too long. steps: how often a process stopped itself, by the step of the protocol.
     causes: why loads brought less."""
@@ -89,7 +88,7 @@ class Living:
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self.settings, self.dice, self.over = settings, dice, False
         self.told = Told(Outcomes(), [])
-        if settings.control == "no verdict":
+        if settings.control == "no comparison":
             _believe_copies()
 
     def round(self) -> None:
@@ -149,8 +148,8 @@ def live_as(
 
 
 class Slowly:
-    """A copier at whose steps the instance may stop itself. It makes a share of its copies between
-    KV caches block by block, in the caller's thread, with pauses of at most `seconds` in all.
+    """A copier at whose steps the instance may stop itself. It makes a share of its loads block by
+    block, in the caller's thread, with pauses of at most `seconds` in all.
     """
 
     def __init__(self, inner: Copier, instance: Living, share: float, seconds: float) -> None:
@@ -176,15 +175,6 @@ class Slowly:
         instance.step("copied")
         return copy
 
-    def scatter(self, *given: Any, **more: Any) -> Completion:
-        """Out of the pool: one stop under the lease before bytes are read, one before the
-        verdict.
-        """
-        self._instance.step("copied")
-        copy = self._inner.scatter(*given, **more)
-        self._instance.step("copied")
-        return copy
-
     def gather(self, *given: Any, **more: Any) -> Completion:
         """Into the pool, in slots that are reserved: one stop before they are written, one before
         the commit."""
@@ -195,10 +185,8 @@ class Slowly:
 
 
 def _believe_copies() -> None:
-    """For a control: count every copy as right, whatever the generations, or the lease, say after
-    it.
-    """
-    for part in (resident_runs._ResidentPart, pooled._PooledPart):
+    """For a control: count every copy as right, whatever the generations say after it."""
+    for part in (ResidentPart, PooledPart):
         part.settle = _believed(part.settle)  # type: ignore[method-assign, assignment]
 
 

@@ -21,9 +21,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.client import Client
 
 TIMES = {
-    "lease_seconds": 0.6,
     "reservation_seconds": 0.5,
-    "recover_seconds": 2.0,
     "spin_seconds": 0.0,
 }
 """Short, so that processes that are stopped for a second or two exceed them."""

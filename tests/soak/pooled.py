@@ -13,8 +13,8 @@ import numpy as np
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import GRACE_SECONDS, ChunkKey
-from vcache_backend.transfer.lease_client import Lease
+from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.transfer import sources
 from vcache_backend.vram_pool.copies.copier import HostCopier
 
 from . import memory
@@ -33,22 +33,15 @@ class Worker(Living):
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice)
+        # Nothing is pinned: slots are used again under every slow load.
+        sources.PIN_SECONDS = 0.0
         self._memory = Memory(BLOCKS)
         self._memory.words[:] = POISON
         copier = Slowly(HostCopier(), self, SLOW, SLOW_SECONDS)
         self._engine = VCacheEngine(settings.config, self._memory.layout, copier=copier)  # type: ignore[arg-type]
         self._engine.register(self._memory.tensors)
-        self._verdict = self._engine._session.leases.verdict
-        self._engine._session.leases.verdict = self._judged  # type: ignore[method-assign]
-
-    def _judged(self, lease: Lease, end: bool = True) -> bool:
-        """Every other verdict asks the server, as if the lease's grace were over."""
-        if self.dice.random() < 0.5:
-            over = time.monotonic() + lease.seconds - GRACE_SECONDS
-            lease.deadline = min(lease.deadline, over)
-        held = self._verdict(lease, end)
-        self.told.outcomes.reuse_hits += not held
-        return held
+        self._refused = 0
+        """Chunks that had changed after their copy, so far."""
 
     def round(self) -> None:
         dice, engine, words = self.dice, self._engine, self._memory.words
@@ -61,6 +54,9 @@ class Worker(Living):
         got = int(mask.sum())
         if not bool(mask[:got].all()) or got % CHUNK_TOKENS:
             raise AssertionError(f"what was retrieved is no prefix of chunks: {mask.tolist()}")
+        refused = engine._session.stats.counted("chunks_").get("refused", 0)
+        self.told.outcomes.reuse_hits += refused > self._refused
+        self._refused = refused
         self._check(blocks, keys[: got // CHUNK_TOKENS])
         if not (got or engine._session.client.connected):
             # Leave the core to the process that starts the server again.

@@ -159,8 +159,8 @@ class Soak:
 
 
 def run(seed: int, level: Level = INPLACE, shared: Path = NOWHERE) -> Result:
-    """Run a level until so many loads have brought something, and verdicts have refused as many as
-    it asks for. A level with states takes all of its time.
+    """Run a level until so many loads have brought something, and as many were refused as it asks
+    for. A level with states takes all of its time.
     """
 
     def over(result: Result, passed: float) -> bool:

@@ -161,7 +161,7 @@ class Whole(Living):
             name, outcomes = loading.spec.request_id, self.told.outcomes
             self._loaded[name.rpartition("-")[0] or name] += loading.stats.tokens.total()
             outcomes.causes[loading.cause] += 1
-            outcomes.reuse_hits += loading.cause in ("changed", "lease_lost")
+            outcomes.reuse_hits += loading.cause == "changed"
 
         worker.loads._count = counted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")

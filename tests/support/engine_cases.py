@@ -25,6 +25,7 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
+from vcache_backend.vram_pool.pool import PoolSegment
 from vcache_backend.vram_pool.regions import SlotView
 
 ROOMY = 1 << 20
@@ -56,9 +57,9 @@ class PausingCopier(HostCopier):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         return finished
 
-    def scatter(self, *given: Any) -> Finished:
+    def pull(self, *given: Any, **more: Any) -> Finished:
         self._pause()
-        return super().scatter(*given)
+        return super().pull(*given, **more)
 
     def _pause(self) -> None:
         if self.armed:
@@ -105,20 +106,18 @@ class Awaited(Copied):
 class WrongCopier(HostCopier):
     """A planted bug: one byte of what it loads is wrong."""
 
-    def scatter(self, kv: Any, plan: Any, *given: Any) -> Finished:
-        finished = super().scatter(kv, plan, *given)
-        kv.pages[-1][int(plan.blocks[-1, 2]), -1] ^= 1
+    def pull(self, kv: Any, rows: Any, *given: Any, **more: Any) -> Finished:
+        finished = super().pull(kv, rows, *given, **more)
+        kv.pages[-1][int(rows[-1, 2]), -1] ^= 1
         return finished
 
 
 class TrustingEngine(VCacheEngine):
-    """A planted bug: it does not care whether its lease held."""
+    """A planted bug: this process does not compare generations."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        leases = self._session.leases
-        verdict = leases.verdict
-        leases.verdict = lambda lease, end=True: verdict(lease, end) or True  # type: ignore[method-assign]
+        PoolSegment.right = lambda segment, run: run.chunks  # type: ignore[method-assign]
 
 
 # ---- worker processes

@@ -22,7 +22,7 @@ import yaml
 from engine_cases import Node
 from engine_cases import node as engine_node
 from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache
-from processes import PATIENT, SECONDS, Worker, eventually
+from processes import PATIENT, Worker, eventually
 from vllm_cases import changed, home
 
 from benchmarks.vllm.settings import lmcache as lmcache_settings
@@ -183,16 +183,9 @@ class Pool:
         """A bystander's."""
         return self.node.client()
 
-    def leases(self) -> int:
-        return self.stats().leases
-
     def settled(self) -> bool:
-        """Whether all leases and reservations are over, soon. Releases of what was not read go out
-        in the background.
-        """
-        return bool(
-            eventually(lambda: not (stats := self.stats()).leases and not stats.reservations)
-        )
+        """Whether all reservations are over, soon."""
+        return bool(eventually(lambda: not self.stats().reservations))
 
 
 # ---- what test modules import: fixtures, and what a retrieval should have brought
@@ -207,8 +200,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def served(pool: Pool) -> Pool:
-    """No lease ends by itself while a test waits for that."""
-    pool.node.serve(lease_seconds=10 * SECONDS)
+    pool.node.serve()
     return pool
 
 

@@ -24,7 +24,6 @@ from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, ResidentRun
-from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.resident.tables import open_instance
@@ -33,6 +32,7 @@ from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopie
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports import Region
+from vcache_backend.vram_pool.generations import Generations, GenerationView, UInt64s
 from vcache_backend.vram_pool.regions import create, map_segment
 
 HOST = Device("host", "host")

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import fcntl
 import functools
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -31,9 +32,8 @@ import msgspec
 from raw_protocol import Raw
 
 from vcache_backend.config import ClientConfig, ServerConfig
-from vcache_backend.metadata_server.ledger import EarlierLedger
-from vcache_backend.metadata_server.records import LedgerState
-from vcache_backend.metadata_server.server import Server
+from vcache_backend.metadata_server.main import Server
+from vcache_backend.metadata_server.slots import SLAB_BITS, SlotsTable
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -54,10 +54,10 @@ def ran(*command: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
 
 def asked(client: Client, *requests: str) -> int:
     """How many requests of these types the server has answered; of those for chunks: are they
-    there, and leases on them.
+    there, and where.
     """
     latency = client.stats().latency
-    return sum(latency[name].count for name in requests or ("Find", "Acquire") if name in latency)
+    return sum(latency[name].count for name in requests or ("Find", "Pin") if name in latency)
 
 
 def eventually(what: Callable[[], Any], seconds: float = SECONDS, every: float = 0.01) -> Any:
@@ -293,7 +293,7 @@ class ForkedServer(Child):
         self._out, output = os.pipe()
         environment = os.environ | {"PYTHONPATH": _python_path()}
         setting = {"folder": ROOT, "environment": environment, "apart": None}
-        home = nursery("vcache_backend.cli", "vcache_backend.metadata_server.server")
+        home = nursery("vcache_backend.cli", "vcache_backend.metadata_server.main")
         pid = home.fork(setting, [theirs.fileno(), output])
         theirs.close()
         os.close(output)
@@ -678,26 +678,45 @@ def stage(folder: Path) -> Iterator[Stage]:
         yield made
 
 
-# ---- ledgers
+# ---- tables of slots
 
 
-def ledger_of(path: Path) -> LedgerState:
-    """What the server's ledger says."""
-    with Raw(path) as raw, closing(EarlierLedger(raw.fds[0])) as ledger:
-        for _ in ledger.read(state := LedgerState()):
-            pass
-        return state
+def pool_keys(path: Path) -> list[m.ChunkKey]:
+    """Of the chunks in the pool, as its tables say."""
+    keys = list[m.ChunkKey]()
+    with Client(path, PATIENT, reconnect=False) as client:
+        for segment in client.list_segments():
+            opened, fd, table_fd = client.open_segment(segment.id)
+            os.close(fd)
+            with theirs(table_fd) as table:
+                for number, slab in enumerate(table.slabs()):
+                    slots = table.occupied(number << SLAB_BITS, slab.slots)
+                    keys += [slot.key for slot in slots if slot.committed]
+            assert opened.id == segment.id
+    return keys
+
+
+@contextmanager
+def theirs(fd: int) -> Iterator[SlotsTable]:
+    """A server's table, without its lock. Closes fd."""
+    file = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    os.close(fd)
+    with closing(SlotsTable(file, mmap.mmap(file, 0))) as table:
+        yield table
 
 
 @contextmanager
 def leaving_nothing(path: Path) -> Iterator[None]:
-    """The server ends in this block, and leaves nothing to the next one: yet another server, which
-    is gone by then, has taken over the ledger.
-    """
-    with Raw(path) as raw:
+    """The server ends in this block, and leaves no chunk to the next one: its tables are dead."""
+    with Client(path, PATIENT, reconnect=False) as client, ExitStack() as undo:
+        tables = list[SlotsTable]()
+        for segment in client.list_segments():
+            _, fd, table = client.open_segment(segment.id)
+            os.close(fd)
+            tables.append(undo.enter_context(theirs(table)))
         yield
-        with closing(EarlierLedger(raw.fds[0])) as ledger:
-            assert ledger.take_over(1)
+        for table in tables:
+            table.give_up()
 
 
 # ---- segments

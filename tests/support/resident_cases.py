@@ -41,19 +41,24 @@ def owner_apart(here: Node, name: int = 1, device: str = "host") -> Worker:
 
 
 class StoppingCopier(HostCopier):
-    """Its pulls call `half_way` in the middle, and are over once `finished` is set. pulls,
-    scatters: how many rows each had. local: of each pull."""
+    """Its pulls call `half_way` in the middle, and are over once `finished` is set. pulls: how many
+    rows each had. local: of each pull."""
 
     def __init__(self) -> None:
         self.half_way: Callable[[], None] = lambda: None
         self.finished = threading.Event()
         self.finished.set()
         self.pulls: list[int] = []
-        self.scatters: list[int] = []
         self.local: list[bool] = []
 
     def pull(  # type: ignore[override]
-        self, kv: PagedKV, rows: Int64s, origins: Int64s, *_: object, local: bool = False
+        self,
+        kv: PagedKV,
+        rows: Int64s,
+        origins: Int64s,
+        *_: object,
+        local: bool = False,
+        **more: Any,
     ) -> Copied:
         self.pulls.append(len(rows))
         self.local.append(local)
@@ -62,10 +67,6 @@ class StoppingCopier(HostCopier):
         self.half_way()
         super().pull(kv, rows[half:], origins)
         return Copied(self.finished)
-
-    def scatter(self, kv: Any, plan: Any, *given: Any) -> Any:
-        self.scatters.append(len(plan.blocks))
-        return super().scatter(kv, plan, *given)
 
 
 class Reader:
@@ -120,7 +121,7 @@ class Reader:
         for one in residents:
             if known:
                 mapped(self.neighbours, one.instance)
-        resident = {"residents": residents, "neighbours": self.neighbours}
+        resident = {"runs": residents, "neighbours": self.neighbours}
         mark, at = self.session.copier.mark(), self._places(len(tokens))
         return Load(self.session, at, self.keys(tokens), mark=mark, **resident)
 

@@ -6,16 +6,23 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from model import chunk_key
 from processes import QUICK, Child, Stage, info
 
+from vcache_backend.metadata_server.processes import Peer
+from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.slots import Region, SlotsTable
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
 KIB = 1 << 10
+
+A_TURN = 40 * 1024
+"""Calls of functions: some milliseconds."""
 
 CLIENT = """
 import os, sys, time
@@ -33,6 +40,33 @@ time.sleep(60)
 """
 
 
+def work_of(what: Callable[[], object]) -> int:
+    """How many calls of functions it makes."""
+    calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        what()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def asked(service: Service, client: Peer, request: m.AnyRequest) -> m.Reply:
+    return service.answer(client, request, [])[0]
+
+
+def add_region(service: Service, segment: m.SegmentInfo) -> Region:
+    """Use a segment of which there are no bytes."""
+    region = Region(segment, SlotsTable.create(segment.id, segment.nbytes))
+    service.directory.add(region)
+    return region
+
+
 def offering(stage_: Stage, memfd: int) -> Client:
     """One that is quick to notice what becomes of its server, and then offers its segment again."""
     client = stage_.client(QUICK)
@@ -40,16 +74,17 @@ def offering(stage_: Stage, memfd: int) -> Client:
     return client
 
 
-def offer(client: Client, segment: m.SegmentInfo, fd: int) -> None:
-    """Add a segment now, and again to each later server that lists it as absent."""
+def offer(client: Client, segment: m.SegmentInfo, fd: int) -> int:
+    """Add a segment now, and again to each later server that lacks it. Returns its table's fd."""
+    _, table = client.add_segment(segment, fd)
 
     def follow(infos: list[m.SegmentInfo]) -> None:
-        for listed in infos:
-            if listed.id == segment.id and listed.state == "absent":
-                client.add_segment(segment, fd, again=True)
+        if all(listed.id != segment.id for listed in infos):
+            _, same = client.add_segment(segment, fd, table)
+            os.close(same)
 
-    client.add_segment(segment, fd)
     client.on_segments = follow
+    return table
 
 
 def reserving(stage_: Stage) -> Child:

@@ -1,5 +1,4 @@
-"""A pool of slots with generations among real processes: a server with a socket, writers and
-readers, segments in host memory. Test support: the product does not speak this protocol.
+"""The pool among real processes: a server that dies at a store to a table, writers and readers.
 
 The bytes of a chunk follow from its key, so each reader can tell right bytes from wrong ones. It
 counts what it believed and what it did not, in memory that all processes share."""
@@ -9,38 +8,39 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import select
 import signal
-import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from model import chunk_key
+from processes import QUICK, info
 
-from vcache_backend.metadata_server import processes, slot_directory
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.slot_directory import (
-    SlotDirectory,
-    SlotGrant,
-    SlotRegion,
-    SlotRun,
-)
-from vcache_backend.metadata_server.slots_table import SlotsTable
-from vcache_backend.protocol import trust
-from vcache_backend.protocol.messages import ChunkKey, SegmentId
-from vcache_backend.resident.generations import GenerationView
+from vcache_backend.config import ServerConfig
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server import slots
+from vcache_backend.metadata_server.directory import Directory
+from vcache_backend.metadata_server.main import Server
+from vcache_backend.metadata_server.slots import SlotsTable
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
+from vcache_backend.vram_pool.generations import GenerationView
 
 CHUNK = 16384
 KEYS = [chunk_key(number) for number in range(160)]
-SLOTS = 48
-SEGMENTS = {f"s{number}": SLOTS * CHUNK for number in range(2)}
+SEGMENTS = {f"s{number}": 48 * CHUNK for number in range(2)}
 WRITE_SECONDS, PIN_SECONDS = 0.05, 0.002
 COUNTS = ("believed", "refused", "caught", "wrong", "stored", "late")
 """Chunks: right ones that a reader believed, those that it did not, how many of these were wrong,
 wrong ones that it believed; committed, and committed too late or by nobody's leave."""
+CONTENTS = {
+    key: np.arange(CHUNK // 8, dtype=np.uint64) + np.uint64((number + 1) << 32)
+    for number, key in enumerate(KEYS)
+}
+OFTEN = msgspec.structs.replace(QUICK, heartbeat_seconds=0.05, retry_seconds=0.01)
 
 
 class Counts:
@@ -58,12 +58,6 @@ class Counts:
         return dict(zip(COUNTS, self._all.sum(axis=0).tolist(), strict=False))
 
 
-CONTENTS = {
-    key: np.arange(CHUNK // 8, dtype=np.uint64) + np.uint64((number + 1) << 32)
-    for number, key in enumerate(KEYS)
-}
-
-
 # ---- the server
 
 
@@ -77,196 +71,128 @@ class Suicidal:
         return self._view[at]
 
     def __setitem__(self, at: int, value: int) -> None:
-        if random.random() < self._odds:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._view[at] = value
-        if random.random() < self._odds:
-            os.kill(os.getpid(), signal.SIGKILL)
+        for store in (False, True):
+            if random.random() < self._odds:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not store:
+                self._view[at] = value
 
 
-class PoolServer:
-    """Answers one request of each client at a time. odds: of its death at a store. control: what it
-    leaves out."""
+def serve(path: str, odds: float, control: str) -> None:
+    """A server, in a process of its own. odds: of its death at a store. control: what it leaves
+    out."""
+    slots.SLABS_WANTED = 4
+    made = SlotsTable.__init__
 
-    def __init__(self, path: str, odds: float, control: str) -> None:
-        self._directory = SlotDirectory(time.monotonic, WRITE_SECONDS)
-        if control == "quarantine":
-            self._directory._quarantine = self._free_at_once  # type: ignore[method-assign]
-        self._odds = odds
-        self._watch = processes.Watch()
-        self._clients: dict[socket.socket, Peer] = {}
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(path)
-        self._listener.listen(64)
+    def dies(table: SlotsTable, *given: Any) -> None:
+        made(table, *given)
+        table.words, table.generations = (
+            Suicidal(view, odds) for view in (table.words, table.generations)
+        )
 
-    def run(self) -> None:
-        ids = 0
-        while True:
-            ready = select.select([self._listener, *self._clients], [], [], 0.01)[0]
-            for one in ready:
-                if one is self._listener:
-                    ids += 1
-                    sock = one.accept()[0]
-                    process = processes.identity(trust.peer(sock)[0])
-                    self._clients[sock] = Peer(ids, process, "host", "host")
-                else:
-                    self._serve(one)
-            self._directory.tick()
-            connected = {client.process for client in self._clients.values()}
-            for gone in self._watch.ended(self._directory.writers(), connected):
-                self._directory.process_gone(gone)
-
-    def _serve(self, sock: socket.socket) -> None:
-        client, message, fds = self._clients[sock], b"", []
-        with suppress(OSError):
-            message, fds, _, _ = socket.recv_fds(sock, 1 << 17, 8)
-        if not message:
-            self._directory.disconnect(self._clients.pop(sock).id)
-            sock.close()
-            return
-        what, *arguments = msgspec.msgpack.decode(message)
-        answer, give = getattr(self, f"_{what}")(client, fds, *arguments)
-        for fd in fds:
-            os.close(fd)
-        with suppress(OSError):
-            socket.send_fds(sock, [msgspec.msgpack.encode(answer)], give)
-
-    def _add(self, client: Peer, fds: list[int], name: str) -> tuple[Any, list[int]]:
-        """A segment, with its table unless it is new. The answer has the table."""
-        regions = self._directory.regions.values()
-        known = [region.table for region in regions if region.id == name]
-        if not known:
-            nbytes = SEGMENTS[name]
-            take = SlotsTable.take_over
-            table = take(fds[0], name, nbytes) if fds else SlotsTable.create(name, nbytes)
-            if self._odds:
-                table.words = Suicidal(table.words, self._odds)
-                table.generations = Suicidal(table.generations, self._odds)
-            self._directory.add(SlotRegion(SegmentId(name), "host", nbytes, table))
-            known = [table]
-        return True, [known[0].fd]
-
-    def _find(self, client: Peer, fds: list[int], keys: list[bytes]) -> tuple[Any, list[int]]:
-        return self._directory.find([ChunkKey(key) for key in keys], PIN_SECONDS), []
-
-    def _reserve(self, client: Peer, fds: list[int], keys: list[bytes]) -> tuple[Any, list[int]]:
-        reply = self._directory.reserve(client, [ChunkKey(key) for key in keys], CHUNK)
-        slots = [slot if isinstance(slot, SlotGrant) else None for slot in reply.slots]
-        return (reply.number, slots), []
-
-    def _commit(self, client: Peer, fds: list[int], number: int) -> tuple[Any, list[int]]:
-        return self._directory.commit(client, number), []
-
-    def _free_at_once(self, number: int) -> None:
-        write = self._directory._shut(number)
-        for place in write.places.values():
-            region, slot = self._directory._at(place)
+    def free_at_once(directory: Directory, number: int) -> None:
+        for place in directory._shut(number).places.values():
+            region, slot = directory._at(place)
             region.table.free(slot)
-            self._directory._give(place)
+            region.give(slot)
+
+    if odds:
+        SlotsTable.__init__ = dies  # type: ignore[method-assign]
+    if control == "quarantine":
+        Directory._quarantine = free_at_once  # type: ignore[method-assign]
+    for name in (path, path + ".lock"):
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+    Server(ServerConfig(socket=path, reservation_seconds=WRITE_SECONDS)).run()
 
 
 # ---- clients
 
 
-class PoolClient:
-    """Connects again whenever the server is gone, and shows it the tables."""
+def connected(path: str, memory: dict[str, int], tables: dict[str, int]) -> Client:
+    """A client that shows the tables to each new server. tables: filled if it is empty."""
+    client = Client(Path(path), OFTEN)
 
-    def __init__(self, path: str, tables: dict[str, int], memory: dict[str, int]) -> None:
-        self._path, self._tables = path, tables
-        self.maps = {name: mmap.mmap(fd, SEGMENTS[name]) for name, fd in memory.items()}
-        self._socket: socket.socket | None = None
+    def offer(listed: list[m.SegmentInfo]) -> None:
+        for name in SEGMENTS.keys() - {segment.id for segment in listed}:
+            with suppress(VCacheError):
+                segment = info(name, SEGMENTS[name])
+                _, table = client.add_segment(segment, memory[name], tables.get(name))
+                if tables.setdefault(name, table) != table:
+                    os.close(table)
 
-    def ask(self, *request: Any) -> Any:
-        """None if the server is gone."""
-        try:
-            if self._socket is None:
-                self._connect()
-            return self._exchange(request, [])[0]
-        except OSError:
-            if self._socket is not None:
-                self._socket.close()
-            self._socket = None
-            time.sleep(0.005)
-            return None
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-
-    def _connect(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(10)
-        self._socket.connect(self._path)
-        for name in SEGMENTS:
-            shown = [self._tables[name]] if name in self._tables else []
-            _, fds = self._exchange(["add", name], shown)
-            if self._tables.setdefault(name, fds[0]) != fds[0]:
-                os.close(fds[0])
-
-    def _exchange(self, request: Any, fds: list[int]) -> tuple[Any, list[int]]:
-        assert self._socket is not None
-        socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], fds)
-        message, got, _, _ = socket.recv_fds(self._socket, 1 << 17, 8)
-        if not message:
-            raise ConnectionResetError
-        return msgspec.msgpack.decode(message), got
+    client.on_segments = offer
+    client.on_return.append(lambda: offer(client.list_segments()))
+    with suppress(VCacheError):
+        offer(client.list_segments())
+    return client
 
 
-def prefix(chance: random.Random) -> list[ChunkKey]:
+def prefix(chance: random.Random) -> list[m.ChunkKey]:
     """Some are asked for more often."""
     start = int(len(KEYS) * chance.random() ** 2) // 4 * 4
     return KEYS[start : start + 4]
 
 
-def write(client: PoolClient, counts: Counts, seed: int) -> None:
+def write(client: Client, maps: dict[str, mmap.mmap], counts: Counts, seed: int) -> None:
     """Store prefixes, slowly. Pauses at times, longer than the server waits."""
     chance = random.Random(seed)
     while True:
         keys = prefix(chance)
-        reply = client.ask("reserve", keys)
-        if reply is None or not reply[0]:
+        try:
+            reserved = client.reserve(keys, CHUNK)
+        except VCacheError:
+            reserved = m.Reserved(0, 0.0, [])
+        if not reserved.reservation:
             time.sleep(0.001)
             continue
-        for key, slot in zip(keys, reply[1], strict=True):
-            if slot is None:
+        for key, slot in zip(keys, reserved.slots, strict=True):
+            if isinstance(slot, int):
                 continue
-            name, offset = slot
-            target = np.frombuffer(client.maps[name], np.uint64, CHUNK // 8, offset)
+            target = np.frombuffer(maps[slot.segment], np.uint64, CHUNK // 8, slot.offset)
             data = CONTENTS[key]
             for part in range(0, len(data), 512):
                 target[part : part + 512] = data[part : part + 512]
                 if chance.random() < 0.01:
                     time.sleep(chance.choice([0.0005, 0.01, 3 * WRITE_SECONDS]))
-        done = client.ask("commit", reply[0])
+        done = 0
+        while client.connected or not done:
+            with suppress(VCacheError):  # a server that starts again hears of it, too
+                done = client.commit(reserved.reservation)
+                break
+            time.sleep(0.005)
         counts.add("stored" if done else "late", done or 1)
 
 
 def read(
-    client: PoolClient, views: dict[str, GenerationView], counts: Counts, seed: int, check: bool
+    client: Client,
+    maps: dict[str, mmap.mmap],
+    views: dict[str, GenerationView],
+    counts: Counts,
+    seed: int,
+    check: bool,
 ) -> None:
     """Copy prefixes, slowly at times, and compare what is believed. check: ask the generations."""
     chance = random.Random(seed)
     while True:
-        keys = prefix(chance)
-        for found in client.ask("find", keys) or ():
-            run = SlotRun(*found)
-            slots = np.frombuffer(run.slots, np.uint32)
+        keys, runs = prefix(chance), list[m.SlotRun]()
+        with suppress(VCacheError):
+            runs = client.pin(keys, PIN_SECONDS).runs
+        for run in runs:
             copies = []
-            for slot in slots.tolist():
+            for slot in np.frombuffer(run.slots, np.uint32).tolist():
                 at = run.offset + (slot - run.base) * run.slot_bytes
-                source = np.frombuffer(client.maps[run.segment], np.uint64, CHUNK // 8, at)
+                source = np.frombuffer(maps[run.segment], np.uint64, CHUNK // 8, at)
                 copy = np.empty(CHUNK // 8, np.uint64)
                 copy[:1000] = source[:1000]
                 if chance.random() < 0.3:
                     time.sleep(chance.choice([0.0002, 0.005, 0.05]))
                 copy[1000:] = source[1000:]
                 copies.append(copy)
-            right = (
-                views[run.segment].leading(run.slots, run.generations, 1) if check else len(slots)
-            )
-            mine = keys[run.first : run.first + len(slots)]
+            view, right = views[run.segment], run.chunks
+            if check:
+                right = view.leading(run.slots, run.generations, 1)
+            mine = keys[run.first : run.stop]
             for number, (key, copy) in enumerate(zip(mine, copies, strict=True)):
                 same = bool((copy == CONTENTS[key]).all())
                 if number < right:
@@ -281,13 +207,9 @@ def work(role: str, path: str, fds: list[int], row: int, check: bool) -> None:
     counts = Counts(fds[0], row)
     memory = dict(zip(SEGMENTS, fds[1:], strict=False))
     tables = dict(zip(SEGMENTS, fds[1 + len(SEGMENTS) :], strict=True))
-    client = PoolClient(path, tables, memory)
+    maps = {name: mmap.mmap(fd, SEGMENTS[name]) for name, fd in memory.items()}
+    client = connected(path, memory, tables)
     if role == "write":
-        write(client, counts, row)
+        write(client, maps, counts, row)
     views = {name: GenerationView.of_segment(fd, name) for name, fd in tables.items()}
-    read(client, views, counts, row, check)
-
-
-def serve(path: str, odds: float, control: str) -> None:
-    slot_directory.SLABS_WANTED = 4
-    PoolServer(path, odds, control).run()
+    read(client, maps, views, counts, row, check)

@@ -39,7 +39,6 @@ FOREVER = 1 << 30
 START_SECONDS = 180.0
 """Until an instance serves: 2 s here, longer where others start beside it."""
 ANSWER_SECONDS = 100.0
-LEASE_SECONDS = 3.0
 CLIENT = {"connect_seconds": 10.0, "request_seconds": 10.0, "control_seconds": 10.0}
 """On a machine whose cores are taken the server answers late: 0.25 s, the default, was missed where
 two other processes computed.
@@ -304,12 +303,12 @@ NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.protocol.client:Client"
-LEASE = f"{_CLIENT}.acquire"
+PIN = f"{_CLIENT}.pin"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.protocol.channel:Channel._lateness"
 SESSION = "vcache_backend.transfer.session:Session"
-RELEASE = "vcache_backend.transfer.lease_client:LeaseClient.verdict"
-COPIER = "vcache_backend.vram_pool.copies.copier:HostCopier"
-SCATTER, PULL = f"{COPIER}.scatter", f"{COPIER}.pull"
+COMPARE = "vcache_backend.transfer.sources:PooledPart.settle"
+COPIER = "vcache_backend.vram_pool.copies.copier:Copier"
+PULL = f"{COPIER}.pull"
 """Places: in the order in which a load comes by, but for the second line."""
 
 
@@ -374,9 +373,8 @@ class Node:
 
     def serve(self) -> None:
         """Start the metadata server, or start it again."""
-        config = {"lease_seconds": LEASE_SECONDS}
         within = IN_A_CONTAINER if self.isolated else ()
-        self.server = self.undo.enter_context(processes.start_server(self.socket, config, within))
+        self.server = self.undo.enter_context(processes.start_server(self.socket, {}, within))
 
     def start(
         self,
@@ -490,14 +488,8 @@ class Node:
             self.stored(chunks)
 
     def chunk_keys(self) -> list[ChunkKey]:
-        """Of the chunks in the pool, from the server's ledger."""
-        return list(processes.ledger_of(self.socket).chunks)
-
-    def unleased(self) -> None:
-        """Wait until nobody has a lease: those under which nothing is read end in the
-        background.
-        """
-        eventually(lambda: self.stats().leases == 0, LEASE_SECONDS + SECONDS, every=0.05)
+        """Of the chunks in the pool, from the server's tables."""
+        return processes.pool_keys(self.socket)
 
     def empty(self) -> None:
         """The pool holds nothing any more."""

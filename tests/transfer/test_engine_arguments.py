@@ -77,7 +77,7 @@ def test_whatever_it_is_asked_an_engine_raises_only_value_error(fresh: Node, pai
     assert e.flush(SECONDS)
     assert e.keys(tokens, salt=None) == e.keys(tokens)
     stats = fresh.client().stats()
-    assert stats.leases == stats.reservations == stats.quarantined == 0
+    assert stats.reservations == stats.quarantined == 0
 
 
 def test_a_layout_is_made_from_the_tensors() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from resident_cases import Reader, owner, owner_apart
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import InstanceId, ResidentRun
-from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as loads
+from vcache_backend.vram_pool.generations import GenerationView
 
 __all__ = ["here"]
 ROOM = 1 << 20
@@ -50,8 +51,8 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8, 12, 11])
     assert reader.loaded(tokens, [there]) == (5, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
-    assert (reader.copier.pulls, reader.copier.scatters) == ([10], [])
-    assert asked(reader.session.client, "Acquire", "Present", "Release") == 0
+    assert reader.copier.pulls == [10]
+    assert asked(reader.session.client, "Pin", "Present") == 0
     nbytes = 5 * reader.cache.chunk_bytes
     counted = {"chunks": 5, "bytes": nbytes, "stale": 0, "refused": 0}
     assert reader.stats == counted | {"owners": {one.name.hex(): nbytes}}
@@ -118,7 +119,7 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8])
     reader.cache.poison()
     where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens))[:7], reader.size, 1)
-    resident = {"residents": [there], "neighbours": reader.neighbours}
+    resident = {"runs": [there], "neighbours": reader.neighbours}
     load = loads.Load(reader.session, where, reader.keys(tokens), **resident)
     assert load.run(10) == 4
     wanted = slice(reader.size, 7 * reader.size)
@@ -132,26 +133,23 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
 def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) -> None:
     _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
     reader.put(tokens, [0, 2, 3])
-    asked_before = asked(reader.session.client, "Acquire")
+    asked_before = asked(reader.session.client, "Pin")
     assert reader.loaded(tokens, only(there, 1, 4, 5)) == (6, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
-    assert (reader.copier.pulls, reader.copier.scatters) == ([12], [])
-    assert asked(reader.session.client, "Acquire") == asked_before + 1
+    assert reader.copier.pulls == [12]
+    assert asked(reader.session.client, "Pin") == asked_before + 1
     assert reader.stats["chunks"] == 3
 
 
-def test_a_lost_lease_ends_a_load_at_its_chunk(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_s_chunk_that_changed_ends_a_load_there(here: Node) -> None:
+    """Resident chunks around it are right."""
     _, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
     reader.put(tokens, [1])
-    session = reader.session
-    monkeypatch.setattr(session.leases, "verdict", lambda lease, end=True: False)
-    lease = session.leases.acquire(reader.keys(tokens)[1:2])
+    remove = partial(reader.session.client.remove, reader.keys(tokens)[1:2])
+    reader.copier.half_way = lambda: remove() if len(reader.copier.pulls) == 2 else None
     load = reader.load(tokens, only(there, 0, 2, 3))
-    assert lease is not None
-    assert load.run(10) == 1
-    assert load.cause == "lease_lost"
+    assert (load.run(10), load.cause) == (1, "changed")
     reader.check(load, tokens)
-    session.leases.release(lease)
 
 
 def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) -> None:

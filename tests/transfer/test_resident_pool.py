@@ -22,7 +22,7 @@ from vcache_backend.integration.vllm.in_place.duplicates import Duplicates
 from vcache_backend.integration.vllm.scheduler.request_params import DEFAULT
 from vcache_backend.integration.vllm.scheduler.tracked import StoreState, Tracked
 from vcache_backend.protocol.messages import COPY, Copies, InstanceId
-from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.vram_pool.generations import Generations, GenerationView
 
 INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import CHUNK, CLIENT, RELEASE, Answer, Instance, Node, Prompt, meddled, new_tokens
+from vllm_cases import CHUNK, CLIENT, COMPARE, Answer, Instance, Node, Prompt, meddled, new_tokens
 from vllm_cases import quick as here
 
 from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.transfer.sources import PIN_SECONDS
 
 __all__ = ["here"]
 pytestmark = vllm_cases.needs_vllm
@@ -130,17 +131,17 @@ def recomputed(reader: Instance) -> int:
 # ---- chunks that are gone
 
 
-def test_chunks_gone_before_a_lease_are_computed(here: Node, reader: Instance, case: Case) -> None:
+def test_chunks_gone_before_a_load_are_computed(here: Node, reader: Instance, case: Case) -> None:
     """The first half is left. The request does not look again, so it cannot go round in circles."""
     left = 2
-    asked, acquired, lost = here.asked("Find"), here.asked("Acquire"), recomputed(reader)
-    with vllm_cases.stopped_at(reader, vllm_cases.LEASE) as place:
+    asked, acquired, lost = here.asked("Find"), here.asked("Pin"), recomputed(reader)
+    with vllm_cases.stopped_at(reader, vllm_cases.PIN) as place:
         prompts = case.prompt, case.beside
         answers = place.while_there(lambda: remove(here, place.seen[0][left:]), *prompts)
     case.right(answers)
     assert recomputed(reader) - lost == HITS - left * CHUNK
     assert here.asked("Find") - asked == 1
-    assert 1 <= here.asked("Acquire") - acquired <= 2
+    assert 1 <= here.asked("Pin") - acquired <= 2
     case.unpolluted(reader)
     case.hits_again(reader)
 
@@ -150,9 +151,9 @@ def test_chunks_gone_before_a_lease_are_computed(here: Node, reader: Instance, c
 
 @pytest.mark.parametrize(
     ("reader", "place"),
-    [(OWN, vllm_cases.LEASE), (OWN, RELEASE), pytest.param(LMCACHE, RELEASE, marks=with_lmcache)],
+    [(OWN, vllm_cases.PIN), (OWN, COMPARE), pytest.param(LMCACHE, COMPARE, marks=with_lmcache)],
     indirect=["reader"],
-    ids=["before lease", "before release", "before release, LMCache"],
+    ids=["before the copy", "after it", "after it, LMCache"],
 )
 def test_a_killed_server_is_a_miss(here: Node, reader: Instance, case: Case, place: str) -> None:
     with vllm_cases.stopped_at(reader, place) as moment:
@@ -188,16 +189,26 @@ def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, c
     case.hits_again(reader)
 
 
-# ---- leases
+# ---- slots that are used again
 
 
-def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case: Case) -> None:
-    renewed = here.asked("Renew")
-    with meddled(reader, vllm_cases.SCATTER, "slow", vllm_cases.LEASE_SECONDS + 0.5, times=1):
+def test_a_copy_may_be_slower_than_its_pin(here: Node, reader: Instance, case: Case) -> None:
+    with meddled(reader, vllm_cases.PULL, "slow", PIN_SECONDS + 0.5, times=1):
         answers = reader.run(case.prompt, case.beside, together=True)
     case.right(answers)
     assert answers[0].cached == HITS
-    assert here.asked("Renew") > renewed
+    case.unpolluted(reader)
+
+
+@pytest.mark.parametrize(
+    "reader", [OWN, pytest.param(LMCACHE, marks=with_lmcache)], indirect=["reader"]
+)
+def test_chunks_that_changed_under_their_copy_are_computed(
+    here: Node, reader: Instance, case: Case
+) -> None:
+    with vllm_cases.stopped_at(reader, COMPARE) as place:
+        answers = place.while_there(here.empty, case.prompt, case.beside)
+    case.right(answers)
     case.unpolluted(reader)
 
 
@@ -205,24 +216,22 @@ def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case:
 
 
 def test_a_death_in_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet: Fleet) -> None:
-    """One of its requests holds a lease, another one's store waits for its commit."""
+    """One of its requests has loaded, another one's store waits for its commit."""
     case, victim = make_case(fleet, fleet("a")), fleet("victim")
     assert victim.one(case.tokens).agrees(case.computed)
     victim.forget()
     fresh, chunks = new_tokens(HITS + 17), here.chunks()
     with closing(victim):
-        for place in (vllm_cases.COMMIT, RELEASE):
+        for place in (vllm_cases.COMMIT, COMPARE):
             stops_by = here.folder / place.rpartition(".")[2]
             victim.ask("meddle", place, "stop", stops_by, vllm_cases.FOREVER)
         victim.add("1", fresh)
         victim.step(2)
         victim.add("0", case.tokens)
         victim.tell("step", 4)
-        eventually((here.folder / RELEASE.rpartition(".")[2]).exists, vllm_cases.ANSWER_SECONDS)
+        eventually((here.folder / COMPARE.rpartition(".")[2]).exists, vllm_cases.ANSWER_SECONDS)
         eventually(lambda: here.stats().reservations >= 1)
-        eventually(lambda: here.stats().leases >= 1)
-    over = vllm_cases.LEASE_SECONDS + 20
-    eventually(lambda: (stats := here.stats()).reservations == stats.leases == 0, over)
+    eventually(lambda: here.stats().reservations == 0, 20)
     assert here.chunks() == chunks
     case.hits_again(fleet(OWN))
     assert fleet(OWN).again(fresh).agrees(fleet.aside.one(fresh))

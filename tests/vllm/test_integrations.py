@@ -90,7 +90,6 @@ def test_anothers_prefix_is_as_good_as_vllms_own(here: Node, a: Instance, reader
         assert from_pool.cached == HITS
         assert from_pool.said == own.said
         assert from_pool.agrees(computed)
-    here.unleased()
 
 
 def test_the_last_of_a_prompt_is_always_computed(here: Node, a: Instance, reader: Instance) -> None:
@@ -260,7 +259,7 @@ def test_an_adapter_is_what_vllm_has_read_of_it(here: Node, fleet: Fleet, tmp_pa
 # ---- requests that end early, or are interrupted
 
 
-def test_an_aborted_request_keeps_neither_lease_nor_blocks(
+def test_an_aborted_request_keeps_no_blocks(
     here: Node, a: Instance, tiny: Instance, aside: Instance
 ) -> None:
     """Before its load, while it is under way, and when there was no room for it; its name comes
@@ -280,13 +279,11 @@ def test_an_aborted_request_keeps_neither_lease_nor_blocks(
     tiny.ask("abort", "no room")
     tiny.add("no room", other)
     assert tiny.finish("long", "no room")["no room"].agrees(aside.one(other))
-    here.unleased()
     whole = new_tokens(13 * BLOCK)
     assert tiny.one(whole, max_tokens=BLOCK).agrees(aside.one(whole, max_tokens=BLOCK))
     answer = tiny.one(tokens)
     assert answer.cached == 4 * CHUNK
     assert answer.agrees(computed)
-    here.unleased()
 
 
 def test_preempted_requests_go_on_where_they_were(
@@ -299,7 +296,6 @@ def test_preempted_requests_go_on_where_they_were(
     answers = tiny.run(*prompts, together=True)
     assert tiny.counter("vllm:num_preemptions") > preempted
     assert all(map(Answer.agrees, answers, aside.run(*prompts)))
-    here.unleased()
 
 
 # ---- what only LMCache has

@@ -52,7 +52,7 @@ def test_a_hit_on_an_idle_engine_takes_a_step_more_than_one_in_vllms_own_cache(h
     assert here.b.step(1)["own"].cached == 6 * CHUNK
 
 
-def test_a_request_costs_one_look_up_and_a_hit_one_lease(here: Node) -> None:
+def test_a_request_costs_one_look_up_and_a_hit_one_pin(here: Node) -> None:
     hit, miss = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
     here.keep(here.a, hit)
     before = here.asked()

@@ -465,7 +465,7 @@ def test_a_second_turn_finds_the_state_within_the_last_answer(here: Node, pairs:
 
 
 @needs_vllm
-def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(here: Node, pairs: Pairs) -> None:
+def test_a_state_that_goes_before_its_load_is_computed(here: Node, pairs: Pairs) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     known, cold = set(here.chunk_keys()), pair.keep(here, tokens)
     stored = eventually(
@@ -477,9 +477,8 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(here: Node, pairs
             states = [key for key in state_keys(list(stored), 1) if key in stored]
             assert client.remove(states) == pair.states
 
-    with vllm_cases.stopped_at(pair.a, vllm_cases.LEASE) as place:
+    with vllm_cases.stopped_at(pair.a, vllm_cases.PIN) as place:
         pair.a.forget()
         (failed,) = place.while_there(evict, Prompt(tokens))
     assert failed.cached == 0
     assert failed.agrees(cold)
-    here.unleased()

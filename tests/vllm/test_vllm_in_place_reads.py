@@ -21,10 +21,9 @@ from vllm.v1.request import Request, RequestStatus
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.own_promises import LATER_SECONDS
-from vcache_backend.metadata_server.instances.published_chunks import BLOCK_BYTES
-from vcache_backend.metadata_server.instances.resident_chunks import MAX_BYTES
+from vcache_backend.metadata_server.residents import BLOCK_BYTES, MAX_BYTES
 from vcache_backend.protocol.messages import MAX_BLOCKS, Find, Heard
-from vcache_backend.resident.generations import Generations
+from vcache_backend.vram_pool.generations import Generations
 
 __all__ = ["here"]
 pytestmark = needs_vllm

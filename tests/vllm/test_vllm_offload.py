@@ -14,7 +14,7 @@ import vllm_cases
 from mooncake_cases import MIB, Raw, needs_mooncake, own_depot
 from mooncake_store import Depot
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, LEASE, OURS, Instance, Prompt, meddled, new_tokens, stopped_at
+from vllm_cases import BLOCK, CHUNK, OURS, PIN, Instance, Prompt, meddled, new_tokens, stopped_at
 from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
@@ -94,7 +94,7 @@ def test_what_the_pool_has_in_between_comes_from_there(two: Two) -> None:
     two.b.one(tokens)
     eventually(lambda: two.chunks() == 4)
     two.b.forget()
-    with stopped_at(two.b, LEASE) as place:
+    with stopped_at(two.b, PIN) as place:
         place.while_there(lambda: None, Prompt(tokens))
     keys = place.seen[0]
     for kept in ([0, 2], [1, 3], [0, 1, 3]):

@@ -50,7 +50,7 @@ def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     """What is answered where only one rank's copy fails, and what is right."""
     right = reader.one(tokens, fresh=True, params={"vcache": {"load": False, "store": False}})
     reader.forget()
-    reader.ask("meddle_at", 1, f"{vllm_cases.SCATTER},pull", "raise", 1)
+    reader.ask("meddle_at", 1, vllm_cases.PULL, "raise", 1)
     lost = reader.one(tokens)
     copies = reader.ask("leave_ranks_alone")
     assert copies == [1, 1], "each rank launched one copy, and one of them failed"
@@ -89,7 +89,6 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         assert {name: ranks.counter(f"vllm:vcache_{name}") for name in counts} == counts
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
-        here.unleased()
         eventually(lambda: len(set(here.chunk_keys()) - set(known)) == 2 * 4)
         keys = [key for key in here.chunk_keys() if key not in known]
         with here.connection() as client:
@@ -129,7 +128,6 @@ def test_a_hit_ends_where_every_rank_has_a_state(here: Node) -> None:
         assert (again.cached, again.said) == (own.cached, own.said) == (LENGTH, own.said)
         with here.corrupted():
             assert ranks.again(tokens).differs(own)
-        here.unleased()
         new = [key for key in here.chunk_keys() if key not in known]
         states = [key for key in state_keys(new, 1) if key in new and key.endswith(b"\0\1")]
         with here.connection() as client:
@@ -232,7 +230,7 @@ def test_what_is_computed_behind_a_failed_load_of_lmcaches_reaches_nobody(here: 
         keeper.close()
         failing.close()
     failing.forget()
-    failing.ask("meddle_at", 0, vllm_cases.SCATTER, "raise", 1)
+    failing.ask("meddle_at", 0, vllm_cases.PULL, "raise", 1)
     failing.add("first", first)
     answers = failing.step(1)
     failing.add("second", second)

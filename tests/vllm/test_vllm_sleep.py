@@ -12,7 +12,7 @@ from typing import Any
 
 import cpu_sleep
 import pytest
-from vllm_cases import CHUNK, SCATTER, Instance, Node, here, meddled, needs_vllm, new_tokens
+from vllm_cases import CHUNK, PULL, Instance, Node, here, meddled, needs_vllm, new_tokens
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -92,7 +92,7 @@ def test_a_load_fails_and_is_computed_where_vllm_did_not_wait(here: Node, b: Ins
     with instance(here, "later") as later:
         assert later.one(first, max_tokens=1).cached == 2 * CHUNK
         later.ask(patience, 0.1)
-        with meddled(later, SCATTER, "slow", 60.0):
+        with meddled(later, PULL, "slow", 60.0):
             later.add("one", tokens)
             assert later.step(2) == {}
             later.ask(below_the_engine, "sleep")

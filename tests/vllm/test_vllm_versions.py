@@ -350,7 +350,7 @@ def test_a_load_under_way_over_an_update(two: Two, mode: str) -> None:
     keep(two.a, tokens)
     keep(two.a, first)
     assert two.b.one(first).cached == 2 * CHUNK
-    copy = PULL if two.b.in_place else vllm_cases.SCATTER
+    copy = PULL
     with meddled(two.b, copy, "slow", 60.0):
         two.b.add("over", tokens, max_tokens=CHUNK)
         eventually(lambda: two.b.step(1) == {} and two.b.ask("calls")[copy] >= 1)

@@ -28,9 +28,9 @@ from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetada
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
 from vcache_backend.protocol.messages import ChunkKey, InstanceId, Publish
-from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer import publisher
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.generations import Generations
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm

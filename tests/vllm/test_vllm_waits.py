@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import CHUNK, PULL, QUICK, SCATTER, Answer, Instance, Node, meddled, new_tokens
+from vllm_cases import CHUNK, PULL, QUICK, Answer, Instance, Node, meddled, new_tokens
 
 pytestmark = vllm_cases.needs_vllm
 SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
@@ -98,7 +98,7 @@ def test_requests_with_one_prefix_read_it_once(here: Node) -> None:
         here.b.add(name, prompts[name])
     assert here.b.step(3) == {}
     here.a.finish("first")
-    with meddled(here.b, PULL if here.b.in_place else SCATTER, "slow", 60.0, times=1):
+    with meddled(here.b, PULL, "slow", 60.0, times=1):
         eventually(
             lambda: here.b.step(1) == {} and here.b.counter("vllm:vcache_waits", end="kept") > kept
         )

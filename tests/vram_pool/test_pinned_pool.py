@@ -18,7 +18,7 @@ from processes import eventually, info
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import SegmentError
-from vcache_backend.vram_pool import devices, host_memory, pinned_pool
+from vcache_backend.vram_pool import devices, host_memory, pool
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.regions import create, map_segment
@@ -32,7 +32,7 @@ SIZES = Sizes(blocks=120)
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
-    monkeypatch.setattr(pinned_pool, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(pool, "PIECE_BYTES", PIECE)
     return cuda
 
 
@@ -206,7 +206,7 @@ def test_the_thread_that_locks_leaves_captured_graphs_whole(served: Node, pieces
 def test_a_pool_that_is_closed_while_memory_is_locked_lets_go_of_it(
     served: Node, pieces: FakeCuda, monkeypatch: pytest.MonkeyPatch, lends: bool
 ) -> None:
-    monkeypatch.setattr(pinned_pool, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(pool, "CLOSE_SECONDS", 0.0)
     if not lends:
         served.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
     begun, go_on = held_up(pieces)
@@ -214,7 +214,7 @@ def test_a_pool_that_is_closed_while_memory_is_locked_lets_go_of_it(
     assert begun.wait(20)
     made.close()
     go_on.set()
-    eventually(lambda: not made._session.pool._busy)  # type: ignore[attr-defined]
+    eventually(lambda: not made._session.pool._thread.is_alive())  # type: ignore[union-attr]
     gc.collect()
     assert pieces.holds() == NOTHING
     assert len(served.client().list_segments()) == (not lends)

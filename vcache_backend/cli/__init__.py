@@ -74,7 +74,7 @@ Log = Annotated[Path | None, typer.Option(hidden=True)]
 def serve(config_file: ConfigFile = None, socket: Socket = None, log: Log = None) -> None:
     """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
-    from vcache_backend.metadata_server.server import serve as run
+    from vcache_backend.metadata_server.main import serve as run
 
     settings = command.load(config_file, socket).server
     log_format.begin(log)
@@ -146,7 +146,7 @@ def add_segment(
     if place.medium == "host" and nbytes > (free := config.ByteSize(devices.host_available())):
         raise SegmentError(f"--bytes {nbytes}: {free.about} of host memory are free; lend less")
     with command.client(config_file, socket) as client, regions.create(place, int(nbytes)) as owned:
-        client.add_segment(owned.info, owned.fd)
+        os.close(client.add_segment(owned.info, owned.fd)[1])
         info = owned.info
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
 

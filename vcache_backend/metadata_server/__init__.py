@@ -1,1 +1,1 @@
-"""The metadata server: directory, allocator, leases, fds, ledger. No torch, no CUDA, no KV."""
+"""The metadata server: the pool's directory, and instances that share in place. No torch."""

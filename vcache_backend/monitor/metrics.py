@@ -17,7 +17,6 @@ _GAUGES = {
     "uptime_seconds": "Time since the start of the server.",
     "clients": "Processes that are connected: vLLM's scheduler and each worker, and tools.",
     "chunks": "Chunks in the pool.",
-    "leases": "Leases that keep chunks of the pool in place while they are read.",
     "reservations": "Requests to write into the pool that are under way.",
 }
 """Gauges by the field of `ServerStats`."""
@@ -35,13 +34,12 @@ _COUNTERS = {
     ),
     "awaited_tokens": "Tokens that came while requests waited for them.",
     "waited_milliseconds": "Seconds that requests waited for chunks another instance computed.",
-    "acquire_chunks": "Chunks of the pool that loads asked to lease.",
-    "acquire_hits": "Chunks of the pool that loads leased.",
+    "pin_chunks": "Chunks of the pool that loads asked for.",
+    "pin_hits": "Chunks of the pool that loads found.",
     "reserved": "Chunks of the pool that writers got a slot for.",
     "committed": "Chunks that were written to the pool.",
     "aborted": "Slots that writers gave back unwritten.",
     "expired_reservations": "Reservations whose writer was too slow or is gone.",
-    "expired_leases": "Leases that ended before their reader released them.",
     "evicted": "Chunks that made room for others in the pool.",
     "removed": "Chunks of the pool that were forgotten because a client asked for it.",
     "published": "Chunks that instances showed to others in their KV caches.",

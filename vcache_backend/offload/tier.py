@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vcache_backend.config import Config, OffloadConfig
@@ -23,17 +23,16 @@ from vcache_backend.offload.transfers import (
     staging,
 )
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, Location, of_ranks
+from vcache_backend.protocol.messages import ChunkKey, of_ranks
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.regions import SlotView
+from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
 MEASURED_BYTES = 1 << 20
 """A load of fewer bytes does not count for the bandwidth."""
-Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier:
@@ -57,9 +56,10 @@ class OffloadTier:
         self._store.wait(3.0)
 
     def bind(
-        self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views
+        self, config: Config, layout: Layout, device: Device, chunk_bytes: int, pool: Pool
     ) -> None:
-        """Make the buffers for chunks of these KV caches, once. views: maps slots.
+        """Make the buffers for chunks of these KV caches, once. pool: maps
+        segments.
 
         ConfigError if memory is lacking."""
         if self._reader is not None:
@@ -83,7 +83,7 @@ class OffloadTier:
         client = Client(config.server.path, config.client, device.name, device.medium)
         ring, seconds = Ring(buffers[batch:]), settings.get_seconds
         self._reader = Reader(store, stats, form, ring, seconds, self._measured)
-        self._writer = Writer(store, stats, form, buffers[:batch], client, views)
+        self._writer = Writer(store, stats, form, buffers[:batch], client, pool)
         log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
 
     # ---- look-ups

@@ -27,17 +27,20 @@ from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Format
 from vcache_backend.offload.process import STORED, Place
 from vcache_backend.offload.store import Store
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, Location
+from vcache_backend.protocol.messages import ChunkKey, Pinned, SlotRun
 from vcache_backend.seals import RESIZING
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import host_memory
+from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.regions import SlotView
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 4096
 """The most chunks that wait to be written. Further chunks are dropped and counted."""
+PIN_SECONDS = 5.0
+"""How long the server keeps chunks from eviction while they are copied."""
 DROPPED = ("backlog", "down", "gone", "full", "failed")
 """The reasons why a chunk was not written."""
 
@@ -276,11 +279,11 @@ class Writer:
         form: Format,
         buffers: Sequence[Buffer],
         client: Client,
-        views: Callable[[Sequence[Location]], list[SlotView]],
+        pool: Pool,
     ) -> None:
-        """client: `close` closes it. views: returns the addresses of slots."""
+        """client: `close` closes it. pool: maps the segments."""
         self._store, self._stats, self._format = store, stats, form
-        self._buffers, self._client, self._views = buffers, client, views
+        self._buffers, self._client, self._pool = buffers, client, pool
         self._waiting: deque[ChunkKey] = deque()
         self._stop = threading.Event()
         self._stream: torch.cuda.Stream | None = None
@@ -331,7 +334,8 @@ class Writer:
 
     def _copied(self, keys: list[ChunkKey]) -> list[tuple[str, Place]]:
         """Copy chunks that the store lacks from the pool into buffers. Returns the objects' names
-        and places. VCacheError if the server does not answer."""
+        and places, of the chunks that did not change meanwhile. VCacheError if the server does not
+        answer."""
         if not keys:
             return []
         pool = self._client.present(keys)
@@ -339,17 +343,26 @@ class Writer:
         found = zip(keys, pool.present, stored, strict=True)
         wanted = [key for key, here, there in found if here and not there]
         sealed = list[tuple[str, Place]]()
-        if wanted and (leased := self._client.acquire(wanted)).lease:
-            names = [objects.name(key, leased.epoch) for key in wanted]
-            views = self._views(leased.locations)
-            for name, view, buffer in zip(names, views, self._buffers, strict=False):
-                self._copy(view.tensor[: self._format.chunk_bytes], buffer.chunk.tensor)
-                self._format.seal(buffer.memory.numpy(), name)
-                sealed.append((name, buffer.place))
-            if not self._client.release(leased.lease):
-                sealed = []
+        pinned = self._client.pin(wanted, PIN_SECONDS) if wanted else Pinned([])
+        names = [objects.name(key, pinned.epoch) for key in wanted]
+        for run in pinned.runs:
+            sealed += self._copied_run(run, names)
         self._dropped("gone", stored.count(False) - len(sealed))
         return sealed
+
+    def _copied_run(self, run: SlotRun, names: Sequence[str]) -> list[tuple[str, Place]]:
+        """Copy chunks into the buffers of their numbers. Returns those that did not change."""
+        nbytes, segment = self._format.chunk_bytes, self._pool.segment(run.segment)
+        slots = None if segment is None else segment.slot_offsets(run, nbytes)
+        if segment is None or slots is None:
+            return []
+        whole, sealed = segment.mapped.whole, list[tuple[str, Place]]()
+        for number, begin in zip(range(run.first, run.stop), slots.tolist(), strict=True):
+            buffer = self._buffers[number]
+            self._copy(whole[begin : begin + nbytes], buffer.chunk.tensor)
+            self._format.seal(buffer.memory.numpy(), names[number])
+            sealed.append((names[number], buffer.place))
+        return sealed[: segment.right(run)]
 
     def _copy(self, chunk: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a chunk into host memory, and wait for the copy."""

@@ -48,8 +48,7 @@ R = TypeVar("R", bound=m.Reply)
 class Sent(Generic[R]):
     """A request whose answer will be read by `answer` or by the next call on the channel.
 
-    The next call reads the answer into this object. Call `answer` for a lease: an unread lease is
-    held until it expires. `received`: a list for the answer's fds."""
+    The next call reads the answer into this object. `received`: a list for the answer's fds."""
 
     def __init__(
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
@@ -95,7 +94,7 @@ class Channel:
         self._lock = threading.Lock()
         self._link: ServerLink | None = None
         self._unread: deque[Sent[Any]] = deque()
-        self._ledger: int | None = None
+        self._resets: int | None = None
         self._down = f"never connected to {path}"
         self._late = ""
         """The late call that ended the last connection, until the next attempt to connect."""
@@ -147,7 +146,7 @@ class Channel:
         if forked or self._lock.acquire(timeout=self._config.control_seconds):
             if self._link is not None:
                 self._drop(self._link, "the client was closed")
-            self._keep_ledger([])
+            self._keep_resets([])
             if not forked:
                 self._lock.release()
 
@@ -181,13 +180,18 @@ class Channel:
         return sent.answer()
 
     def _open(
-        self, request: m.Request, kind: type[R], due: Callable[[R], int]
+        self,
+        request: m.Request,
+        kind: type[R],
+        due: Callable[[R], int],
+        seconds: float | None = None,
+        sends: Sequence[int] = (),
     ) -> tuple[R, list[int]]:
-        """Send a request whose answer brings fds, which the caller closes. due: the number of fds
-        that a reply should bring. ProtocolError if the number is wrong."""
+        """Send a request, with the fds `sends`, whose answer brings fds, which the caller closes.
+        due: the number of fds that a reply should bring. ProtocolError if the number is wrong."""
         fds: list[int] = []
         try:
-            reply = self._call(request, kind, received=fds)
+            reply = self._call(request, kind, seconds, sends, received=fds)
             if len(fds) != due(reply):
                 raise ProtocolError(
                     f"{len(fds)} fds came along, {due(reply)} were due; if fewer came, this "
@@ -295,7 +299,7 @@ class Channel:
         received: list[int] = []
         try:
             link = ServerLink(self._config.server_uid)
-            welcome = link.open(self._path, self._hello, deadline, self._ledger, received)
+            welcome = link.open(self._path, self._hello, deadline, self._resets, received)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             if link is not None:
                 link.close()
@@ -306,7 +310,7 @@ class Channel:
             return False
         self._killed_at = math.inf
         try:
-            self._keep_ledger(received)
+            self._keep_resets(received)
             self._link = link
             self._greet(welcome)
         except Exception as error:
@@ -316,10 +320,10 @@ class Channel:
             raise
         return True
 
-    def _keep_ledger(self, fds: list[int]) -> None:
-        """Keep the ledger of the server that welcomed this client. Close the previous ledger."""
-        wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
-        self._ledger = fds[0] if fds else None
+    def _keep_resets(self, fds: list[int]) -> None:
+        """Keep the table of resets of the server that welcomed this client; close the last."""
+        wire.close_fds(([] if self._resets is None else [self._resets]) + fds[1:])
+        self._resets = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected, and what to do about it, as far as known."""

@@ -29,8 +29,8 @@ class Client(Channel):
     deadline (`client.request_seconds`; control calls: `client.control_seconds`). ServerTimeout: the
     deadline passed. ServerUnavailable, at once: not connected (the breaker is open). Refused: the
     server refused. After a failure a background thread reconnects. When a connection is lost, the
-    server voids the connection's reservations at once, and ends the leases after their grace. In a
-    forked child every call raises ServerUnavailable."""
+    server voids the connection's reservations at once. In a forked child every call raises
+    ServerUnavailable."""
 
     def __init__(
         self,
@@ -78,15 +78,9 @@ class Client(Channel):
             replies[0], present=[held for reply in replies for held in reply.present]
         )
 
-    def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading chunks, at most `MAX_KEYS`."""
-        return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
-
-    def renew(self, lease: int) -> bool:
-        return self._call(m.Renew(lease), m.Verdict).held
-
-    def release(self, lease: int) -> bool:
-        return self._call(m.Release(lease), m.Verdict).held
+    def pin(self, keys: list[m.ChunkKey], seconds: float) -> m.Pinned:
+        """Where the leading chunks are in the pool, at most `MAX_KEYS`; see `Pin`."""
+        return self._call(m.Pin(keys[: m.MAX_KEYS], min(seconds, m.MAX_PIN_SECONDS)), m.Pinned)
 
     def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
         """Reserve a slot for each key, or a refusal: FULL after the first `MAX_SLOTS` slots."""
@@ -122,16 +116,22 @@ class Client(Channel):
         """Ask how many bytes to allocate now if the pool is to have `nbytes` on this device."""
         return self._call(m.Lend(nbytes), m.Count).count
 
-    def add_segment(self, info: m.SegmentInfo, fd: int, again: bool = False) -> int:
-        """Register a segment by a copy of `fd`. again: an earlier server had the segment, and this
-        server lists it as absent. Returns how many chunks are back."""
-        request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, again)
-        return self._call(request, m.Count, self._config.control_seconds, [fd]).count
+    def add_segment(
+        self, info: m.SegmentInfo, fd: int, table: int | None = None
+    ) -> tuple[int, int]:
+        """Register a segment by a copy of `fd`. table: a copy of the table's fd, if an earlier
+        server had the segment. Returns how many chunks are back, and the fd of the table, which the
+        caller closes."""
+        request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, table is not None)
+        fds = [fd] if table is None else [fd, table]
+        seconds = self._config.control_seconds
+        added, got = self._open(request, m.Added, lambda added: 1, seconds, fds)
+        return added.chunks, got[0]
 
-    def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int]:
-        """Open a segment. The caller closes its fd."""
-        opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 1)
-        return opened.segment, fds[0]
+    def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int, int]:
+        """Open a segment. Returns its fd and its table's fd, which the caller closes."""
+        opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 2)
+        return opened.segment, fds[0], fds[1]
 
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)

@@ -34,13 +34,13 @@ class ServerLink:
         self._spin = wire.spin(0.0002, 0.001)
 
     def open(
-        self, path: Path, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
+        self, path: Path, hello: m.Hello, deadline: float, resets: int | None, received: list[int]
     ) -> m.Welcome:
         """Connect, say hello and wait for the welcome. OSError, also if another user serves or
         could serve at the path, or if the server refuses.
 
-        Sends nothing before the server's user is known. ledger: of the previous server, sent with
-        the hello. The new server's ledger is put into `received`."""
+        Sends nothing before the server's user is known. resets: the fd of the previous server's
+        table, sent with the hello. The fd of the new server's is put into `received`."""
         if fault := folder_fault(path, self._trusted):
             raise ConnectionError(f"{fault}, or name its user in client.server_uid if it is meant")
         # With a timeout of Python's, `connect` would not wait where others fill the server's queue.
@@ -61,7 +61,7 @@ class ServerLink:
         except OSError as error:
             raise ConnectionError(f"no pidfd: {error.strerror}; see `vcache doctor`") from error
         try:
-            fds = [pidfd] if ledger is None else [pidfd, ledger]
+            fds = [pidfd] if resets is None else [pidfd, resets]
             self.send(wire.encode(hello), deadline, fds)
             reply = self.read(deadline, received)
         finally:
@@ -71,7 +71,7 @@ class ServerLink:
         if not isinstance(reply, m.Welcome):
             raise ConnectionError(f"it answered a hello with {type(reply).__name__}")
         if self._receiver.lacks_fds:
-            # Without a ledger the next server would not know of resets.
+            # Without the table the next server would not know of resets.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return reply
 

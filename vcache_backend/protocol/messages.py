@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -64,7 +64,7 @@ SCHEDULER = -1
 Named = Annotated[InstanceId, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Medium = Literal["cuda", "host"]
-SegmentState = Literal["live", "absent", "draining"]
+SegmentState = Literal["live", "draining"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
 RANK_BYTES = 2
@@ -98,13 +98,11 @@ MAX_TOKENS = 1 << 32
 """The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Serial = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-"""A generation or an epoch. However long a server counts on from it, 64 bits suffice."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-GRACE_SECONDS = 0.25
-"""How long a lease holds after its grant or renewal, unless it was granted for less, even if the
-holder's connection is lost, or the server dies and restarts. A copy that ends within this time
-needs no other proof."""
+MAX_PIN_SECONDS = 60.0
+"""The longest time for which one request keeps chunks from eviction."""
+MAX_RUNS = 1024
+"""The most runs in one answer. An answer with more would exceed a message."""
 Level = Literal["info", "warn", "error"]
 
 
@@ -135,13 +133,11 @@ class Refusal(IntEnum):
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The place of one chunk: `length` bytes at byte `offset` of `segment`. `generation` changes
-    with every use of the slot."""
+    """A slot to write: `length` bytes at byte `offset` of `segment`."""
 
     segment: _Id
     offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEGMENT_BYTES)]
     length: SegmentBytes
-    generation: Serial
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -153,7 +149,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     used: int = 0
     chunks: int = 0
-    leased: int = 0
     evictions: int = 0
     state: SegmentState = "live"
 
@@ -296,10 +291,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hello(Request, frozen=True, tag="hello"):
     """The first message of a connection → `Welcome`, or `Error` and the connection closes.
 
-    Fds, either of which may be missing: a pidfd of the client, and the ledger of the previous
-    server. `layout`: the instance's layout as text, field by field (see `transfer.layout.Layout`);
-    empty for tools. `token`: a number that the client keeps, which identifies the client where its
-    pid is not visible. `name`: the instance's name for people, such as its port, `:8000`."""
+    Fds, either of which may be missing: a pidfd of the client, and the previous server's table of
+    resets (see `Welcome`). `layout`: the instance's layout as text, field by field (see
+    `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, which
+    identifies the client where its pid is not visible. `name`: the instance's name for people, such
+    as its port, `:8000`."""
 
     version: int
     device: Field
@@ -310,10 +306,10 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register a segment by its fd → `Count` of chunks that it brings back from before a restart.
+    """Register a segment by its fd → `Added`.
 
-    `again`: an earlier server had the segment. Refused if this server does not know its contents:
-    an earlier writer may still write to it."""
+    `again`: an earlier server had the segment; the fd of its table comes along as a second fd.
+    Refused while that server has not ended, and for good once the table is dead."""
 
     id: NewId
     device: Field
@@ -325,20 +321,20 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
 class Lend(Request, frozen=True, tag="lend"):
     """How many bytes should this client allocate now as one segment, if the pool is to have
     `nbytes` on its device? → `Count` of bytes. They are claimed for this connection until it adds a
-    segment, for some time at most. 0: the pool has the bytes, or other clients claim them, or a
-    restart is in progress; ask again later."""
+    segment, for some time at most. 0: the pool has the bytes, or other clients claim them; ask
+    again later."""
 
     nbytes: Bytes
 
 
 class OpenSegment(Request, frozen=True, tag="open_segment"):
-    """Open a segment → `Opened`, with the segment's fd."""
+    """Open a segment → `Opened`, with the fds of the segment and of its table."""
 
     id: SegmentId
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Forget a segment's chunks, and remove it after its last lease and reservation → `Dropped`."""
+    """Stop using a segment, whose table is dead at once: reads under way fail → `Dropped`."""
 
     id: SegmentId
 
@@ -384,26 +380,19 @@ class Abort(Request, frozen=True, tag="abort"):
     reservation: int
 
 
-class Acquire(Request, frozen=True, tag="acquire"):
-    """Lease the leading chunks → `Leased`."""
+class Pin(Request, frozen=True, tag="pin"):
+    """Where in the pool are the leading chunks (keys of any rank)? Do not evict them for `seconds`
+    from now on, make them recent, the first most of all → `Pinned`.
+
+    A pin ends by itself and proves nothing: whoever copies a chunk compares its generation with the
+    table afterwards."""
 
     keys: Keys
-
-
-class Renew(Request, frozen=True, tag="renew"):
-    """Extend a lease to its full time → `Verdict` (False: the lease had ended; acquire again)."""
-
-    lease: int
-
-
-class Release(Request, frozen=True, tag="release"):
-    """End a lease → `Verdict`: did it hold until now? If False, all data read under it is void."""
-
-    lease: int
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_PIN_SECONDS)] = 0.0
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`."""
+    """Which of these chunks are in the pool? No effect on recency → `Present`."""
 
     keys: Keys
 
@@ -416,7 +405,7 @@ class Touch(Request, frozen=True, tag="touch"):
 
 
 class Remove(Request, frozen=True, tag="remove"):
-    """Forget chunks → `Count` removed. The slot of a leased chunk is freed when its leases end."""
+    """Forget chunks → `Count` removed. Reads under way fail."""
 
     keys: Keys
 
@@ -574,9 +563,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """The hello was accepted; the server's ledger comes along as an fd (see `ledger.Ledger`).
-    `epoch`: changes with every start of the server. `mismatches`: for each other namespace of the
-    model, a line that says why the client cannot share with it."""
+    """The hello was accepted; the server's table of resets comes along as an fd, to be shown to the
+    next server. `epoch`: changes with every start of the server. `mismatches`: for each other
+    namespace of the model, a line that says why the client cannot share with it."""
 
     epoch: int
     mismatches: list[str]
@@ -589,14 +578,21 @@ class Error(Reply, frozen=True, tag="error"):
     fatal: bool = False
 
 
+class Added(Reply, frozen=True, tag="added"):
+    """The segment is in the pool, and brings `chunks` of before a restart. The fd of its table
+    comes along: keep it, to map (`GenerationView.of_segment`) and to show to the next server."""
+
+    chunks: int
+
+
 class Opened(Reply, frozen=True, tag="opened"):
-    """A segment. Its fd comes along."""
+    """A segment. Its fd and its table's fd come along, in this order."""
 
     segment: SegmentInfo
 
 
 class Dropped(Reply, frozen=True, tag="dropped"):
-    """`gone`: False while the segment has chunks to forget, leases or reservations."""
+    """`gone`: False while the server still forgets the segment's chunks."""
 
     chunks: int
     gone: bool
@@ -618,13 +614,45 @@ class Reserved(Reply, frozen=True, tag="reserved"):
     epoch: int = 0
 
 
-class Leased(Reply, frozen=True, tag="leased"):
-    """Locations of the leading chunks. `lease`: 0 if none is in the pool. `seconds`: how long the
-    lease holds; clients count from the time of their request. `epoch`: of the keys' namespace."""
+class SlotRun(NamedTuple):
+    """Consecutive chunks of an answer in one slab of a segment, from number `first` on.
 
-    lease: int
-    seconds: float
-    locations: list[Location]
+    slots, generations: of each chunk, packed as 32 and 64 bits. Slots are counted from the start of
+    the segment's table. `base` is the slab's first slot, and slot `base + i` begins at byte
+    `offset + i * slot_bytes` of the segment."""
+
+    first: int
+    segment: SegmentId
+    base: int
+    offset: int
+    slot_bytes: int
+    slots: bytes
+    generations: bytes
+
+    @property
+    def chunks(self) -> int:
+        return len(self.slots) // NUMBER_BYTES
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.chunks
+
+    def cut(self, first: int, stop: int) -> SlotRun:
+        """Return the run of the chunks [first, stop), a part of this run."""
+        begin, end = first - self.first, stop - self.first
+        packed = _part(self.slots, self.generations, self.chunks, begin, end)
+        return self._replace(first=first, slots=packed[0], generations=packed[1])
+
+    def numbered(self, first: int) -> SlotRun:
+        """Return the same chunks, numbered from `first` on."""
+        return self._replace(first=first)
+
+
+class Pinned(Reply, frozen=True, tag="pinned"):
+    """Where the leading chunks are, in order and without gaps; at most `MAX_RUNS` runs, ask again
+    for the rest. `epoch`: of the keys' namespace."""
+
+    runs: list[SlotRun]
     epoch: int = 0
 
 
@@ -750,10 +778,6 @@ class Promised(Reply, frozen=True, tag="promised"):
     epoch: int = 0
 
 
-class Verdict(Reply, frozen=True, tag="verdict"):
-    held: bool
-
-
 class Present(Reply, frozen=True, tag="present"):
     """`epoch`: of the keys' namespace."""
 
@@ -782,7 +806,6 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     uptime_seconds: float
     clients: int
     chunks: int
-    leases: int
     reservations: int
     quarantined: int
     counters: dict[str, int]
@@ -798,7 +821,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     hits: dict[str, tuple[int, int]] = {}
 
 
-OfChunks = Reserve | Commit | Abort | Acquire | Renew | Release | Contains | Touch | Remove | Clear
+OfChunks = Reserve | Commit | Abort | Pin | Contains | Touch | Remove | Clear
 OfResidents = Find | Publish | Promise | Retract | Listen
 _OfSegments = AddSegment | Lend | OpenSegment | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache

@@ -1,4 +1,4 @@
-"""Where things lie in the table of a segment's slots: see metadata_server/slots_table.py, which
+"""Where things lie in the table of a segment's slots: see metadata_server/slots.py, which
 writes it. Clients map it for reading."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
 table it is, number of generations. The generations begin on the next page."""
 DEAD_AT = 12
 MAGIC = b"vcache-s"
-VERSION = 1
+VERSION = 2
 SLAB_SLOTS = 1 << 14
 SLABS = 64
 SLOTS = SLABS * SLAB_SLOTS
@@ -29,11 +29,13 @@ RECORD = struct.Struct(f"<{KEY_BYTES}s2xIQ16xQ")
 RECORD_WORDS = RECORD.size // 8
 SLAB = struct.Struct("<3Q")
 """Offset in the segment, bytes of a slot, bytes of the slab (stored last)."""
-RESET = struct.Struct(f"<{NAMESPACE_BYTES}sQ")
+RESET = struct.Struct(f"<{NAMESPACE_BYTES}sQQ")
+"""A namespace, the number of its last reset or clearing, and its epoch."""
 GENERATIONS_AT = mmap.PAGESIZE
 RECORDS_AT = GENERATIONS_AT + 8 * SLOTS
 SLABS_AT = RECORDS_AT + RECORD.size * SLOTS
 RESETS_AT = (SLABS_AT + SLAB.size * SLABS, SLABS_AT + 4 * mmap.PAGESIZE)
+"""Two halves: the word at `RESETS_WORD` says which one counts, and how many resets it has."""
 TABLE_BYTES = SLABS_AT + 8 * mmap.PAGESIZE
 GENERATIONS, NUMBERS = GENERATIONS_AT // 8, RECORDS_AT // 8 + RECORD_WORDS - 1
 

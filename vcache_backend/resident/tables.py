@@ -12,7 +12,7 @@ from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCac
 from vcache_backend.protocol import wire
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import Found, Joined, ResidentRun
-from vcache_backend.resident.generations import GenerationView
+from vcache_backend.vram_pool.generations import GenerationView
 
 log = logging.getLogger(__name__)
 

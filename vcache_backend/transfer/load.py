@@ -12,15 +12,17 @@ from time import perf_counter
 
 from vcache_backend import threads
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import ChunkKey, ResidentRun
+from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.transfer.lease_client import Lease
-from vcache_backend.transfer.memory import MemorySource
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.pooled import Pooled
-from vcache_backend.transfer.resident_runs import ResidentRuns
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part
+from vcache_backend.transfer.sources import (
+    CHANGED,
+    LoadContext,
+    MemorySource,
+    OffloadSource,
+    Part,
+)
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
@@ -28,9 +30,8 @@ from vcache_backend.vram_pool.copies.copier import Mark
 ABSENT = "absent"
 """The cause of a load that ended because no source has a chunk."""
 CANCELLED = "cancelled"
-NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
-"""Causes that do not count as failures. `changed` (an owner reused a block during the read) has its
-own counter."""
+NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, CHANGED)
+"""Causes that do not count as failures. Changed chunks have their own counter."""
 POLL_SECONDS = 0.0002
 """How often to check whether another instance's KV cache has been mapped."""
 COPY_SECONDS = 10.0
@@ -56,35 +57,30 @@ class Load:
         places: BlockPlaces,
         keys: list[ChunkKey],
         *,
-        lease: Lease | None = None,
         mark: Mark | None = None,
         offload: bool = True,
         name: str = "",
-        residents: Sequence[ResidentRun] = (),
+        runs: Sequence[ResidentRun | SlotRun] = (),
         neighbours: Neighbours | None = None,
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
-        lease: a lease on the leading chunks. The load ends this lease, and leases other chunks
-        itself. mark: see `LoadContext`; None: the current stream continues behind the copies.
+        mark: see `LoadContext`; None: the current stream continues behind the copies.
         offload: look in the offload tier for chunks that the pool lacks. name: of the request, for
-        the log. residents: chunks in the KV caches of `neighbours`, in order.
+        the log. runs: where chunks are known to be, in the KV caches of `neighbours` or in the
+        pool; the load finds the others itself.
 
-        A new KV cache is mapped in the background, and the load waits for it. If a resident chunk
-        is gone when its copy would start, another source may provide it."""
+        A new KV cache is mapped in the background, and the load waits for it. If a chunk is gone
+        when its copy would start, another source may provide it."""
         self.keys, self.places = keys, places
         self.stats = LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
         self._session = session
         self._context = LoadContext(session, places, keys, mark, self.stats)
-        others: ResidentRuns | None = None
-        if residents and neighbours is not None:
-            others = ResidentRuns(residents, neighbours)
-        pooled = [] if others is None else others.missing(len(keys))
-        self._memory = MemorySource(self._context, Pooled(self._context, lease, pooled), others)
+        self._memory = MemorySource(self._context, runs, neighbours)
         self._offload: OffloadSource | None = None
         if offload and session.tier is not None:
-            self._offload = OffloadSource(self._context, session.tier, others)
+            self._offload = OffloadSource(self._context, session.tier, self._memory)
         self._parts: deque[Part] = deque()
         self._end = len(keys)
         """The first chunk that is no longer wanted: no copy of this or a later chunk starts."""
@@ -243,7 +239,7 @@ class Load:
         if memory.expects(chunk):
             # The chunk's first owner is gone, and the second owner's KV cache is being mapped.
             return False
-        self.hold(memory.pool.cause or (offload.cause if offload is not None else "") or ABSENT)
+        self.hold(memory.cause or (offload.cause if offload is not None else "") or ABSENT)
         return False
 
     def _began(self, parts: Sequence[Part]) -> bool:
@@ -257,8 +253,6 @@ class Load:
         while self._parts and not self._failed:
             part = self._parts[0]
             if not part.copy.moving.done():
-                for later in self._parts:
-                    later.keep()
                 return
             self._parts.popleft()
             right, cause = part.settle()
@@ -301,7 +295,7 @@ class Load:
 
     def _finish(self) -> None:
         self._over = True
-        with suppress(Exception):  # a number too few
+        with suppress(Exception):  # at worst a counter is missed
             self._release()
             if not self._cancelled and self.loaded < len(self.keys):
                 self._session.stats.count(chunks_missed=len(self.keys) - self.loaded)

@@ -74,7 +74,7 @@ class Outbox:
         failed: Callable[[], object] = lambda: None,
     ) -> None:
         """Call `act` after `wait` has returned True, and after the earlier calls of this method.
-        If `wait` or `act` raises, `failed` is called.
+        If `wait` or `act` raises, `failed` is called. A VCacheError is logged for debugging.
 
         soon: without a delay; otherwise after `LATER_SECONDS`, or together with others, so that the
         thread does not take the interpreter from the present step."""
@@ -149,9 +149,11 @@ class Outbox:
                 if not over:
                     return
                 job.act()
-            except Exception:
+            except Exception as error:
                 job.failed()
-                raise
+                if not isinstance(error, VCacheError):
+                    raise
+                log.debug("not done: %s", error)
             finally:
                 if over:
                     with self._changed:

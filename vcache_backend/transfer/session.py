@@ -17,14 +17,13 @@ from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey, Location, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.transfer.lease_client import LeaseClient
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool import devices, pool
+from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.memory_budget import LEAST, Shortfall
-from vcache_backend.vram_pool.pinned_pool import PinnedPool
+from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.regions import SlotView
 
 if TYPE_CHECKING:
@@ -35,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """Leases, copies and looks up chunks for one rank of one model instance.
+    """Looks up and copies chunks for one rank of one model instance.
 
-    Look-ups and leases may come from any thread; `bind` and copies from the worker's thread that
+    Look-ups may come from any thread; `bind` and copies from the worker's thread that
     launches kernels. Methods raise VCacheError (or torch's RuntimeError). `miss` counts an error as
     a miss, and logs each cause once."""
 
@@ -76,11 +75,8 @@ class Session:
         place = self.device.name, self.device.medium
         self.client = Client(config.server.path, config.client, *place, fields, name=name)
         self.client.reads = self.stats.reads
-        lends = self.client, self.device, config.pool.lent
-        # Host memory beside a GPU takes nothing of the GPU's budget.
-        pinned = self.device.medium == "host" and self.device.ordinal is not None
         least = LEAST if config.pool.segment_bytes is None else None
-        self.pool = PinnedPool(*lends) if pinned else pool.Pool(*lends, over_budget, least)
+        self.pool = Pool(self.client, self.device, config.pool.lent, over_budget, least)
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
         """The offload tier, or None. `bind` sets None if memory for the tier is lacking; the pool
@@ -91,7 +87,6 @@ class Session:
             self.on_stored.append(self.tier.offer)
         self.outbox = Outbox(self.client, self.stats.failed)
         """Commits this session's stores in their order, each after its copy."""
-        self.leases = LeaseClient(self.client, self.outbox, self.stats)
         self.miss = self.stats.miss
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
@@ -138,7 +133,7 @@ class Session:
 
     def lookup(self, keys: Sequence[ChunkKey], ranks: int = 1) -> int:
         """Count the leading chunks that all `ranks` ranks have, in the pool or the offload tier.
-        keys: all of one rank. Takes no lease."""
+        keys: all of one rank."""
         if not keys:
             return 0
         keys = of_rank(keys, 0)
@@ -146,7 +141,7 @@ class Session:
         return pooled if self.tier is None else self.tier.extend(self.client, keys, ranks, pooled)
 
     def contains(self, key: ChunkKey) -> int:
-        """Look one chunk up. 0: in the pool; 1: in the offload tier; -1: not found. No lease."""
+        """Look one chunk up. 0: in the pool; 1: in the offload tier; -1: not found."""
         answer = self.client.present([key])
         if answer.present[0]:
             return 0
@@ -164,7 +159,7 @@ class Session:
             return
         nbytes = kv.chunk_bytes(self.chunk_size)
         try:
-            self.tier.bind(self._config, self.layout, self.device, nbytes, self.views)
+            self.tier.bind(self._config, self.layout, self.device, nbytes, self.pool)
         except (VCacheError, RuntimeError) as error:
             log.error("no offload tier: %s", error)
             with suppress(VCacheError):

@@ -1,5 +1,8 @@
-"""The common parts of a load's sources, and the offload tier as a source. The other source is this
-node's memory (memory.py)."""
+"""Where a load's chunks come from: this node's memory, and the offload tier.
+
+Memory is read in one way, wherever it lies: find the chunks' slots or blocks, copy them, and
+compare their generations afterwards (`vram_pool.generations`). A chunk of the pool is one slot, a
+chunk in another instance's KV cache is several blocks."""
 
 from __future__ import annotations
 
@@ -7,26 +10,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
+from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
-from vcache_backend.vram_pool.copies.plan import CopyPlan
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.plan import CopyPlan, chunk_planes
+from vcache_backend.vram_pool.pool import PoolSegment
 
 if TYPE_CHECKING:
     from vcache_backend.offload.tier import OffloadTier
     from vcache_backend.offload.transfers import Fetch
-    from vcache_backend.transfer.resident_runs import ResidentRuns
 
+CHANGED = "changed"
+"""The cause of a load that ended because a chunk's generations had changed after its copy."""
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """A load's cause, by the cause of a fetch that ended early. All other causes: `store`."""
+PIN_SECONDS = 1.0
+"""How long the server keeps the chunks of a load from eviction. A copy begins at once, and takes
+milliseconds."""
+
+Run = ResidentRun | SlotRun
 
 
 class Settled(NamedTuple):
@@ -34,6 +47,17 @@ class Settled(NamedTuple):
 
     chunks: int
     cause: str = ""
+
+
+class Addresses(NamedTuple):
+    """Where the pages of a part's chunks begin.
+
+    planes: for each plane of the KV cache, see `Copier.pull`; parts with the same array share it.
+    offsets: called with the blocks' chunks (counted from the part's first), the blocks' offsets in
+    one kind's part of a chunk, and the kind's number; returns what to add to `planes`."""
+
+    planes: Int64s
+    offsets: Callable[[Int64s, Int64s, int], Int64s]
 
 
 @dataclass
@@ -62,21 +86,69 @@ class RunningCopy:
         return int(end - begin) * self.plan.block_size
 
 
-@dataclass
+@dataclass(eq=False)
+class LoadContext:
+    """The common state of a load's sources."""
+
+    session: Session
+    places: BlockPlaces
+    keys: list[ChunkKey]
+    mark: Mark | None
+    """A point in the model's stream behind all work of the places' previous owners, where copies
+    may start."""
+    stats: LoadStats
+    idle_since: float = field(default_factory=perf_counter)
+    """The time (perf_counter) since which the load only waits."""
+    fetched: list[int] = field(default_factory=list)
+    """Numbers of the chunks from the offload tier."""
+    epochs: set[int] = field(default_factory=set)
+    """In which the tier stored them."""
+
+    @property
+    def kv(self) -> PagedKV:
+        return self.places.kv
+
+    def launch(self, parts: Sequence[Part]) -> None:
+        """Start one copy of these consecutive parts. After a VCacheError no part of the copy runs;
+        after another exception, parts may."""
+        first, count, session = parts[0].first, sum(part.count for part in parts), self.session
+        try:
+            with session.stats.timed("plan"):
+                plan = self.places.load_plan(first, count)
+            rows, origins = _rows(self.kv, plan, parts)
+            local, host = all(part.local for part in parts), any(part.host for part in parts)
+            started = perf_counter()
+            moving = session.copier.pull(
+                self.kv, rows, origins, self.mark, parts, local=local, host=host
+            )
+        except VCacheError:
+            for part in parts:
+                part.drop()
+            raise
+        copy = RunningCopy(first, count, plan, moving, started)
+        for part in parts:
+            part.copy = copy
+
+
+@dataclass(eq=False)
 class Part(ABC):
     """`count` consecutive chunks of a load, from number `first` on, in one place.
 
-    The chunks stay readable until `settle` or `drop`. `lose` is called instead if nobody can know
-    whether the copy is over. copy: the copy of this part, and perhaps of other parts; set by the
-    launch."""
+    The chunks stay readable until `settle` or `drop`. Neither is called if nobody can know whether
+    the copy is over."""
 
     context: LoadContext
     first: int
     count: int
     copy: RunningCopy = field(init=False, repr=False)
+    """The copy of this part, and perhaps of other parts; set by the launch."""
+    local = False
+    """Whether the chunks are on the KV cache's device."""
+    host = False
+    """Whether the chunks are in host memory that a GPU reads."""
 
-    def keep(self) -> None:  # noqa: B027 - most parts need nothing
-        """Keep the chunks readable while the copy runs, for example by renewing a lease."""
+    @abstractmethod
+    def addresses(self) -> Addresses: ...
 
     @abstractmethod
     def settle(self) -> Settled:
@@ -85,9 +157,6 @@ class Part(ABC):
     @abstractmethod
     def drop(self) -> None:
         """Release chunks that are no longer needed. No copy reads them."""
-
-    def lose(self) -> None:  # noqa: B027 - most parts stay as they are
-        """Give up chunks that are no longer needed, though a copy may still read them."""
 
     def tokens(self, count: int) -> int:
         """How many tokens the leading `count` chunks bring."""
@@ -99,51 +168,294 @@ class Part(ABC):
         return self.copy.seconds * self.count / self.copy.count
 
 
+def _rows(kv: PagedKV, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, Int64s]:
+    """The table of a copy, see `Copier.pull`."""
+    insides = [plan.offsets(kv, number) for number in range(len(kv.kinds))]
+    rows = np.empty((len(plan.blocks), 2 + len(insides)), dtype=np.int64)
+    rows[:, 2] = plan.blocks[:, 2]
+    numbers: dict[int, int] = {}
+    bases: list[Int64s] = []
+    chunks = list(accumulate((part.count for part in parts), initial=0))
+    bounds = np.searchsorted(plan.blocks[:, 0], chunks).tolist()
+    for part, start, begin, end in zip(parts, chunks, bounds, bounds[1:], strict=False):
+        planes, offsets = part.addresses()
+        if id(planes) not in numbers:
+            numbers[id(planes)] = len(bases)
+            bases.append(planes)
+        rows[begin:end, 0] = numbers[id(planes)]
+        for number, inside in enumerate(insides):
+            rows[begin:end, 2 + number if number else 1] = offsets(
+                plan.blocks[begin:end, 0] - start, inside[begin:end], number
+            )
+    return rows, np.stack(bases)
+
+
+def _slot_addresses(context: LoadContext, slots: Int64s) -> Addresses:
+    """slots: the address of each chunk, which lies in one piece."""
+    planes = chunk_planes(context.kv, context.session.chunk_size)
+    return Addresses(planes, lambda chunks, inside, kind: slots[chunks] + inside)
+
+
+# ---- this node's memory
+
+
 @dataclass(eq=False)
-class LoadContext:
-    """The common state of a load's sources.
+class PooledPart(Part):
+    """Chunks in slots of a segment."""
 
-    mark: a point in the model's stream behind all work of the places' previous owners, where copies
-    may start. idle_since: the time (perf_counter) since which the load only waits. fetched: numbers
-    of the chunks from the offload tier. epochs: in which the tier stored them."""
+    segment: PoolSegment
+    run: SlotRun
+    slots: Int64s
+    """The slots' first bytes in the segment."""
 
-    session: Session
-    places: BlockPlaces
-    keys: list[ChunkKey]
-    mark: Mark | None
-    stats: LoadStats
-    idle_since: float = field(default_factory=perf_counter)
-    fetched: list[int] = field(default_factory=list)
-    epochs: set[int] = field(default_factory=set)
+    def __post_init__(self) -> None:
+        self._whole = self.segment.mapped.whole
+        """Keeps the segment mapped."""
+        self.local = self.segment.local
+        self.host = self.context.kv.device.type != "cpu" and self._whole.device.type == "cpu"
+
+    def addresses(self) -> Addresses:
+        return _slot_addresses(self.context, self._whole.data_ptr() + self.slots)
+
+    def settle(self) -> Settled:
+        right, stats = self.segment.right(self.run), self.context.stats
+        if right:
+            stats.later(
+                stats.pooled, self.first, self.local, right, self.tokens(right), self.seconds
+            )
+        if right < self.count:
+            stats.changed(self.first + right, self.count - right)
+        return Settled(right, CHANGED if right < self.count else "")
+
+    def drop(self) -> None:
+        """A reference keeps the segment mapped."""
 
 
-def launch(
-    context: LoadContext, parts: Sequence[Part], begin: Callable[[CopyPlan], Completion]
-) -> None:
-    """Plan one copy of these consecutive parts, and start it with `begin`. After a VCacheError no
-    part of the copy runs; after another exception, parts may."""
-    first, count = parts[0].first, sum(part.count for part in parts)
-    try:
-        with context.session.stats.timed("plan"):
-            plan = context.places.load_plan(first, count)
+@dataclass(eq=False)
+class ResidentPart(Part):
+    """Chunks in blocks of a neighbour, which stays mapped between `enter` and `leave`."""
+
+    neighbour: Neighbour
+    run: ResidentRun
+
+    def __post_init__(self) -> None:
+        self.local = self.neighbour.shape.device == self.context.session.device.name
+
+    def addresses(self) -> Addresses:
+        return Addresses(self.neighbour.bases, self._offsets)
+
+    def _offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
+        kv, split = self.context.kv.kinds[number], self.neighbour.split
+        blocks = np.frombuffer(self.run.blocks, dtype=np.uint32).astype(np.int64)
+        parts = blocks[:, None] * split + np.arange(split)
+        ids = parts.reshape(self.count, -1)[chunks, inside // (kv.parts * kv.page_bytes)]
+        offsets: Int64s = ids * self.neighbour.shape.kinds[number].stride
+        return offsets
+
+    def settle(self) -> Settled:
+        seconds, owner = self.seconds, self.run.instance
+        try:
+            right = self.neighbour.right(self.run)
+        finally:
+            self.neighbour.leave()
+        stats = self.context.stats
+        if right:
+            stats.later(stats.resident, self.first, owner, right, self.tokens(right), seconds)
+        if right < self.count:
+            stats.changed(self.first + right, self.count - right, owner)
+        return Settled(right, CHANGED if right < self.count else "")
+
+    def drop(self) -> None:
+        self.neighbour.leave()
+
+
+class MemorySource:
+    """Other instances' KV caches and the pool. Runs in the worker's thread.
+
+    Forgets a chunk when its copy starts, when the chunk proves to be gone, and when a later chunk
+    is asked for: a load never goes back. cause: why no chunk can come from the pool now; empty if
+    the pool simply lacks the chunk."""
+
+    def __init__(
+        self,
+        context: LoadContext,
+        runs: Sequence[Run] = (),
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        """runs: where chunks are; of several places for a chunk, the first is tried first. Begins
+        to map the KV caches."""
+        self._context, self._neighbours = context, neighbours
+        self._runs = [run for run in runs if neighbours or not isinstance(run, ResidentRun)]
+        self._unasked = bool(self._runs)
+        self.cause = ""
+        for run in self._runs:
+            if isinstance(run, ResidentRun) and neighbours is not None:
+                neighbours.expects(run.instance)
+
+    def expects(self, chunk: int) -> bool:
+        """Whether this chunk's KV cache is still being mapped."""
+        run, neighbours = self._at(chunk), self._neighbours
+        if not isinstance(run, ResidentRun) or neighbours is None:
+            return False
+        return neighbours.expects(run.instance)
+
+    def next(self, chunk: int) -> int | None:
+        """Return the first chunk that is known to be here, from number `chunk` on."""
+        self._forget_before(chunk)
+        return max(chunk, min(run.first for run in self._runs)) if self._runs else None
+
+    def has(self, chunk: int) -> bool:
+        """Whether this source is known to have the chunk, or the pool is still to be asked."""
+        return self._unasked or self._at(chunk) is not None
+
+    def launch(self, chunk: int) -> Sequence[Part]:
+        """Start one copy of the available chunks, from this number on. Returns the chunks' parts.
+
+        Asks the server where the first chunks are in the pool, unless their place is known. The
+        copy does not wait for later ones."""
+        parts, at = list[Part](), chunk
+        try:
+            while at < len(self._context.keys) and not self.expects(at):
+                part = self._take(at)
+                if part is None and not parts and self._ask(chunk):
+                    part = self._take(at)
+                if part is None:
+                    break
+                parts.append(part)
+                at += part.count
+        except BaseException:
+            for part in parts:
+                part.drop()
+            raise
+        if parts:
+            self._context.launch(parts)
+        return parts
+
+    def cancel(self) -> None:
+        """Forget chunks that no copy reads. Idempotent."""
+        self._runs.clear()
+
+    # ---- inside
+
+    def _forget_before(self, chunk: int) -> None:
+        if any(run.stop <= chunk for run in self._runs):
+            self._runs = [run for run in self._runs if run.stop > chunk]
+
+    def _at(self, chunk: int) -> Run | None:
+        """The run to try next for this chunk."""
+        self._forget_before(chunk)
+        return next((run for run in self._runs if run.first <= chunk), None)
+
+    def _take(self, chunk: int) -> Part | None:
+        """Take unchanged chunks of one place, from this number on. Forgets chunks that have changed
+        there: another place may have them."""
+        while (run := self._at(chunk)) is not None and not self.expects(chunk):
+            here = run.cut(chunk, run.stop)
+            if isinstance(here, ResidentRun):
+                part, lost = self._of_neighbour(here)
+            else:
+                part, lost = self._of_segment(here)
+            self._forget(run, chunk + (part.count if part is not None else 0) + lost)
+            if lost:
+                self._context.session.stats.count(chunks_stale=lost)
+            if part is not None:
+                return part
+        return None
+
+    def _forget(self, run: Run, before: int) -> None:
+        """Forget the run's chunks before this number."""
+        at = next(at for at, other in enumerate(self._runs) if other is run)
+        self._runs[at : at + 1] = [run.cut(before, run.stop)] if before < run.stop else []
+
+    def _of_neighbour(self, run: ResidentRun) -> tuple[Part | None, int]:
+        """The run's leading unchanged chunks, and how many are lost behind them."""
+        neighbours, context = self._neighbours, self._context
+        neighbour = None if neighbours is None else neighbours.get(run.instance)
+        here = context.kv.blocks_in(context.session.chunk_size)
+        if (
+            neighbour is None
+            or not run.fits(neighbour.each)
+            or neighbour.each * neighbour.split != here
+        ):
+            return None, run.chunks
+        count = neighbour.right(run)
+        if not count or not neighbour.enter():
+            return None, max(count, 1)
+        right = run.cut(run.first, run.first + count)
+        return ResidentPart(context, run.first, count, neighbour, right), count < run.chunks
+
+    def _of_segment(self, run: SlotRun) -> tuple[Part | None, int]:
+        context = self._context
+        segment = context.session.pool.segment(run.segment)
+        nbytes = context.kv.chunk_bytes(context.session.chunk_size)
+        slots = None if segment is None else segment.slot_offsets(run, nbytes)
+        if segment is None or slots is None:
+            self.cause = "segment"
+            return None, run.chunks
+        count = segment.right(run)
+        if not count:
+            return None, 1
+        right = run.cut(run.first, run.first + count)
+        part = PooledPart(context, run.first, count, segment, right, slots[:count])
+        return part, count < run.chunks
+
+    def _ask(self, chunk: int) -> bool:
+        """Ask the server where in the pool the chunks are, from this number on, whose place is not
+        known. Returns whether it says so of the first."""
+        context, session = self._context, self._context.session
+        self._unasked, self.cause = False, ""
+        if not session.client.connected:
+            self.cause = "server"
+            return False
+        wanted: Sequence[int] = range(chunk, len(context.keys))
+        if self._runs:
+            known = np.zeros(len(context.keys), dtype=np.bool_)
+            for run in self._runs:
+                known[run.first : run.stop] = True
+            wanted = [chunk, *(chunk + 1 + np.flatnonzero(~known[chunk + 1 :])).tolist()]
         started = perf_counter()
-        copy = RunningCopy(first, count, plan, begin(plan), started)
-    except VCacheError:
-        for part in parts:
-            part.drop()
-        raise
-    except BaseException:
-        for part in parts:
-            part.lose()
-        raise
-    for part in parts:
-        part.copy = copy
+        try:
+            with session.stats.timed("pin"):
+                pinned = session.client.pin([context.keys[one] for one in wanted], PIN_SECONDS)
+        except VCacheError as error:
+            session.miss("pin", error)
+            self.cause = error.cause
+            return False
+        finally:
+            context.stats.metadata_seconds += perf_counter() - started
+        for run in pinned.runs:
+            self._runs += _renumbered(run, wanted)
+        return bool(pinned.runs)
 
 
-@dataclass
-class _OffloadedPart(Part):
+def _renumbered(run: SlotRun, numbers: Sequence[int]) -> list[SlotRun]:
+    """Split a run at gaps: its chunk `i` is number `numbers[i]` of the load."""
+    here, first = np.array(numbers[run.first : run.stop]), run.first
+    ends = [*(np.flatnonzero(np.diff(here) != 1) + 1).tolist(), len(here)]
+    starts = [0, *ends[:-1]]
+    return [
+        run.cut(first + start, first + end).numbered(int(here[start]))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+# ---- the offload tier
+
+
+@dataclass(eq=False)
+class OffloadedPart(Part):
+    """Chunks that have arrived in the tier's buffers."""
+
+    slots: Int64s
+    """The buffers' addresses."""
     epoch: int
     give_back: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.host = self.context.kv.device.type != "cpu"
+
+    def addresses(self) -> Addresses:
+        return _slot_addresses(self.context, self.slots)
 
     def settle(self) -> Settled:
         context, stop, seconds = self.context, self.first + self.count, self.copy.seconds
@@ -166,12 +478,10 @@ class OffloadSource:
     cause: why no chunk can come from the tier now; empty if the tier simply lacks the chunk.
     may_have: whether calling `prepare` makes sense."""
 
-    def __init__(
-        self, context: LoadContext, tier: OffloadTier, residents: ResidentRuns | None
-    ) -> None:
-        """residents: chunks for which the tier is not asked."""
+    def __init__(self, context: LoadContext, tier: OffloadTier, memory: MemorySource) -> None:
+        """memory: the tier is not asked for chunks that are known to be there."""
         self._context, self.tier, self.may_have = context, tier, True
-        self._residents = residents
+        self._memory = memory
         self.cause = ""
         self._fetch: Fetch | None = None
         self._next = self._stop = 0
@@ -194,7 +504,7 @@ class OffloadSource:
         whether chunks are being fetched."""
         if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
             return self._fetch is not None
-        stop = None if self._residents is None else self._residents.next(chunk)
+        stop = self._memory.next(chunk)
         if stop == chunk:
             return False
         try:
@@ -218,10 +528,9 @@ class OffloadSource:
             return []
         self._next += len(arrived)
         give_back = partial(fetch.give_back, arrived)
-        part = _OffloadedPart(context, chunk, len(arrived), fetch.epoch, give_back)
-        slots, copier = [one.chunk for one in arrived], context.session.copier
-        scatter = partial(copier.scatter, context.places.kv, slots=slots, after=context.mark)
-        launch(context, [part], scatter)
+        slots = np.array([one.chunk.address for one in arrived], dtype=np.int64)
+        part = OffloadedPart(context, chunk, len(arrived), slots, fetch.epoch, give_back)
+        context.launch([part])
         return [part]
 
     def wait(self, seconds: float) -> bool:

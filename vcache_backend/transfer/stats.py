@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 TIMES = (
     *("lookup", "retrieve", "store"),
-    *("acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
+    *("pin", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
     *("offload_lookup", "offload_put"),
 )
 """Names of latencies: whole calls, their parts, the offload tier. A put is one batch."""
@@ -173,23 +173,19 @@ class LoadStats:
         while self._untold:
             self._untold.pop(0)()
 
-    def pooled(self, first: int, own: int, count: int, tokens: int, seconds: float) -> None:
+    def pooled(self, first: int, own: bool, count: int, tokens: int, seconds: float) -> None:
         """Count `count` loaded chunks of the pool, from number `first` on, and wanted `tokens`.
 
-        own: how many chunks lay on the reader's own device. seconds: the duration of the copy."""
-        device = self._session.device
-        # Split tokens in proportion to chunks, since only a part of the first and last chunk may be
-        # wanted. The sum is exact.
-        of_own, each = tokens * own // count, tokens * self.token_bytes // count
-        for owner, brought in ((device.name, of_own), ("", tokens - of_own)):
-            if brought:
-                self.tokens[where(device, owner)] += brought
+        own: the chunks lay on the reader's own device. seconds: the duration of the copy."""
+        device, nbytes = self._session.device, tokens * self.token_bytes
+        self.tokens[where(device, device.name if own else "")] += tokens
         self.data_seconds += seconds
+        own_bytes = nbytes if own else 0
         self._session.stats.count(
-            chunks_retrieved=count, bytes_own=own * each, bytes_peer=(count - own) * each
+            chunks_retrieved=count, bytes_own=own_bytes, bytes_peer=nbytes - own_bytes
         )
         asking = f"asking the server {1e3 * self.metadata_seconds:.2f} ms"
-        source = f"the pool, {own} of them on {device}, {asking}"
+        source = f"the pool on {device if own else 'another device'}, {asking}"
         self._came(first, count, source, tokens, seconds)
 
     def resident(self, first: int, owner: bytes, count: int, tokens: int, seconds: float) -> None:
@@ -201,12 +197,15 @@ class LoadStats:
         self._session.stats.read_from(owner, nbytes)
         self._came(first, count, f"the KV cache of instance {owner.hex()}", tokens, seconds)
 
-    def refused(self, first: int, owner: bytes, count: int) -> None:
-        """Count chunks from number `first` on whose blocks `owner` reused during the copy."""
+    def changed(self, first: int, count: int, owner: bytes = b"") -> None:
+        """Count chunks from number `first` on whose memory was used again during the copy, by
+        `owner` or, if empty, in the pool."""
         self._session.stats.count(chunks_refused=count)
-        self._session.stats.read_from(owner, 0, count)
-        said = "hit %s: chunks %d to %d changed in instance %s while they were read"
-        log.debug(said, self._name, first, first + count, owner.hex())
+        if owner:
+            self._session.stats.read_from(owner, 0, count)
+        place = f"instance {owner.hex()}" if owner else "the pool"
+        said = "hit %s: chunks %d to %d changed in %s while they were read"
+        log.debug(said, self._name, first, first + count, place)
 
     def offloaded(self, first: int, count: int, tokens: int, waited: float, seconds: float) -> None:
         """Like `pooled`, for the offload tier. waited: seconds since the load had no other work."""

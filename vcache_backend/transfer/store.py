@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -76,8 +77,9 @@ class PendingStore:
     def give_up(self) -> None:
         """Return the reservation of a store that has failed, unless its copy may still be writing.
         Does nothing to a store that was committed."""
-        if self.completion.wait(0.0):
-            give_back(self.session, self.reservation)
+        with suppress(VCacheError):
+            if self.completion.wait(0.0):
+                give_back(self.session, self.reservation)
 
 
 def give_back(session: Session, reservation: int) -> None:

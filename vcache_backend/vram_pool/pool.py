@@ -6,25 +6,74 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
-import torch
+import numpy as np
 
+from vcache_backend import threads
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import Location, SegmentId, SegmentInfo
-from vcache_backend.vram_pool import regions
+from vcache_backend.protocol.messages import (
+    NUMBER_BYTES,
+    Location,
+    SegmentId,
+    SegmentInfo,
+    SlotRun,
+)
+from vcache_backend.vram_pool import cuda_driver, host_memory, regions
+from vcache_backend.vram_pool.copies.geometry import Int64s
 from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.generations import GenerationView
 from vcache_backend.vram_pool.memory_budget import Shortfall
 from vcache_backend.vram_pool.regions import MappedSegment, SlotView
 
 log = logging.getLogger(__name__)
 
-
 MAX_WAITS = 30
-"""For how many heartbeats a worker tries again to lend, after a restarted server did not take
-segments back: their memory is free only once every process has unmapped the segments."""
+"""For how many heartbeats a worker tries again, after a restart of the server: to offer its
+segments, whose old server may still be ending; then to lend, since the memory of segments that were
+not taken back is free only once every process has unmapped them."""
+PIECE_BYTES = 4 << 30
+"""The size of the segments in which pinned host memory is lent: some seconds until the first is
+ready."""
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for the driver's work."""
+
+
+class PoolSegment:
+    """A mapped segment, and the generations of its slots. Any thread.
+
+    local: the memory is on the reader's own device. view: of the table of slots. A reader compares
+    a slot's generation after its copy; see `right`."""
+
+    def __init__(self, mapped: MappedSegment, table: int, local: bool) -> None:
+        """table: an fd, from the server; the caller keeps it. Raises SegmentError."""
+        self.mapped, self.local = mapped, local
+        self.view = GenerationView.of_segment(table, mapped.id)
+        with ExitStack() as undo:
+            self.table = os.dup(table)
+            undo.callback(os.close, self.table)
+            self._undo = undo.pop_all()
+
+    def slot_offsets(self, run: SlotRun, nbytes: int) -> Int64s | None:
+        """Return the first byte of each of the run's slots; None if the slots cannot be in this
+        segment, or have fewer than `nbytes` bytes."""
+        slots = np.frombuffer(run.slots, dtype=np.uint32).astype(np.int64) - run.base
+        if nbytes > run.slot_bytes or run.offset < 0 or not len(slots) or slots.min() < 0:
+            return None
+        offsets: Int64s = run.offset + slots * run.slot_bytes
+        return offsets if int(offsets.max()) + run.slot_bytes <= self.mapped.nbytes else None
+
+    def right(self, run: SlotRun) -> int:
+        """Count the run's leading chunks whose slots have not changed since the answer."""
+        counted = len(run.slots) // NUMBER_BYTES
+        return self.view.leading(run.slots, run.generations, 1) if counted else 0
+
+    def close(self) -> None:
+        """Unmap the segment, unless tensors over it are alive. Idempotent."""
+        self.mapped.close()
+        self._undo.close()
 
 
 class Pool:
@@ -33,7 +82,10 @@ class Pool:
     The pool follows the server's list of segments: on construction, and in the client's background
     thread after every server start and heartbeat. It lends memory until the own device's share is
     complete (a dead worker's segment counts), maps new segments before the first hit needs them,
-    and unmaps dropped segments."""
+    offers all its segments to a restarted server, and unmaps dropped segments.
+
+    Host memory beside a GPU is allocated and locked by a thread of its own, in some 0.5 s a GiB, in
+    pieces of `PIECE_BYTES`; until a segment is ready, this process does not use it."""
 
     def __init__(
         self,
@@ -48,16 +100,20 @@ class Pool:
 
         over_budget: called before memory is lent, with `segment_bytes` and the bytes to allocate
         now. If they do not fit, the pool gets what fits, unless that is less than `least`; None:
-        all or nothing."""
+        all or nothing. Not called for host memory beside a GPU."""
         self.device = device
+        self._pinned = device.medium == "host" and device.ordinal is not None
         self._client = client
         self._segment_bytes, self._over_budget = int(segment_bytes), over_budget
         self._least = self._segment_bytes if least is None else least
-        self._mapped: dict[SegmentId, MappedSegment] = {}
+        self._mapped: dict[SegmentId, PoolSegment] = {}
         self._unreadable = client.unmappable
-        self._contributed = 0
+        self._followed = self._contributed = 0
+        """The `Client.epoch` of the server that has our segments, and of the server to which this
+        process has lent."""
         self._waits = 0
-        self._exhausted = self._closed = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
         client.on_segments = self._follow
         try:
@@ -65,91 +121,144 @@ class Pool:
         except VCacheError as error:
             log.debug("segments: %s", error)
 
+    def segment(self, id_: SegmentId) -> PoolSegment | None:
+        """Return a segment that this process can read. Maps a segment that appeared after the last
+        heartbeat; host memory beside a GPU is mapped later, by a thread."""
+        found = self._mapped.get(id_)
+        return found if found is not None or self._pinned else self._map_unseen(id_)
+
     def slots(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Views of the leading locations that this process can read. Maps new segments.
+        """Views of the leading locations that this process can write to. Maps new segments.
 
         A view keeps the segment mapped: keep all views until the copy is over."""
-        views: list[SlotView] = []
-        wholes: dict[SegmentId, tuple[torch.Tensor, int, bool, int]] = {}
+        views, known = list[SlotView](), dict[SegmentId, PoolSegment | None]()
         for location in locations:
-            segment, offset, length = location.segment, location.offset, location.length
-            if segment not in wholes:
-                mapped = self._mapped.get(segment) or self._map_unseen(segment)
-                if mapped is None:
-                    break
-                whole = mapped.whole
-                local = mapped.device == self.device.name and (
-                    self.device.medium == "cuda" or self.device.ordinal is None
-                )
-                wholes[segment] = whole, whole.data_ptr(), local, mapped.nbytes
-            whole, address, local, nbytes = wholes[segment]
-            if offset + length > nbytes:
-                said = "segment %s has no bytes [%d, %d); this location is not used"
-                log.error(said, segment, offset, offset + length)
+            id_, offset, length = location.segment, location.offset, location.length
+            if id_ not in known:
+                known[id_] = self.segment(id_)
+            segment = known[id_]
+            if segment is None:
                 break
-            views.append(SlotView(address + offset, length, local, whole, offset))
+            if offset + length > segment.mapped.nbytes:
+                said = "segment %s has no bytes [%d, %d); this location is not used"
+                log.error(said, id_, offset, offset + length)
+                break
+            whole = segment.mapped.whole
+            address = whole.data_ptr() + offset
+            views.append(SlotView(address, length, segment.local, whole, offset))
         return views
 
     def mapped(self) -> list[SegmentInfo]:
-        return [mapped.info for mapped in list(self._mapped.values())]
+        return [segment.mapped.info for segment in list(self._mapped.values())]
 
     def close(self) -> None:
-        """Unmap everything. The server keeps the segments. Copies must be over. Idempotent."""
+        """Unmap everything. The server keeps the segments. Copies must be over. Idempotent.
+
+        Waits some seconds for the driver's work: the process must not end in a driver call."""
         self._client.on_segments = lambda infos: None
         with self._lock:
             self._closed = True
-            for mapped in self._mapped.values():
-                mapped.close()
+            for segment in self._mapped.values():
+                segment.close()
             self._mapped.clear()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
 
     # ---- following the server
 
     def _follow(self, infos: list[SegmentInfo]) -> None:
-        self._offer_again([info.id for info in infos if info.state == "absent"])
-        with self._lock:
-            listed = {info.id for info in infos}
-            gone = self._mapped.keys() - listed
-            restarted = self._contributed != self._client.epoch
-            for id_ in gone:
-                self._mapped.pop(id_).close()
-                if restarted:
-                    again = "what `vcache segment add` lent, add again"
-                    log.warning("segment %s: a restarted server lacks it; unmapped; %s", id_, again)
-                else:
-                    log.info("segment %s is not in the pool any more; unmapped", id_)
-            if gone and restarted:
-                self._waits = MAX_WAITS
-            self._unreadable &= listed
-            self._agree(infos)
-
-    def _offer_again(self, absent: list[SegmentId]) -> None:
-        """Hand segments to a server that knows them from an earlier server's ledger. Runs outside
-        the lock, since loads and stores wait for the lock."""
-        for id_ in absent:
+        listed = {info.id for info in infos}
+        self._keep_or_unmap(listed)
+        self._unreadable &= listed
+        if not self._pinned:
             with self._lock:
-                mapped = self._mapped.get(id_)
-                fd = os.dup(mapped.fd) if mapped is not None else -1
-            if mapped is None:
-                continue
-            try:
-                chunks = self._client.add_segment(mapped.info, fd, again=True)
-                log.info("segment %s offered again: %d chunks are back", id_, chunks)
-            except VCacheError as error:
-                log.warning("segment %s could not be offered again: %s", id_, error)
-            finally:
-                os.close(fd)
+                self._map_and_lend(infos)
+        elif self._contributed != self._client.epoch or any(map(self._is_new, infos)):
+            self._start_thread()
 
-    def _agree(self, infos: list[SegmentInfo]) -> None:
+    def _keep_or_unmap(self, listed: set[SegmentId]) -> None:
+        """Offer the segments that a new server lacks. Unmap those that it does not take, and those
+        that the same server has dropped."""
+        epoch = self._client.epoch
+        missing = [segment for id_, segment in self._mapped.items() if id_ not in listed]
+        restarted = self._followed != epoch
+        if restarted and missing and self._waits <= 0:
+            self._waits = MAX_WAITS
+        self._waits -= restarted and bool(missing)
+        kept = 0
+        for segment in missing:
+            if restarted and not segment.view.dead:
+                if self._offer(segment):
+                    continue
+                if self._waits > 0:
+                    kept += 1
+                    continue
+            self._unmap(segment, restarted)
+        if not kept:
+            self._followed = epoch
+
+    def _offer(self, segment: PoolSegment) -> bool:
+        """Hand a segment to a server that lacks it, with the table of its slots. Runs outside the
+        lock, since loads and stores wait for the lock."""
+        info = segment.mapped.info
+        try:
+            chunks, table = self._client.add_segment(info, segment.mapped.fd, segment.table)
+        except VCacheError as error:
+            log.info("segment %s could not be offered again: %s", info.id, error)
+            return False
+        os.close(table)
+        log.info("segment %s offered again: %d chunks are back", info.id, chunks)
+        return True
+
+    def _unmap(self, segment: PoolSegment, restarted: bool) -> None:
+        id_ = segment.mapped.id
+        with self._lock:
+            self._mapped.pop(id_, None)
+            segment.close()
+        if restarted:
+            again = "what `vcache segment add` lent, add again"
+            log.warning("segment %s: a restarted server lacks it; unmapped; %s", id_, again)
+            self._waits = MAX_WAITS
+        else:
+            log.info("segment %s is not in the pool any more; unmapped", id_)
+
+    def _map_and_lend(self, infos: list[SegmentInfo]) -> None:
         """Map new segments, and lend memory if the device's share is not complete."""
         for info in infos:
             if self._is_new(info):
                 self._open(info)
-        self._contribute(infos)
+        if self._followed == self._client.epoch:
+            self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
         if info.id in self._unreadable or info.id in self._mapped:
             return False
         return info.state == "live" and info.medium == self.device.medium
+
+    # ---- the thread of host memory beside a GPU
+
+    def _start_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._prepare, name="vcache-pinned-pool", daemon=True
+            )
+            self._thread.start()
+
+    def _prepare(self) -> None:
+        """The thread, which ends when no work is left. A later heartbeat starts another thread."""
+        with threads.survives("the pool in host memory"):
+            try:
+                cuda_driver.load().beside_captures()
+                host_memory.move_near(self.device.ordinal or 0)
+                progress = True
+                while progress and not self._closed:
+                    before = len(self._mapped)
+                    self._map_and_lend(self._client.list_segments())
+                    progress = len(self._mapped) > before
+            except VCacheError as error:
+                log.debug("the pool in host memory: %s", error)
+
+    # ---- lending
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
         """Complete the own device's share of the pool, once for each server process.
@@ -169,13 +278,14 @@ class Pool:
         except VCacheError as error:
             log.debug("lend: %s", error)
             return
-        if nbytes and self._lend(nbytes):
+        piece = min(nbytes, PIECE_BYTES) if self._pinned else nbytes
+        if piece and self._lend(piece) and piece == nbytes:
             self._contributed = epoch
 
     def _lend(self, nbytes: int) -> bool:
         """Make a segment, and hand it to the server. False if the worker should try again."""
         try:
-            over = self._over_budget(self._segment_bytes, nbytes)
+            over = None if self._pinned else self._over_budget(self._segment_bytes, nbytes)
             if over is not None:
                 held, nbytes = self._segment_bytes - nbytes, over.fits
                 if held + nbytes < self._least or self._waits > 0:
@@ -190,66 +300,83 @@ class Pool:
             self._waits -= 1
             if self._waits >= 0:
                 return False
-            self._exhausted = True
+            self._contributed = self._client.epoch
             self._no_more(error)
             return True
         try:
-            self._client.add_segment(mapped.info, mapped.fd)
+            _, table = self._client.add_segment(mapped.info, mapped.fd)
         except VCacheError as error:
             log.warning("segment %s on %s was not lent: %s", mapped.id, self.device, error)
             mapped.close()
             return False
         size = f"{mapped.nbytes:,} B"
         log.info("lent %s of %s to the pool as segment %s", size, self.device, mapped.id)
-        return self._admit(mapped)
+        return self._admit(mapped, table) is not None
 
     def _no_more(self, error: SegmentError) -> None:
+        """Log that nothing more is lent, and report it for `vcache status` and `vcache doctor`."""
+        lent = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)
+        part = "nothing"
+        if lent:
+            part = f"{ByteSize(lent).about} of {ByteSize(self._segment_bytes).about}"
         others = "chunks go to its other devices, if there are any"
-        self._tell(f"{self.device} lends nothing to the pool: {error}; {others}")
-
-    def _tell(self, said: str) -> None:
-        """Log an error, and report it to the server, for `vcache status` and `vcache doctor`."""
+        said = f"{self.device} lends {part} to the pool: {error}; {others}"
         log.error("%s", said)
         with suppress(VCacheError):
             self._client.report("error", said)
 
-    def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on. If the pool is closed: close it, and return False."""
-        with self._lock:
-            if not self._closed:
-                self._mapped[mapped.id] = mapped
-                return True
-        mapped.close()
-        return False
+    # ---- mapping
 
-    def _level(self) -> int:
-        return logging.WARNING
-
-    def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
+    def _map_unseen(self, id_: SegmentId) -> PoolSegment | None:
         """Map a segment that appeared after the last heartbeat; None if mapping fails."""
         with self._lock:
             if id_ in self._mapped or id_ in self._unreadable:
                 return self._mapped.get(id_)
             return self._open(SegmentInfo(id_, "", self.device.medium, 0))
 
-    def _open(self, info: SegmentInfo) -> MappedSegment | None:
+    def _open(self, info: SegmentInfo) -> PoolSegment | None:
         """Ask the server for a segment, and map it. Returns None and logs a failure; a failure of
         the server is only a debug message."""
         try:
-            info, fd = self._client.open_segment(info.id)
-            try:
-                mapped = regions.map_segment(info, fd, self.device)
-            finally:
-                os.close(fd)
-        except SegmentError as error:
-            misses = "its chunks are misses here, and none is stored there"
-            log.log(self._level(), "segment %s cannot be mapped: %s; %s", info.id, error, misses)
-            self._unreadable.add(info.id)
-            with suppress(VCacheError):
-                # Tells the server at once.
-                self._client.list_segments()
-            return None
+            info, fd, table = self._client.open_segment(info.id)
         except VCacheError as error:
             log.debug("segment %s: %s", info.id, error)
             return None
-        return mapped if self._admit(mapped) else None
+        try:
+            mapped = regions.map_segment(info, fd, self.device)
+        except SegmentError as error:
+            os.close(table)
+            self._refuse(info.id, error)
+            return None
+        finally:
+            os.close(fd)
+        return self._admit(mapped, table)
+
+    def _admit(self, mapped: MappedSegment, table: int) -> PoolSegment | None:
+        """Use a mapped segment from now on, unless the pool is closed or the segment's table cannot
+        be read. Closes `table`."""
+        local = mapped.device == self.device.name and not self._pinned
+        try:
+            segment = PoolSegment(mapped, table, local)
+        except (SegmentError, OSError) as error:
+            mapped.close()
+            self._refuse(mapped.id, error)
+            return None
+        finally:
+            os.close(table)
+        with self._lock:
+            if not self._closed:
+                self._mapped[mapped.id] = segment
+                return segment
+        segment.close()
+        return None
+
+    def _refuse(self, id_: SegmentId, error: Exception) -> None:
+        """Note that this process cannot map a segment, and tell the server at once."""
+        # Pinned segments all fail for the same reason.
+        level = logging.DEBUG if self._pinned and self._unreadable else logging.WARNING
+        misses = "its chunks are misses here, and none is stored there"
+        log.log(level, "segment %s cannot be mapped: %s; %s", id_, error, misses)
+        self._unreadable.add(id_)
+        with suppress(VCacheError):
+            self._client.list_segments()

@@ -10,7 +10,7 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from vcache_backend.resident.generations import VOID, Generations
+from vcache_backend.vram_pool.generations import VOID, Generations
 
 log = logging.getLogger("vllm.vcache")
 NUMBERS, GENERATIONS = "I", "Q"

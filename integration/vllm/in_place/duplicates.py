@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from vcache_backend.protocol.messages import COPY, Copies, InstanceId
-from vcache_backend.resident.generations import VOID, Generations, GenerationView
+from vcache_backend.vram_pool.generations import VOID, Generations, GenerationView
 
 from ..scheduler.tracked import Tracked
 from .block_pool import KVBlocks

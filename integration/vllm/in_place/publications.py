@@ -17,7 +17,7 @@ from vcache_backend.protocol.messages import (
     InstanceId,
     Publish,
 )
-from vcache_backend.resident.generations import (
+from vcache_backend.vram_pool.generations import (
     Generations,
     GenerationView,
     first_odd,

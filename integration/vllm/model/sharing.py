@@ -13,8 +13,8 @@ import vllm
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, Config, ConnectorConfig
 from vcache_backend.errors import LayoutError
-from vcache_backend.resident.generations import MACHINE
 from vcache_backend.supported import VLLM
+from vcache_backend.vram_pool.generations import MACHINE
 
 from . import compat, groups
 from . import spec as model_spec

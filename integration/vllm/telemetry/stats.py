@@ -26,7 +26,7 @@ from vcache_backend.transfer.stats import NOT_STORED, EngineStats, LoadStats
 log = logging.getLogger("vllm.vcache")
 OTHER = "other"
 FAILURES = (
-    *("internal", "lease_lost", "server", "late", "segment", "copy", "changed"),
+    *("internal", "server", "late", "segment", "copy", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed")

@@ -40,7 +40,7 @@ class Loading(transfer.Load):
             mark=mark,
             offload=spec.offload,
             name=spec.request_id,
-            residents=spec.residents,
+            runs=spec.residents,
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()
@@ -58,8 +58,7 @@ class Loading(transfer.Load):
     @property
     def failure(self) -> str:
         """The metrics' name for the cause of a failure."""
-        in_memory = "changed" if self.worker.neighbours is not None else "lease_lost"
-        absent = "store" if self.spec.offload else in_memory
+        absent = "store" if self.spec.offload else "changed"
         return absent if self.cause == transfer.ABSENT else self.cause
 
     @property

@@ -1,7 +1,7 @@
 """The server process: one thread with an epoll loop over its socket and connections.
 
-Each turn of the loop handles requests, writes the ledger, then sends the answers. So the ledger
-holds every change before the answer leaves."""
+Each turn of the loop handles requests, then sends the answers: the tables of the pool hold every
+change before the answer leaves."""
 
 from __future__ import annotations
 
@@ -12,25 +12,97 @@ import os
 import secrets
 import select
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
 
+from vcache_backend.backoff import Backoff
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ConfigError, raising_as
+from vcache_backend.errors import MAX_LINE_CHARS, ConfigError, printable, raising_as
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.descriptors import closing
+from vcache_backend.metadata_server.connections import Admission, Clients
 from vcache_backend.metadata_server.endpoint import Endpoint
-from vcache_backend.metadata_server.ledger import Ledger
-from vcache_backend.metadata_server.line_limit import LineLimit
-from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.serving.admission import Admission
-from vcache_backend.metadata_server.serving.clients import Clients
-from vcache_backend.metadata_server.serving.monitoring import MonitorProcess
-from vcache_backend.metadata_server.serving.service import Service
-from vcache_backend.metadata_server.succession import Predecessors
+from vcache_backend.metadata_server.processes import closing
+from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol import wire
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 5.0
+LONGEST_SECONDS = 320.0
+
+
+class MonitorProcess:
+    """Restarts a process that has ended, `AGAIN_SECONDS` after the last start. These pauses double
+    up to `LONGEST_SECONDS`: it may be unable to listen, for example at a port in use."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        # `-P`: the current folder is nobody's package here.
+        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor"]
+        self._command += [str(config.path), config.metrics]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pauses, self._again_at = Backoff(AGAIN_SECONDS, LONGEST_SECONDS), 0.0
+
+    def tick(self) -> None:
+        """Start the process if it does not run. Called in every tick of the server."""
+        if time.monotonic() < self._again_at:
+            return
+        status = None if self._process is None else self._process.poll()
+        if self._process is not None and status is None:
+            return
+        pause = self._pauses.next()
+        if self._process is not None:
+            said = (
+                "server.metrics: its process ended with %d; it is started again now, and after %g s"
+            )
+            log.error(said, status, pause)
+            self.close()
+        self._again_at = time.monotonic() + pause
+        try:
+            # The monitor ends when this pipe closes, and so when this process ends in any way.
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+        except OSError as error:
+            log.error("server.metrics: the process cannot be started: %s", error)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+LINES, SECONDS = 300, 2.0
+
+
+class LineLimit(logging.Filter):
+    """Drops lines beyond `LINES` at once, and then more than a line every `SECONDS`. Makes each
+    message one printable line. Add it to the log's handler."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now = now
+        self._free_at, self._dropped = 0.0, 0
+        """When `LINES` lines are allowed again, and the lines dropped since the last line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to write the line. A written line says how many earlier lines were dropped."""
+        now = self._now()
+        free_at = max(self._free_at, now) + SECONDS
+        if free_at > now + LINES * SECONDS:
+            self._dropped += 1
+            return False
+        self._free_at = free_at
+        record.msg, record.args = printable(record.getMessage(), MAX_LINE_CHARS), None
+        if self._dropped:
+            record.msg += f" (lines dropped before this one: {self._dropped:,})"
+            self._dropped = 0
+        return True
+
 
 log = logging.getLogger(__name__)
 
@@ -68,21 +140,23 @@ class Server:
     def _make_parts(self, undo: ExitStack) -> None:
         config = self._config
         admission = Admission(config, self._endpoint, self._epoll)
-        epoch, first_id = 1 + secrets.randbits(62), 1 + secrets.randbits(62)
-        self._directory = Directory(config, time.monotonic, first_id)
-        what = "memory for the server's ledger (memfd_create)"
+        what = "memory for the server's table of resets (memfd_create)"
         with raising_as(ConfigError, what, OSError):
-            self._ledger = Ledger(epoch)
-        undo.callback(self._ledger.close)
-        self._predecessors = Predecessors(self._directory, epoch, config.recover_seconds)
+            resets = SlotsTable.create("", 0)
+        undo.callback(resets.close)
         self._service = Service(
-            self._directory, epoch, self._predecessors, admission.max_segments, self._watch.pidfd
+            1 + secrets.randbits(62),
+            write_seconds=config.reservation_seconds,
+            max_chunks=config.max_chunks,
+            max_segments=admission.max_segments,
+            keep=resets.write_resets,
+            pidfd=self._watch.pidfd,
         )
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
         spin_seconds = wire.spin(few, many)
         self._clients = Clients(
-            admission, self._epoll, self._service, self._watch, self._ledger, spin_seconds
+            admission, self._epoll, self._service, self._watch, resets, spin_seconds
         )
         undo.callback(self._clients.close)
         self._monitor = MonitorProcess(config) if config.metrics else None
@@ -100,24 +174,22 @@ class Server:
 
     def _serve(self) -> None:
         next_tick = time.monotonic()
-        directory, clients = self._directory, self._clients
+        backlog, clients = self._service.backlog, self._clients
         while not self._stopping:
             now = time.monotonic()
-            sleeps = not directory.backlog and now >= clients.spin_until
+            sleeps = not backlog and now >= clients.spin_until
             events = self._epoll.poll(max(0.0, next_tick - now) if sleeps else 0.0, EVENTS_A_TURN)
-            if not (events or directory.backlog or now >= next_tick):
+            if not (events or backlog or now >= next_tick):
                 # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()
                 continue
             for fd, mask in events:
                 clients.on_ready(fd, mask)
-            directory.backlog.run(BACKLOG_STEPS)
+            backlog.run(BACKLOG_STEPS)
             if now >= next_tick:
                 self._tick()
-                next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
+                next_tick = now + (BUSY_TICK_SECONDS if self._service.busy else IDLE_TICK_SECONDS)
             self._check_path()
-            self._ledger.write(directory.records, directory.still)
-            directory.records.clear()
             clients.send()
 
     def stop(self) -> None:
@@ -138,27 +210,15 @@ class Server:
     def _tick(self) -> None:
         _check_address_space()
         self._endpoint.keep_fresh()
-        self._directory.tick()
-        self._service.collect_dropped()
+        self._service.tick()
         self._watch_processes()
         self._clients.tick()
         if self._monitor is not None:
             self._monitor.tick()
-        if time.monotonic() > self._predecessors.until:
-            absent, lost = self._directory.forget_absent()
-            if lost:
-                said = "%d segments were not offered again within %g s; %d chunks are lost"
-                log.warning(said, absent, self._config.recover_seconds, lost)
-
-    def _busy(self) -> bool:
-        directory = self._directory
-        draining = directory.contents.placement.in_state("draining")
-        written = sum(directory.reservations.counts())
-        return bool(len(directory.leases) or written or draining or self._clients.early)
 
     def _watch_processes(self) -> None:
         """Handle the ends of processes that free slots or KV caches."""
-        writers, owners = self._directory.reservations.processes(), self._service.instances
+        writers, owners = self._service.directory.writers(), self._service.instances
         connected = {client.process for client in self._service.layouts.clients.values()}
         for process in self._watch.ended(writers | owners.processes(), connected):
             self._service.process_gone(process)

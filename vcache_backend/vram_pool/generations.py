@@ -1,5 +1,6 @@
-"""Generation tables: a counter for each block of a KV cache identifies the block's contents. Only
-the owner writes its table; all other processes read it.
+"""Generation tables: a counter for each block of a KV cache, or each slot of a segment, identifies
+the contents. Only the owner writes its table; all other processes read it. This is the table of a
+KV cache; the metadata server writes the tables of segments (`protocol.slot_layout`).
 
 The owner changes a block's counter before it writes to the block again. After a copy, the reader
 compares the counter with the published number: if both are equal, the copy is right. Published
@@ -260,9 +261,8 @@ def _check(fd: int, blocks: int) -> None:
 def _check_machine() -> None:
     if platform.machine() != MACHINE:
         raise SegmentError(
-            f"sharing in place needs a machine that orders stores and loads as {MACHINE} does, "
-            f"not {platform.machine()}; "
-            "set connector.share: pool"
+            f"generations need a machine that orders stores and loads as {MACHINE} does, not "
+            f"{platform.machine()}"
         )
 
 

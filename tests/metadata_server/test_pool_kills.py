@@ -1,5 +1,5 @@
-"""The pool as slots with generations among real processes: the server and writers are killed at
-random, processes are stopped and go on, and readers compare every byte that they believe.
+"""The pool among real processes: the server and writers are killed at random, processes are stopped
+and go on, and readers compare every byte that they believe.
 
 `SLOT_SOAK_SECONDS=300` makes a soak of it; it prints what it counted (`pytest -s`)."""
 
@@ -17,8 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from processes import make_memfd
-from slot_pool_cases import SEGMENTS, Counts, PoolClient, serve, work
+from processes import eventually, make_memfd
+from slot_pool_cases import SEGMENTS, Counts, connected, serve, work
 
 SECONDS = float(os.environ.get("SLOT_SOAK_SECONDS", "6"))
 WRITERS, READERS = 3, 3
@@ -36,10 +36,8 @@ class Campaign:
         self.kills = self.deaths = self.stops = self.rows = 0
         self.server = self._serve()
         tables: dict[str, int] = {}
-        keeper = PoolClient(self.path, tables, {})
-        while not tables:
-            keeper.ask("find", [])
-        keeper.close()
+        with connected(self.path, dict(zip(SEGMENTS, self.fds[1:], strict=True)), tables):
+            eventually(lambda: len(tables) == len(SEGMENTS))
         self.fds += [tables[name] for name in SEGMENTS]
         self.clients = [self._start(role) for role in ["write"] * WRITERS + ["read"] * READERS]
 

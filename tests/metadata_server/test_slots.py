@@ -12,10 +12,11 @@ import pytest
 from vcache_backend import seals
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.slots_table import TABLE_BYTES, SlabPlace, SlotsTable
+from vcache_backend.metadata_server.processes import ProcessId
+from vcache_backend.metadata_server.slots import SlabPlace, SlotsTable
 from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.resident.generations import GenerationView
+from vcache_backend.protocol.slot_layout import TABLE_BYTES
+from vcache_backend.vram_pool.generations import GenerationView
 
 NBYTES = 4096
 KEY = ChunkKey(bytes(range(26)))

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from instance_cases import counts, instance_id, numbers
 from model import FakeClock, chunk_key
+from server_cases import add_region, asked
 
-from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server.instances.published_chunks import BLOCK_BYTES
-from vcache_backend.metadata_server.pool import backlog
-from vcache_backend.metadata_server.pool.directory import Directory
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.directory import Backlog
+from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.residents import BLOCK_BYTES
 from vcache_backend.protocol import messages as m
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -93,9 +92,9 @@ class Model:
 class ResidentMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Directory(ServerConfig(max_chunks=MAX_CHUNKS), FakeClock())
-        self.directory.add_segment(m.SegmentInfo(m.SegmentId("s"), "gpu-0", "cuda", 1 << 20))
-        self.residents = self.directory.residents
+        self.service = Service(1, now=FakeClock(), max_chunks=MAX_CHUNKS)
+        add_region(self.service, m.SegmentInfo(m.SegmentId("s"), "gpu-0", "cuda", 1 << 20))
+        self.residents = self.service.residents
         self.model: dict[m.InstanceId, Model] = {}
         self.pooled: set[m.ChunkKey] = set()
 
@@ -220,36 +219,32 @@ class ResidentMachine(RuleBasedStateMachine):
     )
     def store(self, ranks: int, number: int, by: tuple[int, ...]) -> None:
         keys = [self.keys(ranks, rank)[number] for rank in by if rank < ranks]
-        reserved = self.directory.reserve(WRITER, keys, 256)
-        self.directory.commit(WRITER, reserved.reservation, [])
+        reserved = asked(self.service, WRITER, m.Reserve(keys, 256))
+        asked(self.service, WRITER, m.Commit(reserved.reservation))
         every = [key for ranks in (1, 2) for rank in range(ranks) for key in self.keys(ranks, rank)]
-        present = zip(every, self.directory.contains(every), strict=True)
+        present = zip(every, asked(self.service, WRITER, m.Contains(every)).present, strict=True)
         self.pooled = {key for key, there in present if there}
 
-    @rule(ranks=st.sampled_from([0, 1, 2]), pool=st.booleans())
-    def clear(self, ranks: int, pool: bool) -> None:
-        """pool: or only what resets that were forgotten may have made void."""
+    @rule(ranks=st.sampled_from([0, 1, 2]), reset=st.booleans())
+    def clear(self, ranks: int, reset: bool) -> None:
         namespace = NAMESPACES[ranks][0] if ranks else b""
-        if pool:
-            self.directory.clear(namespace)
-            self.pooled = {key for key in self.pooled if not key.startswith(namespace)}
-        else:
-            self.directory.raise_epoch(namespace)
+        asked(self.service, WRITER, m.Clear(namespace, reset))
+        self.pooled = {key for key in self.pooled if not key.startswith(namespace)}
         for model in self.model.values():
             if ranks in (0, model.ranks):
                 model.told = {}
 
     @rule(steps=st.integers(1, 20))
     def go_on(self, steps: int) -> None:
-        self.directory.backlog.run(steps)
+        self.service.backlog.run(steps)
 
     @rule()
     def go_on_to_the_end(self) -> None:
         """Then no block belongs to anything that is not found any more: memory is bounded by the
         chunks that are.
         """
-        while self.directory.backlog:
-            self.directory.backlog.run(100)
+        while self.service.backlog:
+            self.service.backlog.run(100)
         for instance, model in self.model.items():
             holders = self.residents._of[instance].holders
             told = {bytes(one.place[0]): one.blocks() for one in model.told.values()}
@@ -271,7 +266,7 @@ class ResidentMachine(RuleBasedStateMachine):
 
     def look_up(self, ranks: int, asker: m.InstanceId) -> None:
         keys = self.keys(ranks)
-        found = self.directory.find(m.Find(keys, ranks, asker))
+        found = asked(self.service, WRITER, m.Find(keys, ranks, asker))
         others = {
             i: model.found()
             for i, model in self.model.items()
@@ -318,4 +313,4 @@ class TestResidentsAgainstTheModel(ResidentMachine.TestCase):
     @pytest.fixture(autouse=True)
     def little_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is left for later turns is left, however few chunks there are."""
-        monkeypatch.setattr(backlog, "AT_ONCE", 1)
+        monkeypatch.setattr(Backlog, "AT_ONCE", 1)

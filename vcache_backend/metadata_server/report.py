@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import resource
+import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from vcache_backend.errors import MAX_LINE_CHARS, MAX_SHOWN_CHARS, printable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.instances.registry import liveness, orphan
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.instances import liveness, orphan
+from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.protocol import messages as m
+
+if TYPE_CHECKING:
+    from vcache_backend.metadata_server.requests import Service
+
 
 MAX_LINES = 8
 """The most lines about other namespaces in one welcome."""
@@ -188,3 +197,61 @@ class Reports:
 
     def newest_last(self) -> list[m.Reported]:
         return list(self._kept.values())
+
+
+def server_stats(service: Service) -> m.ServerStats:
+    """Collect all statistics."""
+    directory, layouts = service.directory, service.layouts
+    open_, quarantined = directory.written()
+    # One process may belong to a hundred instances.
+    stopped, in_place = cache(processes.stopped), service.instances
+    instances = in_place.stats(stopped) + layouts.through_pool(in_place.processes(), stopped)
+    stats = m.ServerStats(
+        epoch=service.epoch,
+        uptime_seconds=time.monotonic() - service.started,
+        clients=len(layouts.clients),
+        chunks=len(directory),
+        reservations=open_,
+        quarantined=quarantined,
+        counters=dict(service.counters),
+        latency={
+            n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us)
+            for n, h in service.latency.items()
+        },
+        segments=directory.segments(),
+        namespaces=layouts.namespaces(),
+        rss_bytes=_rss_bytes(),
+        reports=service.reports.newest_last(),
+        quarantined_slots=dict(directory.quarantined()),
+        mismatches=layouts.mismatches(),
+        instances=instances,
+        reads=in_place.reads(layouts.clients.values()),
+        hits=dict(layouts.hits),
+    )
+    return fitting(stats)
+
+
+_NEWEST = ("reports", "hits", "namespaces")
+_FIRST = ("mismatches", "reads", "instances", "quarantined_slots")
+"""Lists that may be cut: `_NEWEST` keep the newest entries, `_FIRST` the first entries."""
+
+
+def fitting(stats: m.ServerStats) -> m.ServerStats:
+    """Cut `stats` to the size of a message: halve the lists as often as needed."""
+    while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
+        halves = {}
+        for name in _NEWEST + _FIRST:
+            some = getattr(stats, name)
+            half = slice((len(some) + 1) // 2, None) if name in _NEWEST else slice(len(some) // 2)
+            halves[name] = dict(list(some.items())[half]) if isinstance(some, dict) else some[half]
+        stats = msgspec.structs.replace(stats, **halves)
+    return stats
+
+
+def _rss_bytes() -> int:
+    """This process's resident memory; 0 if no descriptor is free to read it."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

@@ -6,26 +6,154 @@ import errno
 import logging
 import os
 import select
+import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
+from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ProtocolError, printable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.descriptors import Descriptor
-from vcache_backend.metadata_server.ledger import Ledger
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.processes import Watch
-from vcache_backend.metadata_server.serving.admission import Admission
-from vcache_backend.metadata_server.serving.connection import Connection
-from vcache_backend.metadata_server.serving.service import Service
+from vcache_backend.metadata_server.endpoint import Endpoint
+from vcache_backend.metadata_server.processes import Descriptor, Peer, Watch, closing
+from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import wire
+from vcache_backend.protocol.trust import peer
+
+TOO_MANY_FDS = "too many fds are on their way to clients; ask again later"
+
+
+class Connection:
+    """A client's socket. pid: of the client in this pid namespace, or 0. uid: the client's user."""
+
+    def __init__(self, sock: socket.socket, number: int, pid: int, uid: int) -> None:
+        self.sock = sock
+        self.number = number
+        self.pid, self.uid = pid, uid
+        self.client: Peer | None = None
+        self.fds: list[int] = []
+        """The present request's fds."""
+        self.unsent: deque[tuple[bytes, Sequence[Descriptor | SlotsTable], int]] = deque()
+        """Answers, the owners of their fds, and the granted reservations."""
+        self.mask = select.EPOLLIN
+        self.closing = self.closed = False
+
+    @property
+    def wanted(self) -> int:
+        """The events that epoll should report. The next request is read after the last answer has
+        left, so a client that reads nothing has one answer here."""
+        return select.EPOLLOUT if self.unsent else select.EPOLLIN
+
+    def queue(self, reply: m.Reply, held: Sequence[Descriptor | SlotsTable] = ()) -> None:
+        """Queue a reply. Keeps `held`, the owners of the fds, until the reply has left."""
+        reservation = reply.reservation if isinstance(reply, m.Reserved) else 0
+        self.unsent.append((wire.encode(reply), held, reservation))
+
+    def untold(self) -> list[int]:
+        """Reservations whose answers have not left: no client writes to these slots."""
+        return [reservation for _, _, reservation in self.unsent if reservation]
+
+    def flush(self) -> None:
+        """Send as much as the socket takes now. OSError if the client is gone."""
+        while self.unsent:
+            data, held, _ = self.unsent[0]
+            try:
+                if held:
+                    socket.send_fds(self.sock, [data], [each.fd for each in held])
+                else:
+                    self.sock.send(data)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:  # Linux counts the unread fds of a user
+                    raise
+                self.unsent[0] = wire.encode(m.Error(TOO_MANY_FDS)), (), 0
+                continue
+            self.unsent.popleft()
+
+    def close_fds(self) -> None:
+        """Close a request's unused fds in the background: an fd may be the last of much memory."""
+        while self.fds:
+            closing().put(self.fds.pop())
+
+    def close(self) -> None:
+        """Hang up now, and close in the background, which also closes fds that nobody received."""
+        self.close_fds()
+        self.closed = True
+        with suppress(OSError):  # the client has hung up
+            self.sock.shutdown(socket.SHUT_RDWR)
+        closing().put(self.sock.detach())
+
 
 log = logging.getLogger(__name__)
 
-FOLLOWED = (m.Find, m.Acquire, m.Reserve)
+SPARE_DESCRIPTORS = 64
+"""Descriptors reserved for sockets, tables and /proc. A further `MAX_FDS`, at most a quarter of
+all descriptors, are reserved for fds of requests. Connections, their pidfds and segments get a
+third each of the rest."""
+
+
+class Admission:
+    """The listening socket. When descriptors run out, nothing is accepted until `listen_again`."""
+
+    def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
+        limit = processes.raise_descriptor_limit()
+        share = max(1, (limit - SPARE_DESCRIPTORS - min(m.MAX_FDS, limit // 4)) // 3)
+        self.max_segments = share
+        self._max_clients = min(config.max_clients, share)
+        self._uids = {os.getuid(), 0, *config.allow_uids}
+        self._listener, self._epoll = endpoint.listener, epoll
+        self._numbers = 0
+        self._listens, self._complained = True, False
+        self.fd = self._listener.fileno()
+        epoll.register(self._listener, select.EPOLLIN)
+
+    def accept(self) -> Connection | None:
+        """Accept the next connection. If descriptors or memory are exhausted, stop listening: new
+        connections wait, at no cost."""
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return None  # the client left
+        except OSError as error:
+            if not self._complained:
+                log.warning("no new client can connect for now: %s", error)
+            self._complained = True
+            self._listens = False
+            self._epoll.unregister(self._listener)
+            return None
+        self._complained = False
+        sock.setblocking(False)
+        self._numbers += 1
+        self._epoll.register(sock, select.EPOLLIN)
+        return Connection(sock, self._numbers, *peer(sock))
+
+    def listen_again(self) -> None:
+        """Listen again, since descriptors or memory may be free again."""
+        if not self._listens:
+            self._listens = True
+            self._epoll.register(self._listener, select.EPOLLIN)
+
+    def refusal(self, uid: int, connected: int) -> str:
+        """Why to turn a new connection of a user away; empty if there is no reason. connected: the
+        number of other connections."""
+        if uid not in self._uids:
+            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
+            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
+        if connected >= self._max_clients:
+            what = "server.max_clients, and the limit of descriptors (ulimit -n)"
+            return f"{self._max_clients} clients are connected; raise {what}"
+        return ""
+
+
+log = logging.getLogger(__name__)
+
+FOLLOWED = (m.Find, m.Pin, m.Reserve)
 """Requests after which the client soon sends another request, so that the loop should spin."""
 
 
@@ -39,24 +167,17 @@ class Clients:
         epoll: select.epoll,
         service: Service,
         watch: Watch,
-        ledger: Ledger,
+        resets: SlotsTable,
         spin_seconds: float,
     ) -> None:
+        """resets: for clients to show to the next server."""
         self.spin_until = 0.0
         self._admission, self._epoll, self._service = admission, epoll, service
-        self._watch, self._ledger, self._spin_seconds = watch, ledger, spin_seconds
-        self._directory = service.directory
+        self._watch, self._resets, self._spin_seconds = watch, resets, spin_seconds
         self._connections: dict[int, Connection] = {}
         self._receiver = wire.Receiver()
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
-        self._early = list[Connection]()
-        """Connections whose hello is answered once an earlier server's ledger is known."""
-
-    @property
-    def early(self) -> bool:
-        """Whether a hello waits for a ledger, which `tick` asks for again."""
-        return bool(self._early)
 
     def on_ready(self, fd: int, mask: int) -> None:
         """Handle the event of one socket: accept a connection, answer a request, or hang up."""
@@ -91,11 +212,6 @@ class Clients:
 
     def tick(self) -> None:
         self._admission.listen_again()
-        early, self._early = self._early, []
-        for connection in early:
-            if not connection.closed:
-                self._concerned[connection] = None
-                self._guarded(connection, self._answer)
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -110,7 +226,7 @@ class Clients:
         refusal = self._admission.refusal(connection.uid, len(self._connections))
         self._connections[connection.sock.fileno()] = connection
         self._concerned[connection] = None
-        self._directory.counters["clients_total"] += 1
+        self._service.counters["clients_total"] += 1
         if refusal:
             self._refuse(connection, refusal)
 
@@ -121,7 +237,7 @@ class Clients:
         except BlockingIOError:
             return
         except ProtocolError as error:
-            self._directory.counters["protocol_errors"] += 1
+            self._service.counters["protocol_errors"] += 1
             self._refuse(connection, str(error))
         except OSError as error:
             if processes.is_exhausted(error):
@@ -142,21 +258,19 @@ class Clients:
             raise ProtocolError(f"a message is longer than the limit of {m.MAX_MESSAGE_BYTES:,} B")
         if self._receiver.lacks_fds:
             if connection.client is None:
-                # The client's ledger may be among the missing fds.
+                # A table of resets may be among the missing fds.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             said = "the server has no descriptors left (ulimit -n) for what pid %d sends"
             log.warning(said, connection.pid)
         if connection.client is not None:
             connection.client.heard = time.monotonic()
-        connection.request = bytes(data)
-        self._answer(connection)
+        self._answer(connection, data)
 
-    def _answer(self, connection: Connection) -> None:
-        data, connection.request = connection.request, b""
+    def _answer(self, connection: Connection, data: memoryview) -> None:
         try:
             request = wire.request_decoder.decode(data)
         except msgspec.ValidationError as error:
-            self._directory.counters["protocol_errors"] += 1
+            self._service.counters["protocol_errors"] += 1
             if connection.client is None:
                 raise ProtocolError(
                     f"the first message is not a hello of protocol {m.PROTOCOL_VERSION}: {error}"
@@ -167,9 +281,7 @@ class Clients:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a packet is not a MessagePack message: {error}") from error
         if connection.client is None:
-            if not self._greet(connection, request):
-                connection.request = data
-                self._early.append(connection)
+            self._greet(connection, request)
             return
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds
@@ -177,9 +289,9 @@ class Clients:
         connection.close_fds()
         connection.queue(reply, held)
 
-    def _greet(self, connection: Connection, request: m.AnyRequest) -> bool:
-        """Answer a connection's first request: a hello, with the client's pidfd and ledger. False
-        if it is to be answered later. ProtocolError if the request is not a hello."""
+    def _greet(self, connection: Connection, request: m.AnyRequest) -> None:
+        """Answer a connection's first request: a hello, with the client's pidfd and the resets that
+        it knows of. ProtocolError if the request is not a hello."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
@@ -192,10 +304,9 @@ class Clients:
         pid = connection.pid
         process = processes.identity(pid, request.token)
         pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
-        hear = self._service.predecessors.hear
-        known = [hear(fd) for fd in connection.fds if fd != pidfd]
-        if not all(known):
-            return False
+        for fd in connection.fds:
+            if fd != pidfd:
+                self._service.hear(fd)
         if pidfd is not None:
             connection.fds.remove(pidfd)
             self._watch.keep(process, Descriptor(pidfd))
@@ -207,8 +318,7 @@ class Clients:
         _say(client, "connects")
         if mismatches:
             log.warning("pid %d: %s; such instances: %d", pid, mismatches[0], len(mismatches))
-        connection.queue(m.Welcome(self._service.epoch, mismatches), [self._ledger])
-        return True
+        connection.queue(m.Welcome(self._service.epoch, mismatches), [self._resets])
 
     # ---- out
 
@@ -226,7 +336,7 @@ class Clients:
         self._admission.listen_again()
         if connection.client is not None:
             for reservation in connection.untold():
-                self._directory.abort(connection.client, reservation)
+                self._service.directory.abort(connection.client, reservation)
             self._service.disconnect(connection.client)
             _say(connection.client, "disconnects")
 

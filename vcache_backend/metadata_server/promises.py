@@ -12,9 +12,8 @@ from itertools import compress, islice
 
 import msgspec
 
-from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
-from vcache_backend.metadata_server.pool.chunks import Chunks
-from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.directory import Backlog, Directory, Steps
+from vcache_backend.metadata_server.processes import Peer
 from vcache_backend.protocol import messages as m
 
 MAX_PROMISED = 1 << 18
@@ -84,7 +83,7 @@ class Promises:
         self, client: Peer, number: int, lacking: Sequence[m.ChunkKey], ranks: int, begins: bool
     ) -> None:
         """Note that a request of the client will compute the unpromised chunks of `lacking`.
-        lacking: see `Directory.lacking`. begins: see `coming`."""
+        lacking: see `Service._lacking`. begins: see `coming`."""
         held = {key for key in self._by_key.keys() & lacking if self._holder(key, begins)}
         free = [key for key in lacking if key not in held]
         self._promise(client, number, free, ranks)
@@ -114,7 +113,7 @@ class Promises:
                 if (promised := self._by_key.get(key)) is not None:
                     self._keep(promised, key)
 
-    def stored(self, keys: Iterable[m.ChunkKey], pooled: Chunks) -> None:
+    def stored(self, keys: Iterable[m.ChunkKey], pooled: Directory) -> None:
         """Chunks of single ranks can be read now in the pool."""
         stored = defaultdict[int, dict[m.ChunkKey, None]](dict)
         for key in keys if self._by_key else ():

@@ -17,10 +17,8 @@ import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.descriptors import Answer, Descriptor
-from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
+from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,744 @@
+"""The pool: where each chunk is, which slot is written next, and what the next server finds
+([ADR 27](../../docs/adr/0027-the-pools-table-of-slots.md)). Pure: a clock, no socket.
+
+Three rules hold. (1) A slot's generation is odd before a writer hears of the slot, and even only
+from the commit on. (2) A slot is given to another writer only after its last writer has said that
+it is done, or its process has ended. (3) All of this is in the table before an answer leaves."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, groupby, islice, repeat
+from operator import itemgetter
+
+import msgspec
+
+from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.slots import SLAB_BITS, Region, Reset, Resets, padded
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.slot_layout import MAX_RESETS, SLAB_SLOTS, SLABS, SLOTS
+
+SHARDS = 32
+"""Parts of the dictionary. CPython enlarges a dict in one go, 200 ms for a million entries."""
+SEARCH = 64
+"""How many chunks of other sizes may be older before a slab changes its size."""
+MAX_SEARCH = 2048
+"""The most chunks that one request looks at to evict some: a few milliseconds."""
+MAX_WRITTEN = 1 << 16
+"""About the most slots that are being written or in quarantine: a clearing voids all at once."""
+MAX_DONE = 4096
+"""The most ends of writes to remember that no table here knows yet."""
+CLAIM_SECONDS = 120.0
+"""How long a worker may take to allocate its claim. Then other workers may claim the bytes."""
+_SLOT_BITS = SLOTS.bit_length() - 1
+_SLOT_MASK = SLOTS - 1
+_SHARD_BYTE = m.KEY_BYTES - m.RANK_BYTES - 1
+_ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
+Steps = Iterator[None]
+"""A task in steps. Each step touches one entry."""
+
+
+class Backlog:
+    """Tasks too long for one turn of the server's loop, in the order in which they came."""
+
+    AT_ONCE = 1024
+    """Steps of a task in the turn that begins it. Most tasks need no more."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[Steps] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def begin(self, task: Steps) -> None:
+        """Begin a task, and do its first steps now."""
+        if sum(1 for _ in islice(task, self.AT_ONCE)) == self.AT_ONCE:
+            self._tasks.append(task)
+
+    def later(self, task: Steps) -> None:
+        """Add a task that begins in a later turn, for example if a turn may add many tasks."""
+        self._tasks.append(task)
+
+    def run(self, steps: int) -> None:
+        """Do about so many steps, at least one of each finished task."""
+        while steps > 0 and self._tasks:
+            task = self._tasks.popleft()
+            done = sum(1 for _ in islice(task, steps))
+            if done == steps:
+                self._tasks.appendleft(task)
+            steps -= max(1, done)
+
+
+class Chunks:
+    """The place of each chunk: a region's number and a slot of its table, as one integer. Ordered
+    by use, in `SHARDS` parts."""
+
+    def __init__(self) -> None:
+        parts = [OrderedDict[m.ChunkKey, int]() for _ in range(SHARDS)]
+        self._parts = parts
+        self.of_byte = [parts[byte % SHARDS] for byte in range(256)]
+        """The part of a key, by one byte of its hash."""
+        self.get_of_byte = [part.get for part in self.of_byte]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[m.ChunkKey]:
+        return (key for part in self._parts for key in part)
+
+    def get(self, key: m.ChunkKey) -> int | None:
+        return self.get_of_byte[key[_SHARD_BYTE]](key)
+
+    def put(self, key: m.ChunkKey, place: int) -> None:
+        self.of_byte[key[_SHARD_BYTE]][key] = place
+
+    def pop(self, key: m.ChunkKey) -> int:
+        return self.of_byte[key[_SHARD_BYTE]].pop(key)
+
+    def move(self, key: m.ChunkKey, last: bool = True) -> None:
+        """Make a chunk the most recent one of its part, or the least recent."""
+        self.of_byte[key[_SHARD_BYTE]].move_to_end(key, last)
+
+    def oldest(
+        self, used: Callable[[tuple[m.ChunkKey, int]], int]
+    ) -> Iterator[tuple[m.ChunkKey, int]]:
+        """All chunks, the least recently used first. used: when a chunk was used. Stop before any
+        change."""
+        return heapq.merge(*(part.items() for part in self._parts), key=used)
+
+
+class _Write(msgspec.Struct, gc=False):
+    """Slots that a client's process writes, by key, and may commit."""
+
+    client: int
+    process: ProcessId
+    deadline: float
+    places: dict[m.ChunkKey, int]
+
+
+class Directory:
+    """The pool's segments and chunks. Called from the server's loop only, or before it runs.
+
+    now: seconds of CLOCK_MONOTONIC, which all servers of this machine share: numbers of writes and
+    resets are times in nanoseconds, so those of a later server are larger. Each call takes a
+    bounded time; the backlog has the rest of long ones."""
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        write_seconds: float,
+        backlog: Backlog,
+        counters: Counter[str],
+        keep: Callable[[Resets], None] = lambda resets: None,
+        on_reset: Callable[[bytes], None] = lambda namespace: None,
+        max_chunks: int = 4_000_000,
+    ) -> None:
+        """keep: called with all resets, to show them to the next server. on_reset: called after the
+        resets of a namespace have changed; b"": of all."""
+        self._now, self._write_seconds, self._max_chunks = now, write_seconds, max_chunks
+        self._backlog, self.counters = backlog, counters
+        self._keep, self._on_reset = keep, on_reset
+        self.regions: dict[int, Region] = {}
+        self._ids = count()
+        self._last = self._uses = 0
+        self.chunks = Chunks()
+        """The committed chunks. While `_sweeps` tasks run, some of them do not count any more."""
+        self._of_space = Counter[bytes]()
+        """Chunks by namespace."""
+        self._sweeps = 0
+        self._writes: dict[int, _Write] = {}
+        """In order of deadlines: all last equally long."""
+        self._pending: dict[m.ChunkKey, int] = {}
+        self._void: dict[ProcessId, dict[int, list[int]]] = {}
+        """Slots in quarantine, by writer and number."""
+        self._done: OrderedDict[tuple[ProcessId, int], None] = OrderedDict()
+        """Writes that have ended and of which a table that has yet to come may know."""
+        self.resets: Resets = {}
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    # ---- segments
+
+    def region(self, id_: m.SegmentId) -> Region | None:
+        return next((region for region in self.regions.values() if region.id == id_), None)
+
+    def segments(self) -> list[m.SegmentInfo]:
+        return [region.described() for region in self.regions.values()]
+
+    def add(self, region: Region) -> int:
+        """Use a segment. Returns how many chunks of earlier servers it has brought so far; the
+        others follow in later turns."""
+        number = next(self._ids)
+        self.merge(region.table.resets())
+        region.table.write_resets(self.resets)
+        self.regions[number] = region
+        if not region.rebuilt:
+            self._backlog.begin(self._rebuild(number))
+        return region.chunks
+
+    def drop(self, id_: m.SegmentId) -> int:
+        """Forget a segment, now or in later turns. Reads under way fail. Returns how many chunks it
+        has."""
+        number, region = next(
+            (number, region) for number, region in self.regions.items() if region.id == id_
+        )
+        chunks = region.chunks
+        if region.state == "live":
+            region.state = "draining"
+            region.table.give_up()
+            for at, write in list(self._writes.items()):
+                if any(place >> _SLOT_BITS == number for place in write.places.values()):
+                    self._quarantine(at)
+            for process, void in list(self._void.items()):
+                for at, places in list(void.items()):
+                    void[at] = [place for place in places if place >> _SLOT_BITS != number]
+                    if not void[at]:
+                        self._leave(process, at)
+            self._sweeps += 1
+            self._backlog.begin(self._empty(number))
+        return chunks
+
+    # ---- reading
+
+    def places(self, keys: Sequence[m.ChunkKey]) -> list[int | None]:
+        """The place of each chunk; None if it is not in the pool."""
+        gets = self.chunks.get_of_byte
+        places = [gets[key[_SHARD_BYTE]](key) for key in keys]
+        if self._sweeps:
+            return [self._counts(key, at) for key, at in zip(keys, places, strict=True)]
+        return places
+
+    def of_all(self, keys: list[m.ChunkKey], ranks: int) -> list[bool]:
+        """For each chunk (key of rank 0) whether the pool has it for all ranks."""
+        present = [place is not None for place in self.places(keys)]
+        for rank in range(1, ranks):
+            if not any(present):
+                break
+            places = self.places(m.of_rank(keys, rank))
+            present = [
+                so_far and own is not None for so_far, own in zip(present, places, strict=True)
+            ]
+        return present
+
+    def leading_of_all(self, keys: list[m.ChunkKey], ranks: int) -> int:
+        """Count the leading chunks (keys of rank 0) that the pool has for all ranks."""
+        found = len(keys)
+        for rank in range(ranks):
+            places = self.places(m.of_rank(keys[:found], rank) if ranks > 1 else keys)
+            if None in places:
+                found = places.index(None)
+        return found
+
+    def pin(self, keys: list[m.ChunkKey], seconds: float) -> list[m.SlotRun]:
+        """Find the leading chunks, make them recent, the first most of all, and do not evict them
+        for some seconds. Whoever reads compares the generations afterwards."""
+        found = self.places(keys)
+        here = found.index(None) if None in found else len(found)
+        places = [place for place in found[:here] if place is not None]
+        self.counters["pin_chunks"] += len(keys)
+        runs, first = list[m.SlotRun](), 0
+        for at, group in groupby(places, SLAB_BITS.__rrshift__):
+            if len(runs) == m.MAX_RUNS:
+                break
+            runs.append(self._run(first, at, [place & _SLOT_MASK for place in group]))
+            first = runs[-1].stop
+        self.counters["pin_hits"] += first
+        self._use(keys[:first], places[:first], self._now() + seconds if seconds else 0.0)
+        return runs
+
+    def touch(self, keys: list[m.ChunkKey]) -> int:
+        """Make chunks recent, the first most of all. Returns how many are in the pool."""
+        pairs = zip(keys, self.places(keys), strict=True)
+        here = {key: place for key, place in pairs if place is not None}
+        self._use(list(here), list(here.values()))
+        return len(here)
+
+    # ---- writing
+
+    def reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
+        """Grant a slot for each key: free ones, on the client's device first, then by eviction. A
+        key gets a refusal instead if its chunk is here or being written, or if it comes after the
+        first `MAX_SLOTS` new ones."""
+        size, epoch = padded(nbytes), self.epoch(keys)
+        self.touch(keys)  # they are in use: do not evict them for the others
+        places, wanted = self.places(keys), dict[m.ChunkKey, None]()
+        for key, place in zip(keys, places, strict=True):
+            if place is None and key not in self._pending:
+                wanted[key] = None
+                if self.chunks.get(key) is not None:  # of before a reset
+                    self._evict(key)
+        refusal, reason = self._refusal(client, nbytes)
+        most = 0 if refusal is not None else min(len(wanted), m.MAX_SLOTS)
+        number, granted = self._next(), dict[m.ChunkKey, int]()
+        for key, place in zip(wanted, self._room(client, size, most), strict=False):
+            region, slot = self._at(place)
+            region.table.grant(slot, key, client.process, number)
+            granted[key] = place
+        if refusal is None and len(granted) < len(wanted):
+            refusal = m.Refusal.FULL
+            reason = _ENOUGH if len(granted) == m.MAX_SLOTS else _full(nbytes, client.medium)
+        if refusal is not None:
+            self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(granted)
+        slots = list[m.Location | int]()
+        for key in keys:
+            if key in granted and key not in self._pending:
+                region, slot = self._at(granted[key])
+                slots.append(m.Location(region.id, region.offset(slot), nbytes))
+                self._pending[key] = number
+            elif key in self._pending:
+                slots.append(int(m.Refusal.BUSY))
+            elif self.chunks.get(key) is not None:
+                slots.append(int(m.Refusal.EXISTS))
+            else:
+                slots.append(int(m.Refusal.FULL if refusal is None else refusal))
+        if not granted:
+            return m.Reserved(0, 0.0, slots, reason, epoch)
+        deadline = self._now() + self._write_seconds
+        self._writes[number] = _Write(client.id, client.process, deadline, granted)
+        self.counters["reserved"] += len(granted)
+        return m.Reserved(number, self._write_seconds, slots, reason, epoch)
+
+    def commit(self, client: Peer, number: int) -> list[m.ChunkKey]:
+        """Let readers find what a client has written, the first the most recent. Returns the
+        chunks, none if it is too late or there was a reset. The client has finished writing."""
+        write = self._writes.get(number)
+        if write is None or write.client != client.id or self._now() > write.deadline:
+            self.abort(client, number)
+            return []
+        self._shut(number)
+        use = max(self._uses, int(self._now() * 1e9))
+        for key, place in reversed(write.places.items()):
+            part, use = self.chunks.of_byte[key[_SHARD_BYTE]], use + 1
+            if key in part:  # a segment has brought the chunk meanwhile
+                self._evict(key)
+            region, slot = self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
+            region.table.fill(slot, number)
+            region.pins[slot], region.uses[slot] = 0.0, use
+            region.chunks += 1
+            self._of_space[key[: m.NAMESPACE_BYTES]] += 1
+            part[key] = place
+        self._uses = use
+        self.counters["committed"] += len(write.places)
+        return list(write.places)
+
+    def abort(self, client: Peer, number: int) -> int:
+        """Free slots that a process has finished writing. Returns how many."""
+        write = self._writes.get(number)
+        if write is not None and write.process == client.process:
+            self._quarantine(number)
+        freed = self._free(client.process, number)
+        if not freed:  # a table that has yet to come may know of it
+            self._done[client.process, number] = None
+            if len(self._done) > MAX_DONE:
+                self._done.popitem(last=False)
+        self.counters["aborted"] += freed
+        return freed
+
+    def remove(self, keys: Iterable[m.ChunkKey]) -> int:
+        """Forget chunks. Reads under way fail. Returns how many."""
+        here = [key for key in dict.fromkeys(keys) if self.chunks.get(key) is not None]
+        for key in here:
+            self._evict(key)
+        self.counters["removed"] += len(here)
+        return len(here)
+
+    # ---- resets
+
+    def epoch(self, keys: Sequence[m.ChunkKey]) -> int:
+        """The epoch of the keys' namespace: the number of its last reset, 0 without one."""
+        return self._reset(keys[0][: m.NAMESPACE_BYTES]).epoch if self.resets and keys else 0
+
+    def clear(self, namespace: bytes, reset: bool = False) -> int:
+        """Forget all chunks of a namespace, or of all with b"", and void what is being written of
+        them. Returns how many chunks. Slots are freed now or in later turns. reset: also raise the
+        epoch."""
+        number, spaces = self._next(), self._of_space
+        here = spaces[namespace] if namespace else spaces.total()
+        if namespace and (namespace in self.resets or len(self.resets) < MAX_RESETS):
+            new = Reset(number, number if reset else self._reset(namespace).epoch)
+            self._set_resets(self.resets | {namespace: new})
+        elif reset or namespace:
+            self._set_resets({b"": Reset(number, number)})
+        else:
+            kept = {b"": self._reset(b"")} | self.resets
+            self._set_resets({name: Reset(number, old.epoch) for name, old in kept.items()})
+        self.counters["removed"] += here
+        return here
+
+    def merge(self, theirs: Resets) -> None:
+        """Another server has done these resets."""
+        merged = dict[bytes, Reset]()
+        for name in {b"", *theirs, *self.resets} if theirs else ():
+            both = zip(self._reset(name), _of(theirs, name), strict=True)
+            merged[name] = Reset(*map(max, both))
+        if len(merged) > MAX_RESETS:
+            merged = {b"": Reset(*map(max, zip(*merged.values(), strict=True)))}
+        if any(_of(merged, name) != self._reset(name) for name in merged):
+            self._set_resets(merged)
+
+    # ---- clients and time
+
+    def disconnect(self, client: int) -> None:
+        """A connection has ended: what it was writing goes into quarantine."""
+        for number in [n for n, write in self._writes.items() if write.client == client]:
+            self._quarantine(number)
+
+    def tick(self) -> None:
+        """Quarantine what was not committed in time."""
+        now = self._now()
+        for number in [n for n, write in self._writes.items() if write.deadline < now]:
+            self.counters["expired_reservations"] += 1
+            self._quarantine(number)
+
+    def written(self) -> tuple[int, int]:
+        """The numbers of open and of quarantined reservations."""
+        return len(self._writes), sum(map(len, self._void.values()))
+
+    def quarantined(self) -> Counter[int]:
+        """The number of quarantined slots by the pid of their writer."""
+        slots = Counter[int]()
+        for process, void in self._void.items():
+            slots[process.pid] += sum(map(len, void.values()))
+        return slots
+
+    def writers(self) -> set[ProcessId]:
+        """The processes whose end frees slots. Also of earlier servers."""
+        return set(self._void)
+
+    def process_gone(self, process: ProcessId) -> None:
+        """A process has ended, and writes no more."""
+        self._backlog.begin(self._gone(process))
+
+    # ---- inside: chunks
+
+    def _counts(self, key: m.ChunkKey, place: int | None) -> int | None:
+        """A chunk's place, unless it has not been swept away yet."""
+        if place is None:
+            return None
+        region, slot = self._at(place)
+        first = self._reset(key[: m.NAMESPACE_BYTES]).first
+        live = region.state == "live" and region.table.generations[slot] >= first
+        return place if live else None
+
+    def _run(self, first: int, slab: int, slots: list[int]) -> m.SlotRun:
+        region = self.regions[slab >> _SLOT_BITS - SLAB_BITS]
+        base, generations = slots[0] >> SLAB_BITS << SLAB_BITS, region.table.generations
+        place = region.slab_of(base).place
+        packed = (
+            array("I", slots).tobytes(),
+            array("Q", [generations[at] for at in slots]).tobytes(),
+        )
+        return m.SlotRun(first, region.id, base, place.offset, place.slot_bytes, *packed)
+
+    def _use(self, keys: list[m.ChunkKey], places: list[int], until: float = 0.0) -> None:
+        """Make chunks recent, the first most of all, and keep them until a time."""
+        use = max(self._uses, int(self._now() * 1e9))
+        parts, regions = self.chunks.of_byte, self.regions
+        for key, place in zip(reversed(keys), reversed(places), strict=True):
+            region, slot, use = regions[place >> _SLOT_BITS], place & _SLOT_MASK, use + 1
+            region.uses[slot] = use
+            if until > region.pins[slot]:
+                region.pins[slot] = until
+            parts[key[_SHARD_BYTE]].move_to_end(key)
+        self._uses = use
+
+    def _used(self, chunk: tuple[m.ChunkKey, int]) -> int:
+        region, slot = self._at(chunk[1])
+        return region.uses[slot]
+
+    def _at(self, place: int) -> tuple[Region, int]:
+        return self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
+
+    def _put(self, key: m.ChunkKey, place: int) -> None:
+        self.chunks.put(key, place)
+        self.regions[place >> _SLOT_BITS].chunks += 1
+        self._of_space[key[: m.NAMESPACE_BYTES]] += 1
+
+    def _evict(self, key: m.ChunkKey) -> int:
+        """Forget a chunk. Its slot is free."""
+        place = self.chunks.pop(key)
+        region, slot = self._at(place)
+        region.table.void(slot)
+        region.give(slot)
+        region.chunks -= 1
+        self._of_space[key[: m.NAMESPACE_BYTES]] -= 1
+        return place
+
+    # ---- inside: room
+
+    def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
+        """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
+        written = sum(len(write.places) for write in self._writes.values())
+        if written + self.quarantined().total() >= MAX_WRITTEN:
+            busy = f"{MAX_WRITTEN:,} slots are being written or in quarantine: see `vcache status`"
+            return m.Refusal.FULL, busy
+        largest = max((r.nbytes for r in self.regions.values() if _usable(r, client)), default=-1)
+        if largest < 0:
+            media = [region.medium for region in self.regions.values()]
+            what = f"no {client.medium} segment is registered"
+            if client.medium in media:
+                what = f"this worker cannot map any {client.medium} segment of the pool"
+            start = "start a worker with pool.segment_bytes > 0 or `vcache segment add`"
+            return m.Refusal.NO_SEGMENT, f"{what}; {start}"
+        if padded(nbytes) > largest:
+            have = f"the largest {client.medium} segment has {largest:,} B"
+            advice = f"set pool.segment_bytes >= {nbytes}"
+            return m.Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; {advice}"
+        return None, ""
+
+    def _room(self, client: Peer, size: int, most: int) -> list[int]:
+        """Take up to so many slots of this size, which the caller grants at once."""
+        taken = list(islice(self._free_slots(client, size), most))
+        while len(taken) < most:
+            equal, others = self._victims(client, size, most - len(taken))
+            for key, place in equal:
+                self._evict(key)
+                region, slot = self._at(place)
+                region.evictions += 1
+                region.slab_of(slot).free.pop()
+                region.unused -= size
+                taken.append(place)
+            self.counters["evicted"] += len(equal)
+            if equal:
+                continue
+            at = next((at for at in others if self._resized(at, size)), None)
+            if at is None:
+                break
+            taken += islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken))
+        return taken
+
+    def _free_slots(self, client: Peer, size: int) -> Iterator[int]:
+        rank = {
+            n: (r.device != client.device, -r.unused)
+            for n, r in self.regions.items()
+            if r.unused >= size and r.rebuilt and _usable(r, client)
+        }
+        allowed = self._max_chunks - len(self.chunks) - len(self._pending)
+        return islice(self._each_free(sorted(rank, key=rank.__getitem__), size), max(allowed, 0))
+
+    def _each_free(self, numbers: list[int], size: int) -> Iterator[int]:
+        for number in numbers:
+            region = self.regions[number]
+            for slab in count():
+                if slab == len(region.slabs) and region.cut(size) is None:
+                    break
+                yield from self._of_slab(number, slab, size)
+
+    def _of_slab(self, number: int, slab_number: int, size: int) -> Iterator[int]:
+        region = self.regions[number]
+        slab = region.slabs[slab_number]
+        while slab.place.slot_bytes == size and slab.free:
+            region.unused -= size
+            yield number << _SLOT_BITS | slab_number << SLAB_BITS | slab.free.pop()
+
+    def _victims(
+        self, client: Peer, size: int, most: int
+    ) -> tuple[list[tuple[m.ChunkKey, int]], list[int]]:
+        """The least recently used chunks of this size. None if `SEARCH` chunks of other sizes were
+        used before: then the slabs of these."""
+        now, equal, others, passed = (
+            self._now(),
+            list[tuple[m.ChunkKey, int]](),
+            dict[int, None](),
+            0,
+        )
+        for key, place in islice(self.chunks.oldest(self._used), MAX_SEARCH):
+            region, slot = self._at(place)
+            if not _usable(region, client) or region.pins[slot] > now:
+                continue
+            if region.slab_of(slot).place.slot_bytes == size:
+                equal.append((key, place))
+                passed = 0
+            else:
+                others[place >> SLAB_BITS] = None
+                passed += 1
+            if len(equal) == most or passed == SEARCH:
+                break
+        return equal, list(others)
+
+    def _resized(self, at: int, size: int) -> bool:
+        """Evict all chunks of a slab, unless one is pinned or being written, and change its slots'
+        size."""
+        number, slab_number = divmod(at, SLABS)
+        region = self.regions[number]
+        slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
+        if slab.place.nbytes < size or not region.rebuilt:
+            return False
+        used = list(region.table.occupied(first, slab.place.slots))
+        if any(not one.committed or region.pins[one.slot] > self._now() for one in used):
+            return False
+        for one in used:
+            self._evict(one.key)
+        region.evictions += len(used)
+        self.counters["evicted"] += len(used)
+        region.resize(slab_number, size)
+        return True
+
+    # ---- inside: writes
+
+    def _next(self) -> int:
+        """The number of the next write or reset: even, and larger than any before."""
+        self._last = max(self._last + 2, int(self._now() * 1e9) & -2)
+        return self._last
+
+    def _shut(self, number: int) -> _Write:
+        write = self._writes.pop(number)
+        for key in write.places:
+            del self._pending[key]
+        return write
+
+    def _quarantine(self, number: int) -> None:
+        write = self._shut(number)
+        self._void.setdefault(write.process, {})[number] = list(write.places.values())
+
+    def _leave(self, process: ProcessId, number: int) -> list[int]:
+        void = self._void.get(process, {})
+        places = void.pop(number, [])
+        if not void:
+            self._void.pop(process, None)
+        return places
+
+    def _free(self, process: ProcessId, number: int) -> int:
+        """Free quarantined slots, since their writer has finished. Returns how many."""
+        places = self._leave(process, number)
+        for place in places:
+            region, slot = self._at(place)
+            region.table.free(slot)
+            region.give(slot)
+        return len(places)
+
+    def _gone(self, process: ProcessId) -> Steps:
+        while void := self._void.get(process):
+            yield from repeat(None, self._free(process, next(iter(void))))
+
+    # ---- inside: resets
+
+    def _reset(self, namespace: bytes) -> Reset:
+        return _of(self.resets, namespace)
+
+    def _set_resets(self, resets: Resets) -> None:
+        changed = [name for name in resets if resets[name] != self._reset(name)]
+        self._last = max(self._last, *(reset.first for reset in resets.values()))
+        self.resets = resets
+        self._keep(resets)
+        for region in self.regions.values():
+            region.table.write_resets(resets)
+        for number, written in list(self._writes.items()):
+            if any(number < self._reset(k[: m.NAMESPACE_BYTES]).first for k in written.places):
+                self._quarantine(number)
+        for name in [b""] if b"" in changed else changed:
+            self._on_reset(name)
+        self._sweeps += 1
+        self._backlog.begin(self._sweep(list(self.regions.values())))
+
+    def _sweep(self, regions: list[Region]) -> Steps:
+        """Forget the chunks of before a reset."""
+        for region in regions:
+            yield from self._forget_in(region)
+        self._sweeps -= 1
+
+    def _empty(self, number: int) -> Steps:
+        """Forget the chunks of a segment that was dropped, then the segment."""
+        region = self.regions[number]
+        yield from self._forget_in(region)
+        self._sweeps -= 1
+        del self.regions[number]
+        region.table.close()
+
+    def _forget_in(self, region: Region) -> Steps:
+        for number, slab in enumerate(region.slabs):
+            for slot in range(slab.place.slots):
+                yield
+                if region.table.fd < 0:  # dropped meanwhile
+                    return
+                for one in region.table.occupied(number << SLAB_BITS | slot, 1):
+                    place = self.chunks.get(one.key)
+                    mine = place is not None and self._at(place) == (region, one.slot)
+                    if mine and self._counts(one.key, place) is None:
+                        self._evict(one.key)
+
+    # ---- inside: after a restart
+
+    def _rebuild(self, number: int) -> Steps:
+        """Read the slots of an earlier server's table. What was being written is quarantined."""
+        region = self.regions[number]
+        for at, slab in enumerate(region.slabs):
+            first = at << SLAB_BITS
+            for start in range(first, first + slab.place.slots, SEARCH):
+                stop = min(start + SEARCH, first + slab.place.slots)
+                yield from repeat(None, stop - start)
+                if region.state != "live":
+                    return
+                self._take_back(number, start, stop)
+        region.rebuilt = True
+
+    def _take_back(self, number: int, start: int, stop: int) -> None:
+        region, chunks, free = self.regions[number], list[tuple[int, m.ChunkKey, int]](), set[int]()
+        slab = region.slab_of(start)
+        free.update(range(start, stop))
+        for one in region.table.occupied(start, stop - start):
+            place = number << _SLOT_BITS | one.slot
+            if one.committed:
+                chunks.append((one.number, one.key, place))
+            elif (one.writer, one.number) in self._done:
+                region.table.free(one.slot)
+                continue
+            else:
+                self._void.setdefault(one.writer, {}).setdefault(one.number, []).append(place)
+            free.remove(one.slot)
+            region.unused -= slab.place.slot_bytes
+        slab.free += [slot & SLAB_SLOTS - 1 for slot in sorted(free, reverse=True)]
+        for written, key, place in sorted(chunks, key=itemgetter(0), reverse=True):
+            old = written < self._reset(key[: m.NAMESPACE_BYTES]).first
+            if old or self.chunks.get(key) is not None or key in self._pending:
+                region.table.void(place & _SLOT_MASK)
+                region.give(place & _SLOT_MASK)
+            else:  # as the least recently used one
+                region.uses[place & _SLOT_MASK] = written
+                self._put(key, place)
+                self.chunks.move(key, last=False)
+
+
+class Claims:
+    """Memory about to be allocated for the pool, by device. At most one claim for each client."""
+
+    def __init__(self) -> None:
+        self._of_client: dict[int, tuple[str, int, float]] = {}
+        """The device, the bytes, and the end of the claim."""
+
+    def grant(self, client: int, device: str, missing: int, now: float) -> int:
+        """Grant the client the part of the `missing` bytes of a device that no other client claims.
+        Ends the client's earlier claim."""
+        self.end(client)
+        others = sum(
+            nbytes
+            for claimed, nbytes, until in self._of_client.values()
+            if claimed == device and now <= until
+        )
+        nbytes = max(missing - others, 0)
+        if nbytes:
+            self._of_client[client] = device, nbytes, now + CLAIM_SECONDS
+        return nbytes
+
+    def end(self, client: int) -> None:
+        """End the claim of a client that has added its segment, or has none to add."""
+        self._of_client.pop(client, None)
+
+
+def _of(resets: Resets, namespace: bytes) -> Reset:
+    return resets.get(namespace) or resets.get(b"") or Reset()
+
+
+def _usable(region: Region, client: Peer) -> bool:
+    """Whether a client may store in a segment."""
+    here = region.state == "live" and region.medium == client.medium
+    return here and region.id not in client.avoids
+
+
+def _full(nbytes: int, medium: m.Medium) -> str:
+    taken = f"every {medium} segment is full of chunks that are pinned or being written"
+    return f"no slot of {nbytes:,} B: {taken}, or of other sizes"

@@ -1,1 +1,0 @@
-"""The pool's state: segments, slots, chunks, leases, reservations. Pure: no socket, no file."""

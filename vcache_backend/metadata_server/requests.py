@@ -1,0 +1,343 @@
+"""Answers requests from the directory, the fds and the namespaces in use. No sockets, no loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from errno import EAGAIN
+from typing import assert_never
+
+import msgspec
+
+from vcache_backend.errors import Refused
+from vcache_backend.histogram import Histogram
+from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.directory import Backlog, Claims, Directory
+from vcache_backend.metadata_server.instances import InstanceRegistry
+from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
+from vcache_backend.metadata_server.promises import Promises
+from vcache_backend.metadata_server.report import Layouts, Reports, server_stats
+from vcache_backend.metadata_server.residents import ResidentDirectory
+from vcache_backend.metadata_server.slots import Region, Resets, SlotsTable, resets_in
+from vcache_backend.protocol import messages as m
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Answers requests in the server's thread. Owns the fds of registered segments."""
+
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        write_seconds: float = 30.0,
+        max_chunks: int = 4_000_000,
+        max_segments: int = 1024,
+        keep: Callable[[Resets], None] = lambda resets: None,
+        pidfd: Callable[[ProcessId], Descriptor | None] = lambda process: None,
+    ) -> None:
+        """epoch: changes with every start. now, write_seconds, max_chunks, keep: see `Directory`.
+        max_segments: the most fds to keep for segments and instances. pidfd: see `Watch.pidfd`."""
+        self.max_segments, self.epoch, self._now = max_segments, epoch, now
+        self.backlog, self.counters = Backlog(), Counter[str]()
+        self.promises = Promises(self.backlog, self.counters, now)
+        self.residents = ResidentDirectory(
+            self.backlog, self.counters, max_chunks, self.promises.arrived
+        )
+        self.directory = Directory(
+            now, write_seconds, self.backlog, self.counters, keep, self._was_reset, max_chunks
+        )
+        self.claims = Claims()
+        self.instances = InstanceRegistry(self.residents, self._spare, pidfd)
+        self.layouts = Layouts()
+        self.latency = defaultdict[str, Histogram](Histogram)
+        self.fds: dict[m.SegmentId, tuple[Descriptor, Descriptor]] = {}
+        """Of each segment, and of its table."""
+        self.reports = Reports(time.time)
+        self.started = time.monotonic()
+
+    def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
+        """Answer a request. Returns the reply and the reply's fds; the caller keeps the fds until
+        the reply is sent.
+
+        fds: the request's fds. The service removes the fds that it keeps."""
+        started = time.perf_counter()
+        try:
+            if isinstance(request, m.OfResidents):
+                answer: Answer = self._of_residents(client, request), ()
+            elif isinstance(request, m.OfChunks):
+                answer = self._of_chunks(client, request), ()
+            else:
+                answer = self._of_others(client, request, fds)
+        except Refused as refusal:
+            instance = getattr(request, "instance", b"")
+            which = f" {instance.hex()}" if instance else ""
+            answer = m.Error(f"{request.__struct_config__.tag}{which}: {refusal}"), ()
+        self.latency[type(request).__name__].add((time.perf_counter() - started) * 1e6)
+        return answer
+
+    def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
+        directory = self.directory
+        match request:
+            case m.Pin(keys, seconds):
+                return m.Pinned(directory.pin(keys, seconds), directory.epoch(keys))
+            case m.Reserve(keys, nbytes):
+                return self._reserve(client, keys, nbytes)
+            case m.Commit(reservation, prefix):
+                return m.Count(self._commit(client, reservation, prefix))
+            case m.Abort(reservation):
+                return m.Count(directory.abort(client, reservation))
+            case m.Contains(keys):
+                present = [place is not None for place in directory.places(keys)]
+                return m.Present(present, directory.epoch(keys))
+            case m.Touch(keys):
+                return m.Count(directory.touch(keys))
+            case m.Remove(keys):
+                return m.Count(directory.remove(keys))
+            case m.Clear(namespace, reset):
+                residents = self.residents.clear(namespace)
+                return m.Count(directory.clear(namespace, reset) + residents)
+            case _:
+                assert_never(request)
+
+    def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
+        """Answer requests about chunks in instances' KV caches."""
+        instances = self.instances
+        match request:
+            case m.Find():
+                _check_ranks(request.keys, request.ranks)
+                return self._find(client, request)
+            case m.Promise():
+                _check_ranks(request.keys, request.ranks)
+                return self._promise(client, request)
+            case m.Publish():
+                right = request.epoch == self.directory.epoch(request.keys)
+                return instances.publish(client, request) if right else m.Count(0)
+            case m.Retract():
+                self.promises.drop_client(client)
+                return instances.retract(client, request)
+            case m.Listen(instance):
+                epoch = self.directory.epoch([m.ChunkKey(instances.listens(client, instance))])
+                return m.Heard(epoch, self.residents.copies(instance))
+            case _:
+                assert_never(request)
+
+    def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
+        """Answer rare requests, and requests that bring or fetch fds."""
+        match request:
+            case m.AddSegment():
+                return self._add_segment(client, request, fds)
+            case m.Lend(nbytes):
+                return m.Count(self._lend(client, nbytes)), ()
+            case m.OpenSegment(id_):
+                return self._open_segment(id_)
+            case m.DropSegment(id_):
+                return self._drop_segment(id_), ()
+            case m.ListSegments():
+                self._note(client, request)
+                return m.Segments(self.directory.segments()), ()
+            case m.Join():
+                return self.instances.join(client, request, fds), ()
+            case m.ShowCache():
+                return self.instances.show_cache(client, request, fds), ()
+            case m.OpenInstance(instance):
+                return self.instances.open(instance)
+            case m.OpenCache(instance, rank):
+                return self.instances.open_cache(instance, rank)
+            case m.Stats():
+                return server_stats(self), ()
+            case m.Report(level, text):
+                return self._report(client, level, text), ()
+            case m.Hello():
+                raise Refused("it was said already on this connection")
+            case _:
+                assert_never(request)
+
+    def collect_dropped(self) -> None:
+        """Close the memory of removed segments."""
+        here = {region.id for region in self.directory.regions.values()}
+        for id_ in self.fds.keys() - here:
+            del self.fds[id_]
+
+    @property
+    def busy(self) -> bool:
+        """Whether slots are being written or in quarantine."""
+        return any(self.directory.written())
+
+    def tick(self) -> None:
+        """End what is overdue, and close the memory of removed segments."""
+        self.directory.tick()
+        self.promises.tick()
+        self.collect_dropped()
+
+    def close(self) -> None:
+        """Close all fds, which frees memory that no other process holds."""
+        self.fds.clear()
+        self.instances.close()
+
+    def disconnect(self, client: Peer) -> None:
+        self.directory.disconnect(client.id)
+        self.claims.end(client.id)
+        self.promises.drop_client(client)
+        self.layouts.drop(client.id)
+        self.instances.disconnect(client)
+
+    def process_gone(self, process: ProcessId) -> None:
+        self.directory.process_gone(process)
+        self.instances.process_gone(process)
+
+    def _spare(self) -> int:
+        """How many more fds the server may keep."""
+        return self.max_segments - 2 * len(self.fds) - self.instances.descriptors
+
+    def hear(self, fd: int) -> None:
+        """Learn of the resets of an earlier server, whose table of resets a client brings. OSError
+        if this process has no descriptor left: the client may bring the table again."""
+        try:
+            self.directory.merge(resets_in(fd))
+        except OSError as error:
+            if processes.is_exhausted(error):
+                raise
+            log.warning("a client sent an fd that is not a server's table of resets: %s", error)
+
+    def _was_reset(self, namespace: bytes) -> None:
+        self.residents.clear(namespace)
+        self.promises.clear(namespace)
+
+    # ---- segments
+
+    def _lend(self, client: Peer, nbytes: int) -> int:
+        """Grant the bytes that the client's device lacks of `nbytes` and no other client claims."""
+        regions = self.directory.regions.values()
+        pooled = sum(region.nbytes for region in regions if region.device == client.device)
+        return self.claims.grant(client.id, client.device, nbytes - pooled, self._now())
+
+    def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> Answer:
+        if len(fds) != 1 + request.again:
+            raise Refused(f"{len(fds)} fds came along; exactly {1 + request.again} are needed")
+        id_, nbytes = request.id, request.nbytes
+        info = m.SegmentInfo(id_, request.device, request.medium, nbytes)
+        region = self.directory.region(id_)
+        if region is not None:
+            was = region.info
+            if was != info:
+                known = f"{was.nbytes:,} B of {was.medium} on {was.device}"
+                what = f"{nbytes:,} B of {info.medium} on {info.device}"
+                raise Refused(f"segment {id_} is {known}, not {what}")
+            if region.state != "live":
+                raise Refused(f"segment {id_} was dropped")
+            return m.Added(0), [self.fds[id_][1]]
+        if len(self.directory.regions) >= m.MAX_SEGMENTS:
+            raise Refused(f"{m.MAX_SEGMENTS} segments are there, the most there can be")
+        if self._spare() <= 1:
+            kept = f"{len(self.fds)} segments and {self.instances.descriptors} fds of instances"
+            raise Refused(f"{kept} are kept; raise ulimit -n")
+        try:
+            if request.again:
+                table = SlotsTable.take_over(fds[1], id_, nbytes)
+            else:
+                table = SlotsTable.create(id_, nbytes)
+            own = Descriptor(os.dup(table.fd))
+        except OSError as error:
+            whose = "the server that had it has not ended" if error.errno == EAGAIN else str(error)
+            raise Refused(f"segment {id_}, its table: {whose}") from error
+        self.fds[id_] = Descriptor(fds.pop(0)), own
+        self.claims.end(client.id)
+        return m.Added(self.directory.add(Region(info, table))), [own]
+
+    def _open_segment(self, id_: m.SegmentId) -> Answer:
+        region = self.directory.region(id_)
+        if region is None or region.state != "live":
+            raise Refused(f"segment {id_} was dropped, or not offered since a restart")
+        return m.Opened(region.described()), self.fds[id_]
+
+    # ---- chunks
+
+    def _reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
+        reserved = self.directory.reserve(client, keys, nbytes)
+        self.promises.refused(
+            key
+            for key, slot in zip(keys, reserved.slots, strict=True)
+            if isinstance(slot, int) and slot != m.Refusal.BUSY
+        )
+        return reserved
+
+    def _commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
+        stored = self.directory.commit(client, reservation)
+        if stored:
+            self.promises.stored(stored, self.directory)
+            self.directory.touch(prefix)
+        return len(stored)
+
+    def _find(self, client: Peer, request: m.Find) -> m.Reply:
+        """Answer a look-up, and note the chunks that its request will compute."""
+        keys, counters = request.keys, self.counters
+        answer, epoch = self.residents.find(request, self.directory), self.directory.epoch(keys)
+        counters["lookup_chunks"] += len(keys)
+        counters["lookup_hits"] += len(answer.pooled)
+        if answer.residents:
+            resident = (range(run.first, run.stop) for run in answer.residents)
+            counters["resident_hits"] += len(set[int]().union(*resident))
+        missing = [] if answer.cut else keys[len(answer.pooled) :]
+        # A look-up without a promise takes no promise over.
+        begins = request.begins and bool(request.promise)
+        coming = self.promises.coming(client, missing, begins)
+        if request.promise and coming is not None:
+            # A request that waits computes nothing yet.
+            self.promises.begin(client, m.Promise(request.promise), [])
+        elif request.promise and missing:
+            lacking = self._lacking(request, missing)
+            self.promises.intend(client, request.promise, lacking, request.ranks, begins)
+        copies = list[m.Copies]()
+        if request.instance and self.instances.owns(client, request.instance, m.SCHEDULER):
+            copies = self.residents.copies(request.instance)
+        if coming is None and not epoch and not copies:
+            return answer
+        return msgspec.structs.replace(answer, epoch=epoch, coming=coming, copies=copies)
+
+    def _promise(self, client: Peer, request: m.Promise) -> m.Promised:
+        """Note the chunks that a request computes. Ignores a request that began before a reset."""
+        epoch = self.directory.epoch(request.keys)
+        lacking = self._lacking(request, request.keys) if request.epoch == epoch else []
+        return m.Promised(self.promises.begin(client, request, lacking), epoch)
+
+    def _lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> list[m.ChunkKey]:
+        """The keys (of rank 0), each once, whose chunks the request's instance has not published,
+        and the pool lacks for a rank."""
+        own = self.residents.of(request.instance)
+        keys = list(dict.fromkeys(keys))
+        pairs = zip(keys, self.directory.of_all(keys, request.ranks), strict=True)
+        return [key for key, stored in pairs if not stored and key not in own]
+
+    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+        if self.directory.region(id_) is None:
+            raise Refused(f"segment {id_} is not here; `vcache segment list` shows those that are")
+        chunks = self.directory.drop(id_)
+        self.collect_dropped()
+        return m.Dropped(chunks, self.directory.region(id_) is None)
+
+    def _note(self, client: Peer, request: m.ListSegments) -> None:
+        """Note the news of a client's heartbeat."""
+        client.avoids, client.reads = set(request.unmappable), request.reads
+        client.asked |= request.asked > 0
+        self.layouts.looked_up(client, request.asked, request.found)
+        self.counters["awaited_tokens"] += request.awaited
+        self.counters["waited_milliseconds"] += request.waited_ms
+
+    def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
+        reported = self.reports.add(client, level, text)
+        if reported is not None:
+            said = reported.pid, reported.device, reported.text
+            log.log(getattr(logging, level.upper()), "pid %d on %s reports: %s", *said)
+        return m.Count(int(reported is not None))
+
+
+def _check_ranks(keys: list[m.ChunkKey], ranks: int) -> None:
+    """Refuse a look-up that would take too long."""
+    if len(keys) * ranks > m.MAX_LOOKED_UP:
+        raise Refused(f"{len(keys):,} keys x {ranks:,} ranks; {m.MAX_LOOKED_UP:,} is the limit")

@@ -1,1 +1,0 @@
-"""The server's side of connections: admission, requests, answers and statistics."""
