@@ -152,7 +152,7 @@ class Prometheus(NamedTuple):
 def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus]:
     """A Prometheus that has scraped this address and does so all the time."""
     (port,) = free_ports(1)
-    every = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "200ms"}
+    every = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "100ms"}
     scraped = {"job_name": "vcache", "static_configs": [{"targets": [address]}]}
     config = {"global": every, "scrape_configs": [scraped], "rule_files": ["rules.yml"]}
     (folder / "rules.yml").write_text(rules)
