@@ -54,8 +54,8 @@ def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -
     given["kv_cache_memory_bytes"] //= kind.ranks
     if not scale.cpu:
         given["compilation_config"] = COMPILED_BY_RULE
-    if spec.scheduler:
-        given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
+    if spec.probed:
+        given["scheduler_cls"] = f"{__package__}.scheduler.probed"
     if transfer:
         given["kv_transfer_config"] = transfer
     return given | kind.arguments
