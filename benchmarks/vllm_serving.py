@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,7 +41,7 @@ from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
-from .serving.workloads import FIRST, Phase, Plan, Request
+from .serving.workloads import FIRST, Plan, Request, Workload
 from .vllm.weights import write_model
 
 WORKLOADS = {
@@ -62,19 +61,10 @@ PLANNED = tuple(
 )
 
 
-class Load(NamedTuple):
-    """One run of a workload."""
-
-    name: str
-    phases: list[Phase]
-    what: str
-    ceiling: float
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
+    sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Workload]]()
     model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
     four = len(options.gpus) == 4
     place = options.gpus, model, made.folder, options.cache, dict(options.set)
@@ -95,16 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return made.end()
 
 
-def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
+def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload]]:
     """By workload its runs. Each has a seed of its own."""
-    loads = dict[str, list[Load]]()
+    loads = dict[str, list[Workload]]()
     for workload, run in product(options.workloads, options.runs):
         plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
-        phases, what = WORKLOADS[workload](plan)
-        for phase in phases:
+        load = WORKLOADS[workload](plan)
+        for phase in load.phases:
             phase.requests[:] = [each.made(MODEL) for each in phase.requests]
-        ceiling = workloads.ceiling(phases, plan.block)
-        loads.setdefault(workload, []).append(Load(workload, phases, what, ceiling))
+        ceiling = workloads.ceiling(load.phases, plan.block)
+        named = load._replace(name=workload, ceiling=ceiling)
+        loads.setdefault(workload, []).append(named)
     gc.collect()
     gc.freeze()
     return loads
@@ -127,7 +118,7 @@ def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
 
 
 def _measure(
-    arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Load], made: Measurement
+    arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Workload], made: Measurement
 ) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
     name, found = runs[0].name, list[Figures]()
@@ -150,7 +141,7 @@ def _measure(
     made.report.add(rows_of(arm.name, name, found, label, memory(arm.system, sizes), what))
 
 
-def _answered(ports: Sequence[int], load: Load, clock: Clock) -> Figures:
+def _answered(ports: Sequence[int], load: Workload, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
     figures = Figures(load.ceiling)
     for phase in load.phases:

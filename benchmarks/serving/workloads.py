@@ -103,10 +103,13 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(NamedTuple):
-    """what: the workload in words. Results with the same words may be compared."""
+    """One run of a workload. what: in words; results with the same words may be compared. name,
+    ceiling: of the workload's hit rate, once `vllm_serving` has set them."""
 
     phases: list[Phase]
     what: str
+    name: str = ""
+    ceiling: float = 0.0
 
 
 def described(plan: Plan, what: str, own: str) -> str:
