@@ -32,14 +32,13 @@ import msgspec
 import numpy as np
 
 from .options import Measurement, names_of, parser
-from .processes import ChildFailed
 from .results import Clock
 from .serving import workloads
 from .serving.client import LATE, send
 from .serving.router import POLICIES, Arm, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, compared, rows_of
-from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
+from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
 from .vllm.weights import write_model
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for runs in loads.values():
                     for arm in arms:
                         made.clock.check(LEAST_SECONDS)
-                        _measure(arm, servers, sizes, runs, made)
+                        _measure(arm, servers, runs, made)
     for name in options.workloads:
         made.report.add(compared(made.report.rows, name, four))
     return made.end()
@@ -102,24 +101,14 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload
 
 
 def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
-    """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start, or
-    share nothing.
-    """
+    """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start."""
     took = servers.wait(min(START_SECONDS, clock.left))
     print(f"{servers.name}: {len(servers.ports)} servers up after {took:.0f} s", flush=True)
     for error in _warm(servers.ports, sizes.plan)[:3]:
         print(f"{servers.name}: warm-up: {error}", flush=True)
-    system = SYSTEMS[servers.name]
-    if system.share and not system.ranks and not servers.external():
-        raise ChildFailed(
-            f"{servers.name} shares nothing: in the warm-up no server hit what another one has; "
-            f"{servers.said()}"
-        )
 
 
-def _measure(
-    arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Workload], made: Measurement
-) -> None:
+def _measure(arm: Arm, servers: Servers, runs: Sequence[Workload], made: Measurement) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
     name, found = runs[0].name, list[Figures]()
     for load in runs:
@@ -136,9 +125,9 @@ def _measure(
             f"{found[-1].hit_rate:.3f} of {load.ceiling:.3f}",
             flush=True,
         )
-    label = f"{SYSTEMS[arm.system].label}, {arm.said}"
+    label = f"{servers.label}, {arm.said}"
     what = runs[0].what + "".join(f" and {load.what.rpartition(' ')[2]}" for load in runs[1:])
-    made.report.add(rows_of(arm.name, name, found, label, memory(arm.system, sizes), what))
+    made.report.add(rows_of(arm.name, name, found, label, what))
 
 
 def _answered(ports: Sequence[int], load: Workload, clock: Clock) -> Figures:

@@ -55,15 +55,13 @@ class Figures:
         return self._cached / self._prompt if self._prompt else 0.0
 
 
-def rows_of(
-    arm: str, workload: str, runs: Sequence[Figures], label: str, has: str, what: str
-) -> list[Row]:
+def rows_of(arm: str, workload: str, runs: Sequence[Figures], label: str, what: str) -> list[Row]:
     """A row for every figure of an arm under a workload, of the medians of its runs. The reference
     is the value itself; for hit rates a shared cache's ceiling.
 
-    label: the system and the policy in words; has: its memory; what: the workload. `compared` only
+    label: the system and the policy in words; what: the workload. `compared` only
     compares rows with the same workload."""
-    said = f"{label}, {has}; {what}"
+    said = f"{label}; {what}"
 
     def made(
         figure: str, unit: str, values: list[float], reference: Any = None, more: str = ""

@@ -71,7 +71,7 @@ KINDS = {
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. alone: without vcache. probed: its scheduler is (see `scheduler`)."""
+    """An instance. alone: without vcache. probed: its scheduler is (see `probe`)."""
 
     gpu: int
     alone: bool = False
