@@ -38,7 +38,7 @@ from .metadata import StepMetadata, WorkerReport
 from .model import compat, versions
 from .model.sharing import plan
 from .model.spec import ShardSpec
-from .scheduler.side import SchedulerSide
+from .scheduler import VCacheScheduler
 from .telemetry import stats
 from .worker.loads import Ends
 from .worker.worker import VCacheWorker
@@ -69,7 +69,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         plans = role == KVConnectorRole.SCHEDULER
         name = f"vLLM's {'scheduler' if plans else 'worker'} (pid {os.getpid()})"
         Boundary.__init__(self, name, says=plans)
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: VCacheScheduler | None = None
         self._worker: VCacheWorker | None = None
         self._awaited, self._running = AwaitedLoads(), WorkerLoads()
         self._engine = str(transfer.engine_id)
@@ -110,10 +110,10 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if decision.refused:
             raise VCacheError(decision.refused)
         meter = self._meter = stats.Meter()
-        side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, meter)
+        side = VCacheScheduler(vllm_config, kv_cache_config, decision, loads, stores, meter)
         self._scheduler = side
         self.on_close(side.close)
-        if side.publications is not None and side.victims is None:
+        if side.publications is not None and not config.pool.lent:
             self._cache_hit_source = compat.hit_source_of_peers()
 
     def _begin_worker(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
@@ -162,11 +162,11 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
-    def _check_refusal(self, side: SchedulerSide) -> None:
+    def _check_refusal(self, side: VCacheScheduler) -> None:
         """A worker that caches nothing, or never introduces itself, puts the instance out of
         use."""
-        if side.instance.refused:
-            self.fail(side.instance.refused)
+        if side.context.refused:
+            self.fail(side.context.refused)
 
     @guarded(answer(None))
     def on_new_request(self, request: Any) -> None:
@@ -184,7 +184,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         side = self._scheduler
-        if side is None or side.instance.refused:
+        if side is None or side.context.refused:
             return 0, False
         return side.matched(request, num_computed_tokens)
 
@@ -250,7 +250,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     def _clear(self) -> bool:
         """Reset the namespace over a connection of its own, once this half is out of use."""
-        instance = self._scheduler.instance if self._scheduler is not None else None
+        instance = self._scheduler.context if self._scheduler is not None else None
         if instance is None or instance.versions or not instance.prefix or self.config is None:
             return True
         try:
@@ -270,7 +270,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(answer(None))
     def weights_are(self, name: object) -> None:
         """vLLM's weights are of the version `name` from now on."""
-        if self._scheduler is not None and self._scheduler.instance.versions:
+        if self._scheduler is not None and self._scheduler.context.versions:
             log.info("vcache: the weights have version %.80r", name)
             self._scheduler.resets.change_version(versions.digest(name))
 
@@ -437,5 +437,5 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(()))
     def take_events(self) -> Iterable[Any]:
-        announcer = self._scheduler.instance.announcer if self._scheduler is not None else None
+        announcer = self._scheduler.context.announcer if self._scheduler is not None else None
         return announcer.take() if announcer is not None else ()
