@@ -194,7 +194,9 @@ class InstanceContext:
     def retract(self, sequence: int) -> None:
         """Have the server void this instance's publications with a lower sequence."""
         if self.client is not None and self.outbox is not None and self.publications is not None:
-            self.outbox.send(partial(self.client.retract, self.publications.instance, sequence))
+            retract = partial(self.client.retract, self.publications.instance, sequence)
+            # Behind earlier promises: the server leaves out of these what is published then.
+            self.outbox.after(at_once, partial(self.outbox.send, retract))
 
     def clear(self) -> bool:
         """Reset the namespace: no chunk, pooled or offloaded, is found again. Also True for a
@@ -245,6 +247,11 @@ class InstanceContext:
         if self.announcer is not None and self.client is not None:
             with suppress(VCacheError):
                 self.announcer.check(self.client.contains)
+
+
+def at_once(seconds: float) -> bool:
+    """For `Outbox.after`: wait for nothing."""
+    return True
 
 
 class OffloadLookup:

@@ -10,7 +10,7 @@ from time import monotonic
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, Promise
 
-from .instance import InstanceContext
+from .instance import InstanceContext, at_once
 from .lookups import Lookups
 from .requests import Tracked
 
@@ -118,14 +118,10 @@ class Promises:
         client, outbox = self._context.client, self._context.outbox
         if client is not None and outbox is not None and client.connected:
             # Not `soon`: the thread would take the interpreter from the step being planned.
-            outbox.after(_at_once, partial(self._tell, client, promise), soon=False)
+            outbox.after(at_once, partial(self._tell, client, promise), soon=False)
 
     def _tell(self, client: Client, promise: Promise) -> None:
         """Runs in the outbox's thread."""
         answer = client.promise(promise)
         if promise.keys:
             self._lookups.epoch = answer.epoch
-
-
-def _at_once(seconds: float) -> bool:
-    return True

@@ -51,6 +51,9 @@ class Resets:
         """A step was planned, which may store."""
         self._foreign = 0
         """The echo of the last step in which another connector loaded."""
+        self._survivors = False
+        """Requests have gone on over the last reset. Another connector may load what they
+        computed."""
 
     # ---- resets
 
@@ -126,11 +129,14 @@ class Resets:
         if self.clearing:
             meta.echoes.add(self.number)
         begun = [(self._requests[name], done) for name, done in beginning if name in self._requests]
-        if any(computed > tracked.supplied for tracked, computed in begun):
+        foreign = any(computed > tracked.supplied for tracked, computed in begun)
+        if foreign:
             self._foreign = next(self._echoes)
             meta.echoes.add(self._foreign)
         for tracked, _ in begun:
             tracked.store.trusted_after = self._foreign
+            if foreign and self._survivors:
+                self._keep_out(tracked)
 
     def note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
         """Act on the workers' report about a step. invalid: the blocks that no load has filled."""
@@ -159,12 +165,19 @@ class Resets:
         """Store nothing more of the requests that have blocks now. No other request finds their
         blocks, or earlier ones, in vLLM's cache."""
         blocks = self._context.blocks
-        if blocks is None or not (held := blocks.held):
-            for tracked in self._requests.values():
+        held = blocks.held if blocks is not None else set[int]()
+        for tracked in self._requests.values():
+            if held and (tracked.store.block_tables or tracked.load):
+                self._keep_out(tracked)
+            else:
                 self._planner.mark_stored(tracked, 0)
-            return
-        for name, tracked in self._requests.items():
-            if tracked.store.block_tables or tracked.load:
-                self._planner.stop(tracked)
-                blocks.kept_out.add(name)
-        blocks.evict(held)
+        self._survivors = bool(held)
+        if blocks is not None and held:
+            blocks.evict(held)
+
+    def _keep_out(self, tracked: Tracked) -> None:
+        """Store nothing more of the request, and let no other request find its blocks."""
+        self._planner.stop(tracked)
+        if (blocks := self._context.blocks) is not None:
+            blocks.kept_out.add(tracked.request.request_id)
+            blocks.evict_hashed(tracked.request.block_hashes, len(self._context.groups.sizes))
