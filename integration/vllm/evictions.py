@@ -68,8 +68,8 @@ class Duplicates:
     def finished(self, tracked: Tracked) -> None:
         """Note that a request has ended: what was used last is given up last, and a prefix from its
         end."""
-        if self._copies:
-            for last in reversed(tracked.store.block_tables[0][self._each - 1 :: self._each]):
+        if self._copies and (tables := tracked.store.block_tables):
+            for last in reversed(tables[0][self._each - 1 :: self._each]):
                 if last in self._copies:
                     self._copies.move_to_end(last)
 
