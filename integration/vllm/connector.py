@@ -58,7 +58,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
+    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py
     and worker/worker.py. Once the half is out of use (`Boundary.off`), each call gives vLLM's
     default answer."""
 

@@ -27,7 +27,7 @@ from .blocks import KVBlocks
 from .metadata import Link
 from .model import compat, groups, versions
 from .model import spec as model_spec
-from .model.decision import Decision
+from .model.sharing import Plan
 from .publications import Publications
 from .telemetry.events import Announcer
 
@@ -46,7 +46,7 @@ class InstanceContext:
     most for one server call."""
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, decision: Decision, loads: bool, stores: bool
+        self, vllm_config: Any, kv_cache_config: Any, decision: Plan, loads: bool, stores: bool
     ) -> None:
         """decision: to cache. loads, stores: the instance's role allows loads, stores. SegmentError
         if memory is lacking."""

@@ -22,7 +22,7 @@ from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import QUIET, LoadSpec, StepMetadata, WorkerReport
 from .model import compat
-from .model.decision import Decision
+from .model.sharing import Plan
 from .model.spec import ShardSpec
 from .promises import Promises
 from .requests import DEFAULT, UNCACHED, RequestParams, Tracked, read_params
@@ -47,7 +47,7 @@ class VCacheScheduler:
         self,
         vllm_config: Any,
         kv_cache_config: Any,
-        decision: Decision,
+        decision: Plan,
         loads: bool,
         stores: bool,
         meter: Meter,
