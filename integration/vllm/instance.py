@@ -89,7 +89,7 @@ class InstanceContext:
         in_place = config.connector.share == "in_place"
         if in_place:
             blocks = kv_cache_config.num_blocks, self.groups.blocks
-            self.publications = Publications(self, *blocks, loads)
+            self.publications = Publications(self.retract, *blocks, loads)
         self.announcer: Announcer | None = None
         """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
         announces its own KV cache."""

@@ -1,4 +1,4 @@
-"""Promises chunks that this instance's requests compute: other instances may wait for them."""
+"""PromiseSender chunks that this instance's requests compute: other instances may wait for them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PrefillRate:
             self.measured = None
 
 
-class Promises:
+class PromiseSender:
     """Runs in the scheduler's thread, and never waits: the outbox sends the promises a little
     later."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import eq
-from typing import Any, Protocol
+from typing import Any
 
 from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
@@ -31,21 +31,15 @@ MOST_HEARD = 64
 leave the cache later."""
 
 
-class Server(Protocol):
-    """What publications need of the server."""
-
-    def retract(self, sequence: int) -> None:
-        """Have the server void publications with a lower sequence."""
-
-
 class Publications:
     """Tracks which chunks may be published, and where. Runs in the scheduler's thread, except
     `hear`."""
 
-    def __init__(self, server: Server, blocks: int, each: int, loads: bool) -> None:
-        """blocks: the number of blocks in vLLM's pool. each: vLLM's blocks of a chunk. loads: the
-        instance's role allows loads. SegmentError if memory for the table is lacking."""
-        self._server = server
+    def __init__(self, retract: Callable[[int], None], blocks: int, each: int, loads: bool) -> None:
+        """retract: has the server void publications with a lower sequence number. blocks: the
+        number of blocks in vLLM's pool. each: vLLM's blocks of a chunk. loads: the instance's role
+        allows loads. SegmentError if memory for the table is lacking."""
+        self._retract = retract
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
         self.blocks, self.each = blocks, each
@@ -81,7 +75,7 @@ class Publications:
         """Void all publications, and all chunks that the steps under way compute: the bytes stay,
         but their meaning changes."""
         self._void_all()
-        self._server.retract(self.sequence)
+        self._retract(self.sequence)
 
     def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any

@@ -249,7 +249,7 @@ class InPlaceState(msgspec.Struct):
 
 
 class PromiseState(msgspec.Struct):
-    """A request's promise to compute chunks. Only `Lookups` and `Promises` write this state."""
+    """A request's promise to compute chunks. Only `Lookups` and `PromiseSender` write it."""
 
     number: int = 0
     """Names the promise for the server; 0: the request stores nothing."""

@@ -12,7 +12,7 @@ from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import StepMetadata, WorkerReport
 from .model import versions
-from .promises import Promises
+from .promises import PromiseSender
 from .requests import Tracked
 from .stores import StorePlanner
 from .waits import Waits
@@ -32,7 +32,7 @@ class Resets:
         requests: Mapping[str, Tracked],
         lookups: Lookups,
         waits: Waits,
-        promises: Promises,
+        promises: PromiseSender,
         planner: StorePlanner,
     ) -> None:
         """requests: the living ones, by id."""

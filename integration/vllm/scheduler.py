@@ -24,7 +24,7 @@ from .metadata import QUIET, LoadSpec, StepMetadata, WorkerReport
 from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
-from .promises import Promises
+from .promises import PromiseSender
 from .requests import DEFAULT, UNCACHED, RequestParams, Tracked, read_params
 from .resets import Resets
 from .stores import StorePlanner
@@ -61,7 +61,7 @@ class VCacheScheduler:
         self.publications = context.publications
         self._requests: dict[str, Tracked] = {}
         self.lookups, self._waits = Lookups(context, meter), Waits(context, meter)
-        self._promises = Promises(context, self.lookups)
+        self._promises = PromiseSender(context, self.lookups)
         self._planner = StorePlanner(context, self.lookups, compat.spec_kind(kv_cache_config))
         parts = self.lookups, self._waits, self._promises, self._planner
         self.resets = Resets(context, self._requests, *parts)

@@ -106,7 +106,10 @@ class Instance(Living):
         self.words = self.memory.words
         self.session = Session(settings.config, self.memory.layout, anonymous=True)
         self.kv, self.client = self.session.bind(self.memory.tensors), self.session.client
-        publications, self.pool = Publications(self, BLOCKS, EACH, loads=False), BlockPool(BLOCKS)
+        publications, self.pool = (
+            Publications(self._retract, BLOCKS, EACH, loads=False),
+            BlockPool(BLOCKS),
+        )
         self.instance, self.table, self.sequence = (
             publications.instance,
             publications.generations,
@@ -141,7 +144,7 @@ class Instance(Living):
             self.table.void_all()
             self.epoch = self._heard
 
-    def retract(self, sequence: int) -> None:
+    def _retract(self, sequence: int) -> None:
         """See `Publications`, whose own numbers are not used here."""
         retract = partial(self.client.retract, self.instance, self.sequence + 1)
         self.publisher.outbox.send(retract)

@@ -37,7 +37,7 @@ class Watched:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
         self.theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        self.publications = Publications(self, BLOCKS, EACH, loads=True)
+        self.publications = Publications(self.retract, BLOCKS, EACH, loads=True)
         self.generations = self.publications.generations
         self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
         self.duplicates = Duplicates(self.blocks, self, self.publications)
