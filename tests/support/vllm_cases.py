@@ -308,7 +308,7 @@ LEASE = f"{_CLIENT}.acquire"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.protocol.channel:Channel._lateness"
 SESSION = "vcache_backend.transfer.session:Session"
 RELEASE = "vcache_backend.transfer.lease_client:LeaseClient.verdict"
-COPIER = "vcache_backend.vram_pool.copies.copier:HostCopier"
+COPIER = "vcache_backend.vram_pool.copies.copier:Copier"
 SCATTER, PULL = f"{COPIER}.scatter", f"{COPIER}.pull"
 """Places: in the order in which a load comes by, but for the second line."""
 
