@@ -182,7 +182,7 @@ class GenerationView:
 
     @classmethod
     def of_segment(cls, fd: int, segment: str) -> GenerationView:
-        """Map the table of a segment's slots (`metadata_server.slots_table`) behind the caller's
+        """Map the table of a segment's slots (`metadata_server.slots`) behind the caller's
         `fd`, which must come from the server: others of the server's user can write the table.
         Raises SegmentError unless it is this segment's."""
         _check_machine()
