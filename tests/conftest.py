@@ -51,10 +51,10 @@ if GPUS == 0:
 
 LONGEST = (
     "integration_failures monitor injector_lmcache offload_process vllm_processes integrations documents "
-    "disaggregated_prefill kernels examples offload_engine vllm_sharing vllm_groups "
+    "disaggregated_prefill examples offload_tier vllm_sharing vllm_groups "
     "vllm_waits vllm_weights vllm_offload vllm_benchmarks server_socket directory_stateful "
     "bounds soak vllm_modes deploy resident_loads start_server demo "
-    "vllm_connector lmcache_failures offload_devices cli vllm_sleep vllm_in_place neighbours "
+    "vllm_connector lmcache_failures cli vllm_sleep vllm_in_place neighbours "
     "doctor_offload pinned_pool doctor_model lmcache_engine resident_stateful"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. Two of the

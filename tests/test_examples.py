@@ -183,65 +183,62 @@ def with_port(port: int) -> list[str]:
     return [line for line in theirs if "mooncake.sh" not in line]
 
 
-@needs_mooncake
-def test_the_script_starts_a_store_with_room_and_ends_it_again(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a store, which Ctrl-C ends with all its programs."""
     (port,) = free_ports(1)
-    host, master = ("::1", f"[::1]:{port}") if has_ipv6() else ("127.0.0.1", f"127.0.0.1:{port}")
-    with store(port, tmp_path, "--host", host) as child:
-        assert f"master {master} " in child.expect("ready:")
+    with store(port, tmp_path_factory.mktemp("store")) as child:
+        child.expect("ready:")
         assert len(with_port(port)) == 2
-        settings = {"policy": "write_through", "mooncake": {"master": master, "hostname": host}}
-        findings = list(doctor.check_offload(configuration.from_dict({"offload": settings})))
-        assert [finding for finding in findings if finding.status != "ok"] == []
-        assert findings[-1].check == "mooncake provider"
+        yield port
         child.signal(signal.SIGINT)
         assert child.wait()[0] == 130
     assert with_port(port) == []
 
 
 @needs_mooncake
-def test_when_the_provider_dies_the_script_says_so_and_ends_the_master(tmp_path: Path) -> None:
-    """Another store was started at the same time, and looked for ports, too: both serve."""
-    port, another = free_ports(2)
-    with store(port, tmp_path) as child, store(another, tmp_path / "beside") as beside:
-        beside.expect("ready:")
-        child.expect("ready:")
-        (provider,) = with_words(str(port), "mooncake_client")
-        os.kill(provider, signal.SIGKILL)
-        status, said = child.wait()
-    assert (status, f"provider ended; its log is {tmp_path}/provider.log" in said) == (1, True)
-    assert with_port(port) == []
+def test_a_second_script_joins_the_first_or_says_that_the_port_is_taken(serving: int) -> None:
+    with Child([*STORE[:-2], "--port", str(serving)]) as second:
+        assert second.wait() == (1, f"vcache mooncake: port {serving} of 127.0.0.1 is taken\n")
+    with Child([*STORE, "--master", f"127.0.0.1:{serving}"]) as second:
+        second.expect("ready:")
+        assert len(with_port(serving)) == 3
+        second.signal(signal.SIGTERM)
+        assert second.wait()[0] == 143
+    assert len(with_port(serving)) == 2
 
 
 @needs_mooncake
-def test_a_second_script_joins_the_first_or_says_that_the_port_is_taken(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    with store(port, tmp_path / "1") as first:
-        first.expect("ready:")
-        with Child([*STORE[:-2], "--port", str(port)]) as second:
-            assert second.wait() == (1, f"vcache mooncake: port {port} of 127.0.0.1 is taken\n")
-        with Child([*STORE, "--master", f"127.0.0.1:{port}"]) as second:
-            second.expect("ready:")
-            assert len(with_port(port)) == 3
-            second.signal(signal.SIGTERM)
-            assert second.wait()[0] == 143
-        assert len(with_port(port)) == 2
-        if which("setpriv"):
-            first.kill()
-            eventually(lambda: not with_port(port))
-
-
-@needs_mooncake
-def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    with store(port, tmp_path) as store_:
-        store_.expect("ready:")
-        program = [sys.executable, str(ROOT / "examples" / "mooncake_two_nodes.py")]
-        with Child([*program, "--master", f"127.0.0.1:{port}", "--tokens", "512"]) as child:
-            status, said = child.wait(200)
+def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(serving: int) -> None:
+    program = [sys.executable, str(ROOT / "examples" / "mooncake_two_nodes.py")]
+    with Child([*program, "--master", f"127.0.0.1:{serving}", "--tokens", "512"]) as child:
+        status, said = child.wait(200)
     assert status == 0, said
     assert "node B before: 0 of 512 tokens" in said
     below, promoted = (line for line in said.splitlines() if line.startswith("node B: "))
     came = "node B: 512 tokens found, 512 came, equal; chunks so far: "
     assert below == came + "{'vram': 0, 'offload': 2}"
     assert promoted == came + "{'vram': 2, 'offload': 2}"
+
+
+@needs_mooncake
+def test_when_the_provider_dies_the_script_says_so_and_ends_the_master(tmp_path: Path) -> None:
+    """Another store was started at the same time, and looked for ports, too: both serve, and the
+    doctor finds nothing wrong."""
+    port, another = free_ports(2)
+    host, master = ("::1", f"[::1]:{port}") if has_ipv6() else ("127.0.0.1", f"127.0.0.1:{port}")
+    with store(port, tmp_path, "--host", host) as child, store(another, tmp_path / "2") as beside:
+        beside.expect("ready:")
+        assert f"master {master} " in child.expect("ready:")
+        settings = {"policy": "write_through", "mooncake": {"master": master, "hostname": host}}
+        findings = list(doctor.check_offload(configuration.from_dict({"offload": settings})))
+        assert [finding for finding in findings if finding.status != "ok"] == []
+        assert findings[-1].check == "mooncake provider"
+        (provider,) = with_words(str(port), "mooncake_client")
+        os.kill(provider, signal.SIGKILL)
+        status, said = child.wait()
+        if which("setpriv"):
+            beside.kill()
+            eventually(lambda: not with_port(another))
+    assert (status, f"provider ended; its log is {tmp_path}/provider.log" in said) == (1, True)
+    assert with_port(port) == []

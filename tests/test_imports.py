@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,17 @@ def test_no_two_classes_have_one_name() -> None:
     nodes = (node for path in product for node in ast.walk(parsed(path)))
     counted = Counter(one.name.lstrip("_") for one in nodes if isinstance(one, ast.ClassDef))
     assert [name for name, count in counted.items() if count > 1] == []
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Nor those inside a function."""
+    files = {module(path): path for path in FILES}
+    graph = {
+        name: {
+            other
+            for _, other in imports(path)
+            if other in files and other != name and not name.startswith(f"{other}.")
+        }
+        for name, path in files.items()
+    }
+    TopologicalSorter(graph).prepare()  # CycleError names the circle

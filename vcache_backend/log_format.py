@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
+from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -25,10 +27,12 @@ def _stderr() -> logging.Handler:
     """Writes to stderr and never waits: lines that a terminal which is stopped (Ctrl-S), or a pipe
     without a reader, does not take are left out."""
     fd = 2
-    try:  # Opened anew: other processes may share fd 2, and would not wait, either.
-        fd = os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
-    except OSError:  # a socket, such as that of systemd's journal, or another user's pipe
-        os.set_blocking(fd, False)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        # Opened anew: other processes may share fd 2, and would not wait, either. Impossible for a
+        # socket, such as that of systemd's journal, and for another user's pipe.
+        with suppress(OSError):
+            fd = os.open("/proc/self/fd/2", os.O_WRONLY)
+    os.set_blocking(fd, False)
     return logging.StreamHandler(open(fd, "w", errors="replace", closefd=False))
 
 

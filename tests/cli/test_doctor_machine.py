@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from fake_cuda import UUIDS, FakeCuda
+from fake_cuda import cuda as cuda
 from processes import stage
-from test_cuda_segments import cuda as cuda
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict

@@ -49,3 +49,13 @@ while "and then" not in (line := unread.readline()):
 print(line)
 """
     assert "and then" in ran(sys.executable, "-c", code).stdout
+
+
+def test_a_log_that_a_shell_opened_is_not_written_over(tmp_path: Path) -> None:
+    """By what else goes to stderr."""
+    code = "import logging, sys; from vcache_backend import log_format as one; one.begin();"
+    code += "logging.warning('first'); sys.stderr.write('second'); logging.warning('third')"
+    with (tmp_path / "log").open("w") as log:
+        ran(sys.executable, "-c", code, stdout=log, stderr=log)
+    told = (tmp_path / "log").read_text()
+    assert [one in told for one in ("first", "second", "third")] == [True] * 3

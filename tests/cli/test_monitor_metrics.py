@@ -22,14 +22,7 @@ from processes import ROOT, Child, Stage, eventually, ran
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
-<<<<<<< HEAD:tests/cli/test_monitor_metrics.py
 from vcache_backend.config import split_address
-=======
-from vcache_backend.config import ServerConfig, split_address
-from vcache_backend.metadata_server import main
-from vcache_backend.monitor import web
-from vcache_backend.monitor.samples import Samples
->>>>>>> server:tests/cli/test_monitor.py
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -104,7 +97,7 @@ def looked_for(reader: Client) -> None:
     tokens.
     """
     reader.find(m.Find(keys(5)))
-    reader.pin(keys(1), 1.0)
+    reader.pin(keys(1), 0.0)
     reader.count(6 * 256, 3 * 256)
     reader.count(awaited=512, waited_ms=250)
     reader.list_segments()  # which tells the counts
@@ -159,7 +152,7 @@ class Prometheus(NamedTuple):
 def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus]:
     """A Prometheus that has scraped this address and does so all the time."""
     (port,) = free_ports(1)
-    every = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "200ms"}
+    every = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "100ms"}
     scraped = {"job_name": "vcache", "static_configs": [{"targets": [address]}]}
     config = {"global": every, "scrape_configs": [scraped], "rule_files": ["rules.yml"]}
     (folder / "rules.yml").write_text(rules)
@@ -270,130 +263,6 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
         eventually(lambda: prometheus.alerts() == {"VCacheServerGone"}, every=0.2)
 
 
-<<<<<<< HEAD:tests/cli/test_monitor_metrics.py
-=======
-def shown(page: str, folder: Path) -> str:
-    """What a real Chromium makes of a page, after five seconds of the page's own time. Skips the
-    test if this Chromium does not run here.
-    """
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    options += ["--no-first-run", "--disable-background-networking", f"--user-data-dir={folder}"]
-    done = ran("chromium", *options, "--virtual-time-budget=5000", "--dump-dom", page)
-    return done.stdout or pytest.skip("needs a Chromium that runs here, and this one does not")
-
-
-@needs("chromium")
-def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_path: Path) -> None:
-    alone.server()
-    address = beside(alone)
-    eventually(lambda: get(address, "/readyz")[0] == 200)
-    empty = shown(f"http://{address}/", tmp_path / "chromium")
-    for said in (
-        '<p id="verdict" class="">no instance is connected</p>',
-        ">there are no two instances</span>",
-        "since the server's start no hit<",
-    ):
-        assert said in empty
-    assert "hour" not in empty
-    used(alone)
-    eventually(lambda: json.loads(get(address, "/stats.json")[1])["stats"]["hits"])
-    page = shown(f"http://{address}/", tmp_path / "chromium")
-    for said in (
-        f"<title>vcache: {socket.gethostname()}, {alone.path}</title>",
-        "<td>1,536</td><td>768</td><td>50.0 %</td>",
-        '<b>3</b><span class="dim">chunks in KV caches',
-        "1010 MiB, 2 refused",
-        f"<th>{A.hex()[:8]}</th>",
-        "&lt;img src=x onerror=alert(1)&gt; &amp; 'more'",
-    ):
-        assert said in page
-    assert "<img" not in page
-    assert ">asking…<" not in page
-
-
-def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(alone: Stage) -> None:
-    server = alone.server(metrics=":0")
-    own = address_of(server)
-    address = beside(alone)
-    eventually(lambda: get(address, "/readyz")[0] == 200)
-    server.stop()
-    eventually(lambda: get(address, "/healthz")[0] == 503, every=0.1)
-    assert "did not answer" in get(address, "/healthz")[1]
-    assert samples(address) == {("vcache_server_up",): 0}
-    server.cont()
-    pages = "/healthz", "/readyz"
-    eventually(lambda: [get(address, page)[0] for page in pages] == [200, 200], every=0.1)
-    server.kill()
-    eventually(lambda: get(address, "/readyz")[0] == 503, every=0.1)
-    eventually(lambda: not answers(own))
-
-
-def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
-    server = alone.server(metrics=":0")
-    address_of(server)
-    tasks = Path(f"/proc/{server.pid}/task").iterdir()
-    (child,) = [one for task in tasks for one in (task / "children").read_text().split()]
-    # A service manager sends SIGHUP to all of a service: that ends neither process.
-    for number in ("-HUP", "-9"):
-        subprocess.run(["kill", number, child], check=True)
-    server.expect("its process ended with -9; it is started again")
-    assert get(address_of(server), "/nothing")[0] == 404
-    server.signal(signal.SIGHUP)
-    assert alone.client().connected
-    server.signal(signal.SIGTERM)
-    assert server.wait()[0] == 0
-
-
-def test_a_monitor_whose_port_is_taken_is_started_ever_less_often(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(main, "AGAIN_SECONDS", 0.01)
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        address = "{}:{}".format(*taken.getsockname())
-        monitor = main.MonitorProcess(ServerConfig(metrics=address))
-        with closing(monitor):
-
-            def starts() -> list[str]:
-                monitor.tick()
-                return [line.rpartition(" after ")[2] for line in caplog.messages]
-
-            eventually(lambda: starts() == ["0.02 s", "0.04 s"])
-
-
-SLOW = {"sends nothing": b"", "reads no answer": b"GET /metrics HTTP/1.0\r\n\r\n"}
-
-
-def answering() -> list[threading.Thread]:
-    threads = threading.enumerate()
-    return [thread for thread in threads if "process_request_thread" in thread.name]
-
-
-@pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW)
-def test_slow_connections_end(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The metrics are too large for any socket."""
-    monkeypatch.setattr(web._Handler, "timeout", 0.5)
-    registry = CollectorRegistry()
-    Gauge("large", "x" * (16 << 20), registry=registry)
-    with (
-        closing(Samples(tmp_path / "vcache.sock")) as asked,
-        web.Web("127.0.0.1", 0, asked, registry) as served,
-        socket.create_connection(split_address(served.address, "")) as slow,
-    ):
-        serving = threading.Thread(target=served.serve_forever)
-        serving.start()
-        try:
-            slow.sendall(sent)
-            eventually(answering)
-            eventually(lambda: not answering())
-        finally:
-            served.shutdown()
-            serving.join()
-    assert not [one for one in caplog.records if one.name == web.__name__]
-
-
->>>>>>> server:tests/cli/test_monitor.py
 @pytest.mark.parametrize("address", ["9419", "::1:9419", ":65536", "a b:1"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="metrics must be HOST:PORT"):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from processes import PATIENT, Stage, eventually
-from test_cli import vcache
+from test_command import vcache
 
 from vcache_backend import doctor
 from vcache_backend.config import from_dict

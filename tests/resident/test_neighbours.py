@@ -167,7 +167,7 @@ def test_a_cache_of_another_layout_is_refused(
 
 
 def test_an_fd_of_something_else_is_never_mapped() -> None:
-    """Whatever the server lets pass. More of that: test_segments."""
+    """Whatever the server lets pass. More of that: test_regions."""
     with closing(neighbour_cases.SharedCache()) as cache:
         shape = cache_shape(cache.kv, cache.regions, neighbour_cases.HOST)
         with closing(Generations(ONE, shape.num_blocks)) as table:

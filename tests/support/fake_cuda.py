@@ -1,6 +1,5 @@
 """As much of the CUDA driver as segments and the doctor use: it counts what it gave out, and can
-fail anywhere.
-"""
+fail anywhere. Import the fixture `cuda`."""
 
 from __future__ import annotations
 
@@ -13,6 +12,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
+
+from vcache_backend.vram_pool import cuda_driver, devices, regions
+from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.devices import Device
 
 MIB = 1 << 20
@@ -208,3 +213,23 @@ class FakeCuda:
 NOTHING = dict.fromkeys(("contexts", *TABLES), 0)
 UUIDS = [f"GPU-{uuid.UUID(int=0xABC0 + ordinal)}" for ordinal in range(2)]
 GPU0, GPU1 = (Device(name, "cuda", ordinal) for ordinal, name in enumerate(UUIDS))
+
+
+def cpu_view(mapping: Any, ordinal: int) -> torch.Tensor:
+    """What torch makes of a mapping, where there is no GPU: host memory that keeps `mapping`
+    alive.
+    """
+    described = mapping.__cuda_array_interface__
+    held = SimpleNamespace(__array_interface__=described, mapping=mapping)
+    return torch.from_numpy(np.asarray(held))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A machine of two fake GPUs; torch is on the first."""
+    fake = FakeCuda()
+    driver = Driver(fake)
+    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
+    monkeypatch.setattr(devices, "current_gpu", lambda: 0)
+    monkeypatch.setattr(regions, "view", cpu_view)
+    return fake

@@ -14,8 +14,8 @@ import pytest
 import torch
 from engine_cases import ROOMY, Node, Pair, fresh, get, node, pair, put, said
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
+from memory_cases import mappings, open_fds
 from processes import PATIENT, SECONDS, eventually, ran
-from test_segments import mappings, open_fds
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer import store

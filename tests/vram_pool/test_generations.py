@@ -144,7 +144,7 @@ def forged(kind: str) -> Iterator[int]:
     ],
 )
 def test_what_is_no_table_is_refused_with_why_and_leaves_nothing(kind: str, message: str) -> None:
-    """Other seals, and what is no memfd: test_segments. An instance does not answer for its
+    """Other seals, and what is no memfd: test_regions. An instance does not answer for its
     predecessor.
     """
     with forged(kind) as fd:

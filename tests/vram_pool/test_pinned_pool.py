@@ -1,6 +1,6 @@
 """Pools in host memory beside KV caches on GPUs, against a driver that counts what it locked; the
 KV caches here are on the CPU. On real GPUs: test_cross_process_store_retrieve.py and
-test_gpu_segments.py."""
+test_regions.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 from engine_cases import Node, get, here, put, said, served
-from fake_cuda import MIB, NOTHING, FakeCuda
+from fake_cuda import MIB, NOTHING, FakeCuda, cuda
 from kv_cases import CHUNK, FLASH, Cache, Sizes, layout_of, prompt
+from memory_cases import mappings, open_fds, why_not_mapped
 from processes import eventually, info
-from test_cuda_segments import cuda, why_not_mapped
-from test_segments import mappings, open_fds
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import SegmentError
@@ -194,7 +193,7 @@ def test_a_step_never_waits_for_memory_that_is_being_locked(served: Node, pieces
 
 def test_the_thread_that_locks_leaves_captured_graphs_whole(served: Node, pieces: FakeCuda) -> None:
     """As vLLM does after its KV cache is made, which is when the pool begins. On a GPU:
-    test_gpu_segments.py.
+    test_regions.py.
     """
     spoils: list[bool] = []
     pieces.register_waits = lambda: spoils.append(threading.get_ident() not in pieces.relaxed)

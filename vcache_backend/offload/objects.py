@@ -56,9 +56,10 @@ def digest(data: Buffer) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """The format of one namespace's objects. fingerprint: of the namespace, at most 64 bytes."""
+    """The format of one namespace's objects."""
 
     fingerprint: bytes
+    """Of the namespace, at most 64 bytes."""
     chunk_bytes: int
 
     @property

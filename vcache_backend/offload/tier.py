@@ -31,12 +31,6 @@ from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
-MAX_BUFFERS = 256
-"""The most buffers for reads, and for writes; more buffers would not be faster."""
-START_SECONDS = 3.0
-"""How long vLLM's start may wait for the offload process, which starts in half a second: vLLM's
-first request may need the tier."""
-CLOSE_SECONDS = 3.0
 MEASURED_BYTES = 1 << 20
 """A load of fewer bytes does not count for the bandwidth."""
 
@@ -44,21 +38,22 @@ MEASURED_BYTES = 1 << 20
 class OffloadTier:
     """The offload tier in one process. `bind` and `fetch` run in the worker's thread, other methods
     in any thread. Only look-ups wait for the store, up to `lookup_seconds`. No failure of the store
-    raises.
-
-    bandwidth: bytes of KV a second over recent loads; None before the first load. A scheduler,
-    which loads nothing, sets this value."""
+    raises."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
-        """Open the tier for look-ups. Waits at most START_SECONDS for the store; the background
-        thread keeps trying. on_gpu: the KV caches are on a GPU."""
+        """Open the tier for look-ups. Waits at most 3 s for the store, whose process starts in half
+        a second: vLLM's first request may need the tier. The background thread keeps trying.
+        on_gpu: the KV caches are on a GPU."""
         self._settings, self._stats, self._store = config, stats, Store(config, stats)
         self._least, self._next_try = config.least_bandwidth(on_gpu), 0.0
         self.bandwidth: float | None = None
+        """Bytes of KV a second over recent loads; None before the first load. A scheduler, which
+        loads nothing, sets this value."""
         self._reader: Reader | None = None
         self._writer: Writer | None = None
         self.promotes = config.promote
-        self._store.wait(START_SECONDS)
+        """Whether loaded chunks should be stored in the pool."""
+        self._store.wait(3.0)
 
     def bind(
         self, config: Config, layout: Layout, device: Device, chunk_bytes: int, pool: Pool
@@ -72,7 +67,8 @@ class OffloadTier:
         settings, store, stats = self._settings, self._store, self._stats
         form = Format(layout.namespace().fingerprint, chunk_bytes)
         size = form.object_bytes
-        count = min(settings.staging_bytes // size, 2 * MAX_BUFFERS)
+        # More buffers would not be faster.
+        count = min(settings.staging_bytes // size, 512)
         if count < 4:
             need = f"must be at least {4 * size:,}, four chunks of {size:,} B each"
             given = int(settings.staging_bytes)
@@ -160,7 +156,7 @@ class OffloadTier:
             "store": self._store.snapshot(),
         }
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+    def close(self, seconds: float = 3.0) -> None:
         """Close the store after running writes have ended, within `seconds`. Idempotent."""
         if self._writer is not None:
             self._writer.close(seconds)

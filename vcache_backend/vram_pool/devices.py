@@ -22,15 +22,14 @@ from vcache_backend.vram_pool.cuda_driver import Link
 
 
 class Device(msgspec.Struct, frozen=True):
-    """Memory that segments lie in and readers read from.
-
-    name: `GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node. ordinal:
-    the GPU's CUDA ordinal in this process; for host memory, the ordinal of the GPU that reads the
-    memory, or None."""
+    """Memory that segments lie in and readers read from."""
 
     name: str
+    """`GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node."""
     medium: Medium
     ordinal: int | None = None
+    """The GPU's CUDA ordinal in this process; for host memory, the ordinal of the GPU that reads
+    the memory, or None."""
 
     def __str__(self) -> str:
         return self.name if self.ordinal is None else f"{self.name} (cuda:{self.ordinal})"
@@ -47,10 +46,7 @@ def where(reader: Device, owner: str) -> Literal["own", "peer", "host"]:
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU that this process sees. Sizes in bytes.
-
-    links: by UUID of every other visible GPU, how kernels on this GPU reach the other GPU's memory.
-    shares_memory: whether this GPU can hold segments (virtual memory management with POSIX fds)."""
+    """One GPU that this process sees. Sizes in bytes."""
 
     ordinal: int
     uuid: str
@@ -58,7 +54,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     free_bytes: int
     shares_memory: bool
+    """Whether it can hold segments (virtual memory management with POSIX fds)."""
     links: dict[str, Link]
+    """By UUID of every other visible GPU, how kernels on this GPU reach the other GPU's memory."""
 
 
 def resolve(spec: str, kv_device: str = "") -> Device:

@@ -16,11 +16,12 @@ _ROUNDING = 1e-9
 
 
 class Shortfall(NamedTuple):
-    """said: why a pool does not fit, and what to set. fits: the bytes that may be allocated now
-    instead of all."""
+    """A pool that does not fit."""
 
     said: str
+    """Why, and what to set."""
     fits: int
+    """The bytes that may be allocated now instead of all."""
 
 
 def most_utilization(total: int, segment: int) -> float:

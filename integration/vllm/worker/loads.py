@@ -200,9 +200,9 @@ class Loads:
                 self._from_start.add(name)
             self._invalid.update(() if self._several else invalid)
         elif not loading.cause:
-            if spec.promote:
-                came, epoch = loading.to_promote(), loading.epoch
-                self._stores.promote(loading.worker, spec, loading.keys, came, epoch)
+            if spec.promote and (came := loading.to_promote()):
+                keys, epoch = loading.keys, loading.epoch
+                self._stores.promote(loading.worker, spec, keys, came, epoch)
             self._ends.put(spec.number)
         self._over.append(name)
         self._uncounted.append((spec, loading, time.time_ns()))

@@ -47,18 +47,18 @@ _COLUMNS = tl.constexpr(3)
 @dataclass(frozen=True)
 class Tuning:
     """How a copy is spread over the GPU. The values were found by a sweep (until 2026-11-22 in
-    `benchmarks/sweep_copy.py`).
-
-    ctas: thread blocks of a launch. block_bytes: bytes that a thread block moves at a time, a power
-    of two. num_warps: warps of 32 threads in a thread block. stages: 1 keeps the piece being read
-    in registers; n >= 2 keeps n - 1 pieces in shared memory, so that `(stages - 1) * block_bytes`
-    must stay under the 227 KiB of an SM. Cache modifiers and eviction hints were part of the sweep
-    and made no difference beyond noise."""
+    `benchmarks/sweep_copy.py`). Cache modifiers and eviction hints were part of the sweep and made
+    no difference beyond noise."""
 
     ctas: int
+    """Thread blocks of a launch."""
     block_bytes: int = 16 << 10
+    """Bytes that a thread block moves at a time, a power of two."""
     num_warps: int = 4
+    """Warps of 32 threads in a thread block."""
     stages: int = 4
+    """1 keeps the piece being read in registers; n >= 2 keeps n - 1 pieces in
+    shared memory, so that `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM."""
 
 
 PEER = Tuning(ctas=64)

@@ -17,24 +17,25 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """The blocks that one launch moves between slots and a KV cache. Immutable; any thread.
-
-    blocks: (n, 3) int64: slot index, byte offset in the slot of the block's first page (layer 0,
-    part 0, of the first kind), block id in the KV cache. nbytes: bytes to read, and to write.
-    tokens: tokens whose blocks move; with several groups, only the first group's blocks count.
-    each: blocks of a chunk."""
+    """The blocks that one launch moves between slots and a KV cache. Immutable; any thread."""
 
     chunk_size: int
+    """Tokens."""
     block_size: int
+    """Tokens."""
     blocks: Int64s
+    """(n, 3): slot index, byte offset in the slot of the block's first page (layer
+    0, part 0, of the first kind), block id in the KV cache."""
     nbytes: int
+    """Bytes to read, and to write."""
     tokens: int
-    each: int
+    """Tokens whose blocks move; with several groups, only the first group's blocks count."""
+    blocks_per_chunk: int
 
     def complete(self, slots: int) -> Bools:
         """Shape (slots,): which slots have all their blocks in the plan. A store must skip every
         other chunk."""
-        whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
+        whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.blocks_per_chunk
         return whole
 
     def offsets(self, kv: PagedKV, number: int) -> Int64s:

@@ -1,4 +1,4 @@
-"""The tier's small parts, without a store: pauses, buffers, a load's deadline."""
+"""Reads without a store: buffers, a load's deadline. With one: test_offload_tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from model import FakeClock
 from processes import SECONDS
 
-from vcache_backend.backoff import Backoff
 from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.store import Store
@@ -51,7 +50,7 @@ def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
 def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind other loads, so that the store is not at fault. In its own call: test_offload_engine."""
+    """Behind other loads, so that the store is not at fault. In its own call: test_offload_tier."""
     clock, stats = FakeClock(), EngineStats()
     go_on, begun = threading.Event(), threading.Event()
     ring = Ring(staging(store.memory, 256, 4, None))
@@ -76,10 +75,3 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     finally:
         go_on.set()
         reader.close()
-
-
-def test_a_backoff_doubles_its_pauses_until_a_success() -> None:
-    pauses = Backoff(1.0, 5.0)
-    assert [pauses.next() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    pauses.reset()
-    assert pauses.next() == 1.0

@@ -1,0 +1,321 @@
+"""Segments: what outlives whom, what is refused, and that nothing is left behind. Host memory is
+real; GPU memory is a driver's that counts what it gave out and can fail anywhere, and on GPUs it is
+real, too. What several processes do with segments: test_cross_process_store_retrieve.py."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from fake_cuda import GPU0, GPU1, MIB, NOTHING, UUIDS, FakeCuda, cuda
+from memory_cases import NBYTES, forged, left_behind, mappings, open_fds, why_not_mapped
+
+from vcache_backend.errors import SegmentError
+from vcache_backend.protocol.messages import SegmentId, SegmentInfo
+from vcache_backend.vram_pool import cuda_driver, devices, regions
+from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.regions import MappedSegment, OwnedSegment, create, map_segment
+
+__all__ = ["cuda"]
+
+HOST = Device("host", "host")
+SIZE = 64 * MIB
+ID = SegmentId("0123456789ab")
+
+
+@pytest.fixture
+def on_host() -> Iterator[OwnedSegment]:
+    with create(HOST, NBYTES) as segment:
+        yield segment
+
+
+@pytest.fixture
+def on_gpu(cuda: FakeCuda) -> Iterator[OwnedSegment]:
+    with create(GPU0, 4 * MIB) as segment:
+        yield segment
+
+
+# ---- host memory
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1 << 60])
+def test_an_impossible_size_is_refused(nbytes: int) -> None:
+    with pytest.raises(SegmentError, match=f"{nbytes:,} B"):
+        create(HOST, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("plain", r"plain file of 1,048,576 B|it has 0x1, needs 0x7"),
+        ("device", r"not a memfd but crw"),
+        ("small", r"holds 4,096 B but the segment is said to have 1,048,576 B"),
+        ("unsealed", r"other seals .it has 0x0, needs 0x7"),
+        ("frozen", r"Operation not permitted"),
+        ("read-only", r"Permission denied"),
+        ("huge", r"huge pages: .* SIGBUS"),
+    ],
+)
+def test_a_forged_fd_is_refused_with_figures_and_leaves_nothing(kind: str, message: str) -> None:
+    with forged(kind) as fd:
+        before = open_fds()
+        with pytest.raises(SegmentError, match=f"segment 0123456789ab of host: .*{message}"):
+            map_segment(SegmentInfo(ID, "host", "host", NBYTES), fd, HOST)
+        assert open_fds() <= before
+
+
+def test_a_gpu_does_not_map_host_memory_and_a_host_no_gpu_memory(on_host: OwnedSegment) -> None:
+    assert "host memory of host: GPU-0" in why_not_mapped(on_host, GPU0)
+    of_gpu = msgspec.structs.replace(on_host.info, device=GPU0.name, medium="cuda")
+    with pytest.raises(SegmentError, match="cuda memory of GPU-0.*: host cannot map that"):
+        map_segment(of_gpu, on_host.fd, HOST)
+
+
+def test_close_may_be_called_again_and_what_is_closed_says_so(on_host: OwnedSegment) -> None:
+    mapped = map_segment(on_host.info, on_host.fd, HOST)
+    for segment in (on_host, mapped):
+        segment.close()
+        # The number may be another file's by now: closing again must not close that.
+        replacement = os.open("/dev/null", os.O_RDONLY)
+        segment.close()
+        os.fstat(replacement)
+        os.close(replacement)
+        with pytest.raises(SegmentError, match=f"segment {segment.id} is closed"):
+            _ = segment.fd
+    with pytest.raises(SegmentError, match="is closed"):
+        _ = mapped.whole
+
+
+def test_a_tensor_outlives_its_segment_and_the_mapping_goes_with_it(on_host: OwnedSegment) -> None:
+    before = open_fds(), mappings()
+    mapped = map_segment(on_host.info, on_host.fd, HOST)
+    part = mapped.whole[10:20].view(torch.int16)
+    mapped.close()
+    del mapped
+    part.fill_(257)
+    assert part.tolist() == [257] * 5
+    assert mappings() == before[1] + 1
+    del part
+    assert (open_fds() <= before[0], mappings()) == (True, before[1])
+
+
+# ---- GPU memory, of the counting driver
+
+
+def test_a_gpu_segment_is_rounded_up_and_only_its_fd_remains(cuda: FakeCuda) -> None:
+    before = open_fds()
+    with create(GPU1, 3 * MIB) as owned:
+        assert owned.info == SegmentInfo(owned.id, UUIDS[1], "cuda", 4 * MIB)
+        assert not os.get_inheritable(owned.fd)
+        assert cuda.holds() == NOTHING
+    assert open_fds() <= before
+
+
+@pytest.mark.parametrize("reader", [GPU0, GPU1])
+def test_a_mapping_is_readable_on_its_reader_and_lives_as_long_as_a_tensor_of_it(
+    cuda: FakeCuda, on_gpu: OwnedSegment, reader: Device
+) -> None:
+    with map_segment(on_gpu.info, on_gpu.fd, reader) as mapped:
+        part = mapped.whole[:64][8:16]
+        assert cuda.allowed[mapped.whole.data_ptr()] == reader.ordinal
+    del mapped
+    assert cuda.holds() == NOTHING | {"contexts": 1, "handles": 1, "ranges": 1, "mapped": 1}
+    cuda.calls.clear()
+    del part
+    assert cuda.holds() == NOTHING
+    # It waits for work, and undoes backwards.
+    order = ["cuCtxPushCurrent", "cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
+    order += ["cuMemRelease", "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease"]
+    assert [name for name in cuda.calls if name != "cuDeviceGet"] == order
+
+
+CONTEXT = ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"]
+MAPPING = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+CREATION = ["cuMemCreate", "cuMemExportToShareableHandle"]
+
+
+@pytest.mark.parametrize("call", CONTEXT + MAPPING)
+def test_a_failed_mapping_leaves_nothing(cuda: FakeCuda, on_gpu: OwnedSegment, call: str) -> None:
+    before = open_fds()
+    cuda.broken = call
+    message = f"GPU {UUIDS[1]} cannot map 4,194,304 B of GPU {UUIDS[0]}: {call}: CUDA_ERROR"
+    with pytest.raises(SegmentError, match=f"segment {on_gpu.id} of {UUIDS[0]}: {message}"):
+        map_segment(on_gpu.info, on_gpu.fd, GPU1)
+    assert (cuda.holds(), open_fds() <= before) == (NOTHING, True)
+
+
+@pytest.mark.parametrize("call", CONTEXT + CREATION)
+def test_a_creation_that_fails_at_any_step_leaves_nothing(cuda: FakeCuda, call: str) -> None:
+    before = open_fds()
+    cuda.broken = call
+    with pytest.raises(SegmentError, match=f"{call}: CUDA_ERROR_INVALID_VALUE"):
+        create(GPU0, MIB)
+    assert (cuda.holds(), open_fds() <= before) == (NOTHING, True)
+
+
+def test_a_torch_that_cannot_view_the_mapping_leaves_nothing(
+    cuda: FakeCuda, on_gpu: OwnedSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(mapping: Any, ordinal: int) -> torch.Tensor:
+        raise SegmentError("torch has no CUDA")
+
+    monkeypatch.setattr(regions, "view", refuse)
+    assert "torch has no CUDA" in why_not_mapped(on_gpu, GPU0)
+    gc.collect()  # Python 3.12 keeps the traceback in a cycle
+    assert cuda.holds() == NOTHING
+
+
+def test_a_clean_up_that_fails_is_logged_and_goes_on(
+    cuda: FakeCuda, on_gpu: OwnedSegment, caplog: pytest.LogCaptureFixture
+) -> None:
+    mapped = map_segment(on_gpu.info, on_gpu.fd, GPU0)
+    cuda.broken = "cuCtxSynchronize"
+    with caplog.at_level(logging.WARNING):
+        mapped.close()
+    assert cuda.holds() == NOTHING
+    assert "clean-up of a GPU segment: cuCtxSynchronize: CUDA_ERROR_INVALID_VALUE" in caplog.text
+
+
+def test_no_peer_access_is_refused_by_both_names(cuda: FakeCuda, on_gpu: OwnedSegment) -> None:
+    cuda.peers = False
+    cuda.calls.clear()
+    assert f"GPU {UUIDS[1]} has no peer access to GPU {UUIDS[0]}" in why_not_mapped(on_gpu, GPU1)
+    assert "cuMemImportFromShareableHandle" not in cuda.calls
+    with map_segment(on_gpu.info, on_gpu.fd, GPU0):
+        assert cuda.holds()["mapped"] == 1
+
+
+@pytest.mark.parametrize(("kind", "what"), [("plain", "-rw"), ("small", "-rw"), ("socket", "srw")])
+def test_other_memory_never_reaches_the_driver(cuda: FakeCuda, kind: str, what: str) -> None:
+    with socket.socket() as other, forged("plain" if kind == "socket" else kind) as file:
+        fd = other.fileno() if kind == "socket" else file
+        with pytest.raises(SegmentError, match=f"is {what}.*, not exported GPU memory"):
+            map_segment(SegmentInfo(ID, UUIDS[0], "cuda", 4 * MIB), fd, GPU0)
+    assert "cuMemImportFromShareableHandle" not in cuda.calls
+
+
+def test_a_size_that_memory_does_not_have_is_refused(cuda: FakeCuda, on_gpu: OwnedSegment) -> None:
+    odd = "4,194,305 B is not a multiple of 2,097,152 B"
+    large = "cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"
+    for nbytes, said in ((4 * MIB + 1, odd), (8 * MIB, large)):
+        with pytest.raises(SegmentError, match=said):
+            map_segment(msgspec.structs.replace(on_gpu.info, nbytes=nbytes), on_gpu.fd, GPU0)
+    assert cuda.holds() == NOTHING
+
+
+# ---- real GPUs
+
+
+def pattern(device: torch.device) -> torch.Tensor:
+    return (torch.arange(SIZE, device=device) % 251).to(torch.uint8)
+
+
+class Memory(NamedTuple):
+    """Bytes that torch takes for a GPU's."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+
+
+@pytest.mark.gpu
+def test_the_real_driver_refuses_an_fd_of_something_else_and_more_memory_than_there_is() -> None:
+    device = devices.resolve("cuda:0")
+    refused = pytest.raises(SegmentError, match=f"segment 0123456789ab of {device.name}")
+    with forged("device") as fd, refused:
+        map_segment(SegmentInfo(ID, device.name, "cuda", SIZE), fd, device)
+    said = r"needs [\d,]+ B but [\d,]+ of [\d,]+ B are free; set pool.segment_bytes <= \d+"
+    with pytest.raises(SegmentError, match=said):
+        create(device, 4 << 40)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_200_lives_of_a_gpu_segment_leave_no_fd_and_no_memory() -> None:
+    """Its memory lives as long as the last fd. Tests beside this one take and free memory of the
+    same GPU, so what is free says nothing: a life takes so much that 200 would not fit."""
+    device = devices.resolve("cuda:0")
+    nbytes = torch.cuda.mem_get_info(0)[1] // 60 // (2 * MIB) * (2 * MIB)
+
+    def life() -> None:
+        with create(device, nbytes) as owned:
+            info, kept = owned.info, os.dup(owned.fd)
+        with map_segment(info, kept, device) as mapped:
+            os.close(kept)
+            mapped.whole[:1].fill_(1)
+
+    assert left_behind(life, cycles=200) == (0, 0)
+
+
+@pytest.mark.gpu
+def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
+    with create(HOST, SIZE) as owned, map_segment(owned.info, owned.fd, HOST) as other:
+        for ordinal in range(torch.cuda.device_count()):
+            reader = devices.resolve("host", f"cuda:{ordinal}")
+            with map_segment(owned.info, owned.fd, reader) as mapped:
+                address = mapped.whole.data_ptr()
+                seen = torch.as_tensor(Memory(address, SIZE), device=f"cuda:{ordinal}")
+                assert (seen.device, seen.data_ptr()) == (torch.device("cuda", ordinal), address)
+                torch.add(pattern(seen.device), ordinal, out=seen)
+                torch.cuda.synchronize(ordinal)
+                assert torch.equal(other.whole[:SIZE], pattern(torch.device("cpu")) + ordinal)
+                other.whole[5:6].fill_(99)
+                # What comes of a kernel: torch's own copies take `seen` for memory of the GPU.
+                assert (seen[4:7] == 99).tolist() == [False, True, False]
+                del seen
+            # Unmapped and unlocked, with the device still in order.
+            assert int(torch.ones(8, device=f"cuda:{ordinal}").sum()) == 8
+
+
+@pytest.mark.gpu
+def test_memory_is_locked_while_another_thread_captures_a_graph() -> None:
+    """As the pool does while vLLM captures its own."""
+    numbers = torch.zeros(8, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    locked = list[MappedSegment]()
+    numbers.add_(0)
+    torch.cuda.synchronize()
+    with create(HOST, SIZE) as owned:
+
+        def lock() -> None:
+            cuda_driver.load().beside_captures()
+            locked.append(map_segment(owned.info, owned.fd, devices.resolve("host", "cuda:0")))
+
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            numbers.add_(1)
+            thread = threading.Thread(target=lock)
+            thread.start()
+            thread.join()
+            numbers.add_(1)
+    graph.replay()
+    assert numbers.tolist() == [2.0] * 8
+    (mapped,) = locked
+    mapped.close()
+
+
+@pytest.mark.gpu(count=2)
+def test_a_peer_reads_and_writes_the_segment_of_the_other_gpu() -> None:
+    device = devices.resolve("cuda:0")
+    with create(device, SIZE) as owned, map_segment(owned.info, owned.fd, device) as mapped:
+        mapped.whole[:SIZE].copy_(pattern(mapped.whole.device))
+        torch.cuda.synchronize(0)
+        with map_segment(owned.info, owned.fd, devices.resolve("cuda:1")) as peer:
+            whole = peer.whole[:SIZE]
+            assert whole.device == torch.device("cuda:1")
+            assert torch.equal(whole, pattern(whole.device))
+            peer.whole[5:6].fill_(254)
+            torch.cuda.synchronize(1)
+            del whole
+        assert mapped.whole[5:6].item() == 254
