@@ -17,7 +17,6 @@ from prometheus_client import Gauge
 from test_monitor_metrics import A, address_of, beside, get, needs, samples, used
 
 from vcache_backend.config import ServerConfig, split_address
-from vcache_backend.metadata_server import report as monitoring
 from vcache_backend.monitor import web
 
 
@@ -96,10 +95,10 @@ def test_a_monitor_that_ends_is_started_again_ever_less_often(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One whose port is taken ends by itself."""
-    monkeypatch.setattr(monitoring, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(main, "AGAIN_SECONDS", 0.01)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         address = "{}:{}".format(*taken.getsockname())
-        with closing(monitoring.MonitorProcess(ServerConfig(metrics=address))) as monitor:
+        with closing(main.MonitorProcess(ServerConfig(metrics=address))) as monitor:
 
             def starts() -> list[str]:
                 monitor.tick()

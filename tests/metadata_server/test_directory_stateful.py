@@ -27,7 +27,7 @@ from vcache_backend.metadata_server import directory as directories
 from vcache_backend.metadata_server import slots
 from vcache_backend.metadata_server.directory import Backlog, Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.slots import Region, SlotsTable, resets_in
+from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable, resets_in
 from vcache_backend.protocol.messages import (
     ChunkKey,
     Location,
@@ -217,7 +217,7 @@ class SlotMachine(RuleBasedStateMachine):
     def use(self, name: str, table: SlotsTable) -> None:
         table.words, table.generations = Stores(table.words), Stores(table.generations)
         info = SegmentInfo(SegmentId(name), "gpu-0", "host", SEGMENTS[name])
-        self.directory.add(Region(info, table))
+        self.directory.add(SlotRegion(info, table))
 
     @rule(pick=one_of)
     @precondition(lambda self: len(self.memory) > len(self.away) + 1)

@@ -17,7 +17,7 @@ from operator import itemgetter
 import msgspec
 
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.slots import SLAB_BITS, Region, Reset, Resets, padded
+from vcache_backend.metadata_server.slots import SLAB_BITS, Reset, Resets, SlotRegion, padded
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.slot_layout import MAX_RESETS, SLAB_SLOTS, SLABS, SLOTS
 
@@ -141,7 +141,7 @@ class Directory:
         self._now, self._write_seconds, self._max_chunks = now, write_seconds, max_chunks
         self._backlog, self.counters = backlog, counters
         self._keep, self._on_reset = keep, on_reset
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, SlotRegion] = {}
         self._ids = count()
         self._last = self._uses = 0
         self.chunks = Chunks()
@@ -163,13 +163,13 @@ class Directory:
 
     # ---- segments
 
-    def region(self, id_: m.SegmentId) -> Region | None:
+    def region(self, id_: m.SegmentId) -> SlotRegion | None:
         return next((region for region in self.regions.values() if region.id == id_), None)
 
     def segments(self) -> list[m.SegmentInfo]:
         return [region.described() for region in self.regions.values()]
 
-    def add(self, region: Region) -> int:
+    def add(self, region: SlotRegion) -> int:
         """Use a segment. Returns how many chunks of earlier servers it has brought so far; the
         others follow in later turns."""
         number = next(self._ids)
@@ -450,7 +450,7 @@ class Directory:
         region, slot = self._at(chunk[1])
         return region.uses[slot]
 
-    def _at(self, place: int) -> tuple[Region, int]:
+    def _at(self, place: int) -> tuple[SlotRegion, int]:
         return self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
 
     def _put(self, key: m.ChunkKey, place: int) -> None:
@@ -635,7 +635,7 @@ class Directory:
         self._sweeps += 1
         self._backlog.begin(self._sweep(list(self.regions.values())))
 
-    def _sweep(self, regions: list[Region]) -> Steps:
+    def _sweep(self, regions: list[SlotRegion]) -> Steps:
         """Forget the chunks of before a reset."""
         for region in regions:
             yield from self._forget_in(region)
@@ -649,7 +649,7 @@ class Directory:
         del self.regions[number]
         region.table.close()
 
-    def _forget_in(self, region: Region) -> Steps:
+    def _forget_in(self, region: SlotRegion) -> Steps:
         for number, slab in enumerate(region.slabs):
             for slot in range(slab.place.slots):
                 yield
@@ -733,7 +733,7 @@ def _of(resets: Resets, namespace: bytes) -> Reset:
     return resets.get(namespace) or resets.get(b"") or Reset()
 
 
-def _usable(region: Region, client: Peer) -> bool:
+def _usable(region: SlotRegion, client: Peer) -> bool:
     """Whether a client may store in a segment."""
     here = region.state == "live" and region.medium == client.medium
     return here and region.id not in client.avoids

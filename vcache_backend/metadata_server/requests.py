@@ -21,7 +21,7 @@ from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, P
 from vcache_backend.metadata_server.promises import Promises
 from vcache_backend.metadata_server.report import Layouts, Reports, server_stats
 from vcache_backend.metadata_server.residents import ResidentDirectory
-from vcache_backend.metadata_server.slots import Region, Resets, SlotsTable, resets_in
+from vcache_backend.metadata_server.slots import Resets, SlotRegion, SlotsTable, resets_in
 from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class Service:
             raise Refused(f"segment {id_}, its table: {whose}") from error
         self.fds[id_] = Descriptor(fds.pop(0)), own
         self.claims.end(client.id)
-        return m.Added(self.directory.add(Region(info, table))), [own]
+        return m.Added(self.directory.add(SlotRegion(info, table))), [own]
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         region = self.directory.region(id_)

@@ -289,7 +289,7 @@ class Slab:
         self.free = list(range(place.slots - 1, -1, -1) if free is None else free)
 
 
-class Region:
+class SlotRegion:
     """A segment with its table.
 
     state: live, or draining while the server forgets its chunks. rebuilt: whether all slots of an
