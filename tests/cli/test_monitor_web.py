@@ -17,6 +17,7 @@ from prometheus_client import Gauge
 from test_monitor_metrics import A, address_of, beside, get, needs, samples, used
 
 from vcache_backend.config import ServerConfig, split_address
+from vcache_backend.metadata_server import main
 from vcache_backend.monitor import web
 
 
