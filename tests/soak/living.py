@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.transfer.sources import PooledPart, ResidentPart, Settled
+from vcache_backend.transfer.sources import MemoryPart, Settled
 from vcache_backend.vram_pool.copies.copier import Completion, Copier
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 
@@ -186,8 +186,7 @@ class Slowly:
 
 def _believe_copies() -> None:
     """For a control: count every copy as right, whatever the generations say after it."""
-    for part in (ResidentPart, PooledPart):
-        part.settle = _believed(part.settle)  # type: ignore[method-assign, assignment]
+    MemoryPart.settle = _believed(MemoryPart.settle)  # type: ignore[method-assign, assignment]
 
 
 def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:

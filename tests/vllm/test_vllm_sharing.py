@@ -18,7 +18,7 @@ from vllm_models import TOKEN_BYTES
 
 pytestmark = vllm_cases.needs_vllm
 
-VERDICT = "vcache_backend.transfer.resident_runs:_ResidentPart.settle"
+VERDICT = "vcache_backend.transfer.sources:MemoryPart.settle"
 MAPPING = "vcache_backend.protocol.client:Client.open_cache"
 STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
 """Places: a copy is over, and was it right; a worker asks for another one's KV cache; a step is over,

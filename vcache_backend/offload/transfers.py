@@ -362,7 +362,7 @@ class Writer:
             self._copy(whole[begin : begin + nbytes], buffer.chunk.tensor)
             self._format.seal(buffer.memory.numpy(), names[number])
             sealed.append((names[number], buffer.place))
-        return sealed[: segment.right(run)]
+        return sealed[: segment.right(run.slots, run.generations)]
 
     def _copy(self, chunk: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a chunk into host memory, and wait for the copy."""

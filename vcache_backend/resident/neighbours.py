@@ -23,7 +23,7 @@ from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol import wire
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import CacheShape, ResidentRun
+from vcache_backend.protocol.messages import CacheShape
 from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.resident.tables import RETRY_SECONDS, Refusals, open_instance
 from vcache_backend.vram_pool import host_memory, regions
@@ -64,9 +64,10 @@ class Neighbour:
             self._launches += not self._forbidden
             return not self._forbidden
 
-    def right(self, run: ResidentRun) -> int:
-        """Count the run's leading chunks whose blocks have not changed since their publication."""
-        return self.view.leading(run.blocks, run.generations, self.each)
+    def right(self, blocks: bytes, generations: bytes) -> int:
+        """Count the leading chunks whose blocks still have these generations. Both packed as in the
+        protocol."""
+        return self.view.leading(blocks, generations, self.each)
 
     def leave(self) -> None:
         """Report that a copy is over and its generations were checked: once for each `enter` that

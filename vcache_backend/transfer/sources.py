@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,11 @@ from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.stats import LoadStats
+from vcache_backend.transfer.stats import LoadStats, Origin
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 from vcache_backend.vram_pool.copies.plan import CopyPlan, chunk_planes
+from vcache_backend.vram_pool.devices import where
 from vcache_backend.vram_pool.pool import PoolSegment
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ PIN_SECONDS = 1.0
 """How long the server keeps the chunks of a load from eviction. A copy begins at once, and takes
 milliseconds."""
 
+OFFLOADED = Origin("store", "offload", "offload", "the offload tier")
 Run = ResidentRun | SlotRun
 
 
@@ -49,15 +51,21 @@ class Settled(NamedTuple):
     cause: str = ""
 
 
-class Addresses(NamedTuple):
-    """Where the pages of a part's chunks begin.
-
-    planes: for each plane of the KV cache, see `Copier.pull`; parts with the same array share it.
-    offsets: called with the blocks' chunks (counted from the part's first), the blocks' offsets in
-    one kind's part of a chunk, and the kind's number; returns what to add to `planes`."""
+class Place(NamedTuple):
+    """Where the pages of a part's chunks begin, and what is known of the memory."""
 
     planes: Int64s
+    """For each plane of the KV cache, see `Copier.pull`. Parts with the same array share it."""
     offsets: Callable[[Int64s, Int64s, int], Int64s]
+    """Called with the blocks' chunks (counted from the part's first), the blocks' offsets in one
+    kind's part of a chunk, and the kind's number; returns what to add to `planes`."""
+    origin: Origin
+    local: bool = False
+    """Whether the chunks are on the KV cache's device."""
+    host: bool = False
+    """Whether the chunks are in host memory that a GPU reads."""
+    keep: object = None
+    """Keeps the memory mapped."""
 
 
 @dataclass
@@ -116,7 +124,10 @@ class LoadContext:
             with session.stats.timed("plan"):
                 plan = self.places.load_plan(first, count)
             rows, origins = _rows(self.kv, plan, parts)
-            local, host = all(part.local for part in parts), any(part.host for part in parts)
+            local, host = (
+                all(part.place.local for part in parts),
+                any(part.place.host for part in parts),
+            )
             started = perf_counter()
             moving = session.copier.pull(
                 self.kv, rows, origins, self.mark, parts, local=local, host=host
@@ -140,15 +151,9 @@ class Part(ABC):
     context: LoadContext
     first: int
     count: int
+    place: Place
     copy: RunningCopy = field(init=False, repr=False)
     """The copy of this part, and perhaps of other parts; set by the launch."""
-    local = False
-    """Whether the chunks are on the KV cache's device."""
-    host = False
-    """Whether the chunks are in host memory that a GPU reads."""
-
-    @abstractmethod
-    def addresses(self) -> Addresses: ...
 
     @abstractmethod
     def settle(self) -> Settled:
@@ -158,14 +163,12 @@ class Part(ABC):
     def drop(self) -> None:
         """Release chunks that are no longer needed. No copy reads them."""
 
-    def tokens(self, count: int) -> int:
-        """How many tokens the leading `count` chunks bring."""
-        return self.copy.tokens(self.first, count)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of this part's share of the copy, by chunks. Only after the copy."""
-        return self.copy.seconds * self.count / self.copy.count
+    def brought(self, count: int, waited: float | None = None) -> None:
+        """Count the leading `count` chunks. waited: see `LoadStats.brought`."""
+        copy, stats = self.copy, self.context.stats
+        tokens = copy.tokens(self.first, count)
+        seconds = copy.seconds * self.count / copy.count  # its share
+        stats.later(stats.brought, self.place.origin, self.first, count, tokens, seconds, waited)
 
 
 def _rows(kv: PagedKV, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, Int64s]:
@@ -178,7 +181,7 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, I
     chunks = list(accumulate((part.count for part in parts), initial=0))
     bounds = np.searchsorted(plan.blocks[:, 0], chunks).tolist()
     for part, start, begin, end in zip(parts, chunks, bounds, bounds[1:], strict=False):
-        planes, offsets = part.addresses()
+        planes, offsets = part.place.planes, part.place.offsets
         if id(planes) not in numbers:
             numbers[id(planes)] = len(bases)
             bases.append(planes)
@@ -190,83 +193,57 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, I
     return rows, np.stack(bases)
 
 
-def _slot_addresses(context: LoadContext, slots: Int64s) -> Addresses:
-    """slots: the address of each chunk, which lies in one piece."""
+def _in_slots(context: LoadContext, slots: Int64s, *of: Any) -> Place:
+    """slots: the address of each chunk, which lies in one piece. of: the rest of the place."""
     planes = chunk_planes(context.kv, context.session.chunk_size)
-    return Addresses(planes, lambda chunks, inside, kind: slots[chunks] + inside)
+    return Place(planes, lambda chunks, inside, kind: slots[chunks] + inside, *of)
+
+
+def _in_blocks(context: LoadContext, neighbour: Neighbour, run: ResidentRun) -> Place:
+    blocks = np.frombuffer(run.blocks, dtype=np.uint32).astype(np.int64)
+    parts = blocks[:, None] * neighbour.split + np.arange(neighbour.split)
+    ids = parts.reshape(run.chunks, -1)
+
+    def offsets(chunks: Int64s, inside: Int64s, number: int) -> Int64s:
+        kv, stride = context.kv.kinds[number], neighbour.shape.kinds[number].stride
+        found: Int64s = ids[chunks, inside // (kv.parts * kv.page_bytes)] * stride
+        return found
+
+    name = f"the KV cache of instance {run.instance.hex()}"
+    origin = Origin("resident", "resident", "resident", name, run.instance)
+    local = neighbour.shape.device == context.session.device.name
+    return Place(neighbour.bases, offsets, origin, local)
 
 
 # ---- this node's memory
 
 
 @dataclass(eq=False)
-class PooledPart(Part):
-    """Chunks in slots of a segment."""
+class MemoryPart(Part):
+    """Chunks in slots of a segment, or in blocks of a neighbour, between `enter` and `leave`."""
 
-    segment: PoolSegment
-    run: SlotRun
-    slots: Int64s
-    """The slots' first bytes in the segment."""
-
-    def __post_init__(self) -> None:
-        self._whole = self.segment.mapped.whole
-        """Keeps the segment mapped."""
-        self.local = self.segment.local
-        self.host = self.context.kv.device.type != "cpu" and self._whole.device.type == "cpu"
-
-    def addresses(self) -> Addresses:
-        return _slot_addresses(self.context, self._whole.data_ptr() + self.slots)
+    memory: PoolSegment | Neighbour = field(kw_only=True)
+    run: Run = field(kw_only=True)
 
     def settle(self) -> Settled:
-        right, stats = self.segment.right(self.run), self.context.stats
-        if right:
-            stats.later(
-                stats.pooled, self.first, self.local, right, self.tokens(right), self.seconds
-            )
-        if right < self.count:
-            stats.changed(self.first + right, self.count - right)
-        return Settled(right, CHANGED if right < self.count else "")
-
-    def drop(self) -> None:
-        """A reference keeps the segment mapped."""
-
-
-@dataclass(eq=False)
-class ResidentPart(Part):
-    """Chunks in blocks of a neighbour, which stays mapped between `enter` and `leave`."""
-
-    neighbour: Neighbour
-    run: ResidentRun
-
-    def __post_init__(self) -> None:
-        self.local = self.neighbour.shape.device == self.context.session.device.name
-
-    def addresses(self) -> Addresses:
-        return Addresses(self.neighbour.bases, self._offsets)
-
-    def _offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
-        kv, split = self.context.kv.kinds[number], self.neighbour.split
-        blocks = np.frombuffer(self.run.blocks, dtype=np.uint32).astype(np.int64)
-        parts = blocks[:, None] * split + np.arange(split)
-        ids = parts.reshape(self.count, -1)[chunks, inside // (kv.parts * kv.page_bytes)]
-        offsets: Int64s = ids * self.neighbour.shape.kinds[number].stride
-        return offsets
-
-    def settle(self) -> Settled:
-        seconds, owner = self.seconds, self.run.instance
         try:
-            right = self.neighbour.right(self.run)
+            right = self.memory.right(*_packed(self.run))
         finally:
-            self.neighbour.leave()
-        stats = self.context.stats
+            self.memory.leave()
         if right:
-            stats.later(stats.resident, self.first, owner, right, self.tokens(right), seconds)
-        if right < self.count:
-            stats.changed(self.first + right, self.count - right, owner)
-        return Settled(right, CHANGED if right < self.count else "")
+            self.brought(right)
+        if right == self.count:
+            return Settled(right)
+        self.context.stats.changed(self.place.origin, self.first + right, self.count - right)
+        return Settled(right, CHANGED)
 
     def drop(self) -> None:
-        self.neighbour.leave()
+        self.memory.leave()
+
+
+def _packed(run: Run) -> tuple[bytes, bytes]:
+    """The numbers of the run's slots or blocks, and their generations."""
+    return run.slots if isinstance(run, SlotRun) else run.blocks, run.generations
 
 
 class MemorySource:
@@ -351,53 +328,54 @@ class MemorySource:
         there: another place may have them."""
         while (run := self._at(chunk)) is not None and not self.expects(chunk):
             here = run.cut(chunk, run.stop)
-            if isinstance(here, ResidentRun):
-                part, lost = self._of_neighbour(here)
-            else:
-                part, lost = self._of_segment(here)
-            self._forget(run, chunk + (part.count if part is not None else 0) + lost)
-            if lost:
-                self._context.session.stats.count(chunks_stale=lost)
-            if part is not None:
-                return part
+            found = self._located(here)
+            if found is None:
+                self._forget(run, chunk, here.chunks)
+                continue
+            memory, place = found
+            right = memory.right(*_packed(here))
+            if not right or not memory.enter():
+                self._forget(run, chunk, max(right, 1))
+                continue
+            self._forget(run, chunk + right, int(right < here.chunks))
+            these = here.cut(chunk, chunk + right)
+            return MemoryPart(self._context, chunk, right, place, memory=memory, run=these)
         return None
 
-    def _forget(self, run: Run, before: int) -> None:
-        """Forget the run's chunks before this number."""
-        at = next(at for at, other in enumerate(self._runs) if other is run)
-        self._runs[at : at + 1] = [run.cut(before, run.stop)] if before < run.stop else []
+    def _forget(self, run: Run, before: int, lost: int) -> None:
+        """Forget the run's chunks before this number, and the next `lost` ones, which are gone."""
+        at, first = next(at for at, one in enumerate(self._runs) if one is run), before + lost
+        self._runs[at : at + 1] = [run.cut(first, run.stop)] if first < run.stop else []
+        if lost:
+            self._context.session.stats.count(chunks_stale=lost)
 
-    def _of_neighbour(self, run: ResidentRun) -> tuple[Part | None, int]:
-        """The run's leading unchanged chunks, and how many are lost behind them."""
+    def _located(self, run: Run) -> tuple[Neighbour | PoolSegment, Place] | None:
+        """The memory and the place of a run; None if it cannot be read here."""
+        return self._of_segment(run) if isinstance(run, SlotRun) else self._of_neighbour(run)
+
+    def _of_neighbour(self, run: ResidentRun) -> tuple[Neighbour, Place] | None:
         neighbours, context = self._neighbours, self._context
         neighbour = None if neighbours is None else neighbours.get(run.instance)
         here = context.kv.blocks_in(context.session.chunk_size)
-        if (
-            neighbour is None
-            or not run.fits(neighbour.each)
-            or neighbour.each * neighbour.split != here
-        ):
-            return None, run.chunks
-        count = neighbour.right(run)
-        if not count or not neighbour.enter():
-            return None, max(count, 1)
-        right = run.cut(run.first, run.first + count)
-        return ResidentPart(context, run.first, count, neighbour, right), count < run.chunks
+        if neighbour is None or neighbour.each * neighbour.split != here:
+            return None
+        fits = run.fits(neighbour.each)
+        return (neighbour, _in_blocks(context, neighbour, run)) if fits else None
 
-    def _of_segment(self, run: SlotRun) -> tuple[Part | None, int]:
-        context = self._context
+    def _of_segment(self, run: SlotRun) -> tuple[PoolSegment, Place] | None:
+        context, device = self._context, self._context.session.device
         segment = context.session.pool.segment(run.segment)
         nbytes = context.kv.chunk_bytes(context.session.chunk_size)
         slots = None if segment is None else segment.slot_offsets(run, nbytes)
         if segment is None or slots is None:
             self.cause = "segment"
-            return None, run.chunks
-        count = segment.right(run)
-        if not count:
-            return None, 1
-        right = run.cut(run.first, run.first + count)
-        part = PooledPart(context, run.first, count, segment, right, slots[:count])
-        return part, count < run.chunks
+            return None
+        whole, local = segment.mapped.whole, segment.local
+        tier, counter = where(device, device.name if local else ""), "own" if local else "peer"
+        origin = Origin(tier, "retrieved", counter, f"the pool on {segment.mapped.device}")
+        host = context.kv.device.type != "cpu" and whole.device.type == "cpu"
+        addresses = whole.data_ptr() + slots
+        return segment, _in_slots(context, addresses, origin, local, host, whole)
 
     def _ask(self, chunk: int) -> bool:
         """Ask the server where in the pool the chunks are, from this number on, whose place is not
@@ -446,25 +424,15 @@ def _renumbered(run: SlotRun, numbers: Sequence[int]) -> list[SlotRun]:
 class OffloadedPart(Part):
     """Chunks that have arrived in the tier's buffers."""
 
-    slots: Int64s
-    """The buffers' addresses."""
-    epoch: int
-    give_back: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        self.host = self.context.kv.device.type != "cpu"
-
-    def addresses(self) -> Addresses:
-        return _slot_addresses(self.context, self.slots)
+    epoch: int = field(kw_only=True)
+    give_back: Callable[[], None] = field(kw_only=True)
 
     def settle(self) -> Settled:
-        context, stop, seconds = self.context, self.first + self.count, self.copy.seconds
+        context = self.context
         self.give_back()
-        waited = perf_counter() - context.idle_since
-        brought = self.count, self.tokens(self.count), waited, seconds
-        context.stats.later(context.stats.offloaded, self.first, *brought)
+        self.brought(self.count, perf_counter() - context.idle_since)
         context.epochs.add(self.epoch)
-        context.fetched += range(self.first, stop)
+        context.fetched += range(self.first, self.first + self.count)
         return Settled(self.count)
 
     def drop(self) -> None:
@@ -527,9 +495,13 @@ class OffloadSource:
         if fetch is None or self._next != chunk or not (arrived := fetch.ready()):
             return []
         self._next += len(arrived)
-        give_back = partial(fetch.give_back, arrived)
         slots = np.array([one.chunk.address for one in arrived], dtype=np.int64)
-        part = OffloadedPart(context, chunk, len(arrived), slots, fetch.epoch, give_back)
+        host = context.kv.device.type != "cpu"
+        place = _in_slots(context, slots, OFFLOADED, False, host)
+        give_back = partial(fetch.give_back, arrived)
+        part = OffloadedPart(
+            context, chunk, len(arrived), place, epoch=fetch.epoch, give_back=give_back
+        )
         context.launch([part])
         return [part]
 

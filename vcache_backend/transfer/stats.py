@@ -10,13 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.histogram import Histogram
 from vcache_backend.protocol.messages import MAX_OWNERS, InstanceId, Reads
 from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.devices import where
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session
@@ -147,12 +146,27 @@ class _Timed:
         self._stats.add_time(self._name, perf_counter() - self._started)
 
 
+class Origin(NamedTuple):
+    """Where loaded chunks come from."""
+
+    tier: str
+    """Of the load's tokens, see `LoadStats.tokens`."""
+    chunks: str
+    """The counter of chunks, without `chunks_`."""
+    nbytes: str
+    """The counter of bytes, without `bytes_`."""
+    name: str
+    """For the log."""
+    owner: bytes = b""
+    """The instance in whose KV cache they are."""
+
+
 class LoadStats:
     """Counts for one load, and adds to the session's counters. One thread.
 
     `tell` counts after the load is over: a request waits for the load's end, and not for counts.
 
-    tokens: by place: see `devices.where`, and "resident" (another instance's KV cache), "store"
+    tokens: by tier: see `devices.where`, and "resident" (another instance's KV cache), "store"
     (the offload tier). metadata_seconds: of questions to the server. data_seconds: of copies, and
     of waits for the offload tier."""
 
@@ -173,49 +187,35 @@ class LoadStats:
         while self._untold:
             self._untold.pop(0)()
 
-    def pooled(self, first: int, own: bool, count: int, tokens: int, seconds: float) -> None:
-        """Count `count` loaded chunks of the pool, from number `first` on, and wanted `tokens`.
+    def brought(
+        self,
+        origin: Origin,
+        first: int,
+        count: int,
+        tokens: int,
+        seconds: float,
+        waited: float | None = None,
+    ) -> None:
+        """Count `count` loaded chunks, from number `first` on, and wanted `tokens`.
 
-        own: the chunks lay on the reader's own device. seconds: the duration of the copy."""
-        device, nbytes = self._session.device, tokens * self.token_bytes
-        self.tokens[where(device, device.name if own else "")] += tokens
-        self.data_seconds += seconds
-        own_bytes = nbytes if own else 0
-        self._session.stats.count(
-            chunks_retrieved=count, bytes_own=own_bytes, bytes_peer=nbytes - own_bytes
-        )
-        asking = f"asking the server {1e3 * self.metadata_seconds:.2f} ms"
-        source = f"the pool on {device if own else 'another device'}, {asking}"
-        self._came(first, count, source, tokens, seconds)
+        seconds: the duration of the copy. waited: since the load had no other work; None: as long
+        as the copy."""
+        stats, nbytes = self._session.stats, tokens * self.token_bytes
+        self.tokens[origin.tier] += tokens
+        self.data_seconds += seconds if waited is None else waited
+        counts = {f"chunks_{origin.chunks}": count, f"bytes_{origin.nbytes}": nbytes}
+        stats.count(tokens_retrieved=tokens, **counts)
+        stats.add_time("retrieve_copy", seconds)
+        if origin.owner:
+            stats.read_from(origin.owner, nbytes)
+        said = "hit %s: chunks %d to %d of %d from %s, copy %.2f ms, asking the server %.2f ms"
+        times = 1e3 * seconds, 1e3 * self.metadata_seconds
+        log.debug(said, self._name, first, first + count, self.chunks, origin.name, *times)
 
-    def resident(self, first: int, owner: bytes, count: int, tokens: int, seconds: float) -> None:
-        """Like `pooled`, for chunks read in the KV cache of instance `owner`."""
-        self.data_seconds += seconds
-        self.tokens["resident"] += tokens
-        nbytes = tokens * self.token_bytes
-        self._session.stats.count(chunks_resident=count, bytes_resident=nbytes)
-        self._session.stats.read_from(owner, nbytes)
-        self._came(first, count, f"the KV cache of instance {owner.hex()}", tokens, seconds)
-
-    def changed(self, first: int, count: int, owner: bytes = b"") -> None:
-        """Count chunks from number `first` on whose memory was used again during the copy, by
-        `owner` or, if empty, in the pool."""
+    def changed(self, origin: Origin, first: int, count: int) -> None:
+        """Count chunks from number `first` on whose memory was used again during the copy."""
         self._session.stats.count(chunks_refused=count)
-        if owner:
-            self._session.stats.read_from(owner, 0, count)
-        place = f"instance {owner.hex()}" if owner else "the pool"
+        if origin.owner:
+            self._session.stats.read_from(origin.owner, 0, count)
         said = "hit %s: chunks %d to %d changed in %s while they were read"
-        log.debug(said, self._name, first, first + count, place)
-
-    def offloaded(self, first: int, count: int, tokens: int, waited: float, seconds: float) -> None:
-        """Like `pooled`, for the offload tier. waited: seconds since the load had no other work."""
-        self.data_seconds += waited
-        self.tokens["store"] += tokens
-        self._session.stats.count(chunks_offload=count, bytes_offload=tokens * self.token_bytes)
-        self._came(first, count, f"the offload tier, {1e3 * waited:.2f} ms", tokens, seconds)
-
-    def _came(self, first: int, count: int, source: str, tokens: int, seconds: float) -> None:
-        self._session.stats.add_time("retrieve_copy", seconds)
-        self._session.stats.count(tokens_retrieved=tokens)
-        said = "hit %s: chunks %d to %d of %d from %s, copy %.2f ms"
-        log.debug(said, self._name, first, first + count, self.chunks, source, 1e3 * seconds)
+        log.debug(said, self._name, first, first + count, origin.name)

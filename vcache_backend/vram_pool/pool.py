@@ -15,7 +15,6 @@ from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import (
-    NUMBER_BYTES,
     Location,
     SegmentId,
     SegmentInfo,
@@ -65,10 +64,17 @@ class PoolSegment:
         offsets: Int64s = run.offset + slots * run.slot_bytes
         return offsets if int(offsets.max()) + run.slot_bytes <= self.mapped.nbytes else None
 
-    def right(self, run: SlotRun) -> int:
-        """Count the run's leading chunks whose slots have not changed since the answer."""
-        counted = len(run.slots) // NUMBER_BYTES
-        return self.view.leading(run.slots, run.generations, 1) if counted else 0
+    def right(self, slots: bytes, generations: bytes) -> int:
+        """Count the leading slots that still have these generations. Both packed as in the
+        protocol."""
+        return self.view.leading(slots, generations, 1)
+
+    def enter(self) -> bool:
+        """Whether a copy may begin. Tensors keep the memory mapped."""
+        return not self.view.dead
+
+    def leave(self) -> None:
+        """A copy is over."""
 
     def close(self) -> None:
         """Unmap the segment, unless tensors over it are alive. Idempotent."""
