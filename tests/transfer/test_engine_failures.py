@@ -14,6 +14,7 @@ from engine_cases import ROOMY, Node, Pair, counts, get, here, put, said, served
 from kv_cases import CHUNK, FLASH, SMALL, Cache, layout_of, places, prompt
 from processes import QUICK, eventually, hung, leaving_nothing
 
+from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
@@ -132,20 +133,57 @@ def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptur
     assert other.lookup(prompt(CHUNK, 2)) == 0
 
 
+def restarted(here: Node, *engines: VCacheEngine) -> None:
+    """The server is killed and started again, and these engines have offered it their segments."""
+    here.server.kill()
+    here.serve()
+    client = here.client()
+    for engine in engines:
+        lost = {one.id for one in engine._session.pool.mapped()}
+        eventually(lambda lost=lost: lost <= {one.id for one in client.list_segments()})
+
+
+def test_a_writer_that_is_paused_across_a_restart_commits_nothing(here: Node) -> None:
+    """Until it says that it has stopped writing, nobody else gets its slot."""
+    here.serve()
+    mine, theirs = Cache(), Cache()
+    other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
+    writer = here.worker("host:b", pauses=True)
+    writer.until_paused("store", prompt(CHUNK), places(SMALL, CHUNK))
+    with writer.stopped():
+        restarted(here, other)
+        client = here.client()
+        for family in (2, 3):
+            put(other, mine, prompt(CHUNK, family))
+        assert (client.list_segments()[0].chunks, counts(client)) == (1, (0, 1))
+        assert get(other, theirs, prompt(CHUNK, 3)) == CHUNK
+    writer.resume()
+    writer.answer()
+    assert writer.ask("flush")
+    assert writer.ask("stats")["tokens"]["stored"] == 0
+    assert other.lookup(prompt(CHUNK)) == 0
+    eventually(lambda: counts(client) == (0, 0))
+    put(other, mine, prompt(CHUNK, 4))
+    assert client.list_segments()[0].chunks == 2
+    assert get(other, theirs, prompt(CHUNK, 3)) == get(other, theirs, prompt(CHUNK, 4)) == CHUNK
+
+
 # ---- readers that die or hang
 
 
-@pytest.mark.parametrize("trusting", [False, True], ids=["", "planted bug"])
-def test_a_late_reader_counts_nothing(here: Node, trusting: bool) -> None:
+@pytest.mark.parametrize("how", ["", "across a restart", "planted bug"])
+def test_a_late_reader_counts_nothing(here: Node, how: str) -> None:
     """Hung between answer and copy, it wakes up over slots that hold other chunks. An engine that
     did not compare generations would count wrong bytes: that is the planted bug."""
     here.serve()
     mine = Cache()
     writer = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))
-    reader = here.worker("host:b", pauses=True, trusting=trusting)
+    reader = here.worker("host:b", pauses=True, trusting=how == "planted bug")
     reader.until_paused("retrieve", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
     with reader.stopped():
+        if how == "across a restart":
+            restarted(here, writer)
 
         def stored() -> bool:
             """Once the pins have ended."""
@@ -155,13 +193,14 @@ def test_a_late_reader_counts_nothing(here: Node, trusting: bool) -> None:
         eventually(stored)
     reader.resume()
     answer = reader.answer()
-    if trusting:
+    if how == "planted bug":
         assert (answer.tokens, answer.wrong > 0) == (2 * CHUNK, True)
         return
     assert answer.tokens == 0
     stats = reader.ask("stats")
     assert (stats["resident"]["refused"], stats["failures"]) == (1, {}), "at the first"
     assert (stats["hits"]["vram"], stats["tokens"]["retrieved"]) == (0, 0)
+    eventually(lambda: reader.ask("stats")["connected"])
     good = reader.ask("retrieve", prompt(2 * CHUNK, 2), places(SMALL, 2 * CHUNK))
     assert (good.tokens, good.wrong, good.clean) == (2 * CHUNK, 0, True)
 
