@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
+from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.protocol.standing import Standing
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.outbox import Outbox

@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
 from vcache_backend.metadata_server.processes import is_pidfd
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol import wire
+from vcache_backend.protocol import sockets
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -144,7 +144,7 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
         holders = sum(map(bool, told.values()))
         assert (bool(told[one]), holders <= 5) == (one != everyone[0], True)
     with pytest.raises(msgspec.ValidationError, match="<= 128"):
-        wire.request_decoder.decode(wire.encode(m.Publish(A, 1, keys(129), b"", b"")))
+        sockets.request_decoder.decode(sockets.encode(m.Publish(A, 1, keys(129), b"", b"")))
 
 
 def test_of_a_file_that_is_no_pidfd_nothing_is_read() -> None:

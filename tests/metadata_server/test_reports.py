@@ -23,7 +23,7 @@ from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.report import MAX_REPORTS, Reports, fitting, server_stats
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol import wire
+from vcache_backend.protocol import sockets
 from vcache_backend.protocol.client import Client
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
@@ -69,14 +69,14 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
     for number in range(m.MAX_SEGMENTS + 1):
         fds, id_ = [os.dup(memfd)], m.SegmentId(f"{number:064}")
         service.answer(peer(), m.AddSegment(id_, "\N{GRINNING FACE}" * 64, "host", 4096), fds)
-        wire.close_fds(fds)
+        sockets.close_fds(fds)
     for number in range(200):
         layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
         service.layouts.add(client := peer(number), layout)
         service.layouts.looked_up(client, 1 << 32, 1 << 32)
     stats, segments = (service.answer(peer(), ask, [])[0] for ask in (m.Stats(), m.ListSegments()))
-    assert wire.encode(segments)
-    assert wire.encode(stats)
+    assert sockets.encode(segments)
+    assert sockets.encode(stats)
     assert len(stats.segments) == len(segments.segments) == m.MAX_SEGMENTS
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
@@ -108,7 +108,7 @@ def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantin
     stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, {}, {}, segments, {}, 1)
     left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
     whole = msgspec.structs.replace(stats, quarantined_slots=left)
-    assert len(wire.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
+    assert len(sockets.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
 
 
 def test_statistics_look_once_at_each_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from server_cases import CLIENT
 
 from vcache_backend import errors
 from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.protocol import channel, wire
+from vcache_backend.protocol import channel, sockets
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.channel import Sent
 from vcache_backend.protocol.client import Client
@@ -350,13 +350,13 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
     answers = {A: 1, B: 2}
     scripted(lambda request: ["count", answers[request[1][0]]])
     client = stage_.client(PATIENT)
-    original = wire.Receiver.receive
+    original = sockets.Receiver.receive
 
-    def interrupted(self: wire.Receiver, sock: socket.socket) -> Any:
-        monkeypatch.setattr(wire.Receiver, "receive", original)
+    def interrupted(self: sockets.Receiver, sock: socket.socket) -> Any:
+        monkeypatch.setattr(sockets.Receiver, "receive", original)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(wire.Receiver, "receive", interrupted)
+    monkeypatch.setattr(sockets.Receiver, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.touch([A])
     eventually(lambda: client.connected)

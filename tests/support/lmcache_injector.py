@@ -25,8 +25,7 @@ from vcache_backend.integration.lmcache import boundary, hooks, worker
 
 ROOT = Path(vcache_backend.__file__).resolve().parent.parent
 WITHIN = ("integration/lmcache/", "integration/hooks.py", "vcache_backend/transfer/")
-WITHIN += tuple(f"vcache_backend/protocol/{name}.py" for name in ("client", "channel", "link"))
-WITHIN += ("vcache_backend/protocol/standing.py",)
+WITHIN += tuple(f"vcache_backend/protocol/{name}.py" for name in ("client", "channel", "sockets"))
 LAST_LINES = ("integration/lmcache/boundary.py",)
 """What keeps exceptions on our side cannot raise itself."""
 OUTERMOST = ("VCacheBackend.__init__",)

@@ -22,8 +22,8 @@ from vcache_backend.metadata_server.processes import Descriptor, Peer, Watch, cl
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol import wire
-from vcache_backend.protocol.trust import peer
+from vcache_backend.protocol import sockets
+from vcache_backend.protocol.sockets import peer
 
 TOO_MANY_FDS = "too many fds are on their way to clients; ask again later"
 
@@ -52,7 +52,7 @@ class Connection:
     def queue(self, reply: m.Reply, held: Sequence[Descriptor | SlotsTable] = ()) -> None:
         """Queue a reply. Keeps `held`, the owners of the fds, until the reply has left."""
         reservation = reply.reservation if isinstance(reply, m.Reserved) else 0
-        self.unsent.append((wire.encode(reply), held, reservation))
+        self.unsent.append((sockets.encode(reply), held, reservation))
 
     def untold(self) -> list[int]:
         """Reservations whose answers have not left: no client writes to these slots."""
@@ -72,7 +72,7 @@ class Connection:
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:  # Linux counts the unread fds of a user
                     raise
-                self.unsent[0] = wire.encode(m.Error(TOO_MANY_FDS)), (), 0
+                self.unsent[0] = sockets.encode(m.Error(TOO_MANY_FDS)), (), 0
                 continue
             self.unsent.popleft()
 
@@ -175,7 +175,7 @@ class Clients:
         self._admission, self._epoll, self._service = admission, epoll, service
         self._watch, self._resets, self._spin_seconds = watch, resets, spin_seconds
         self._connections: dict[int, Connection] = {}
-        self._receiver = wire.Receiver()
+        self._receiver = sockets.Receiver()
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
 
@@ -268,7 +268,7 @@ class Clients:
 
     def _answer(self, connection: Connection, data: memoryview) -> None:
         try:
-            request = wire.request_decoder.decode(data)
+            request = sockets.request_decoder.decode(data)
         except msgspec.ValidationError as error:
             self._service.counters["protocol_errors"] += 1
             if connection.client is None:

@@ -21,8 +21,9 @@ from vcache_backend.metadata_server.slots import SLAB_BITS, Reset, Resets, SlotR
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.slot_layout import MAX_RESETS, SLAB_SLOTS, SLABS, SLOTS
 
-SHARDS = 32
-"""Parts of the dictionary. CPython enlarges a dict in one go, 200 ms for a million entries."""
+SHARES = [3] * 21 + [4] * 22 + [5] * 21
+"""The parts of the dictionary, by how many of 256 chunks each has. CPython enlarges a dict in one
+go, 200 ms for a million entries; equal parts would all grow in the same turns."""
 SEARCH = 64
 """How many chunks of other sizes may be older before a slab changes its size."""
 MAX_SEARCH = 2048
@@ -74,12 +75,13 @@ class Backlog:
 
 class Chunks:
     """The place of each chunk: a region's number and a slot of its table, as one integer. Ordered
-    by use, in `SHARDS` parts."""
+    by use, in parts."""
 
     def __init__(self) -> None:
-        parts = [OrderedDict[m.ChunkKey, int]() for _ in range(SHARDS)]
-        self._parts = parts
-        self.of_byte = [parts[byte % SHARDS] for byte in range(256)]
+        self._parts = [OrderedDict[m.ChunkKey, int]() for _ in SHARES]
+        self.of_byte = [
+            part for part, share in zip(self._parts, SHARES, strict=True) for _ in range(share)
+        ]
         """The part of a key, by one byte of its hash."""
         self.get_of_byte = [part.get for part in self.of_byte]
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from vcache_backend.errors import ConfigError
-from vcache_backend.protocol.trust import folder_fault
+from vcache_backend.protocol.sockets import folder_fault
 
 FRESH_SECONDS = 3600.0
 """How often to touch the files, since cleaners of /tmp remove files that nobody touches."""

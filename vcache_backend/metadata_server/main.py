@@ -29,7 +29,7 @@ from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.processes import closing
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.metadata_server.slots import SlotsTable
-from vcache_backend.protocol import wire
+from vcache_backend.protocol import sockets
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Server:
         )
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
-        spin_seconds = wire.spin(few, many)
+        spin_seconds = sockets.spin(few, many)
         self._clients = Clients(
             admission, self._epoll, self._service, self._watch, resets, spin_seconds
         )

@@ -26,8 +26,8 @@ from vcache_backend.errors import (
     VCacheError,
 )
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol import wire
-from vcache_backend.protocol.link import ServerLink
+from vcache_backend.protocol import sockets
+from vcache_backend.protocol.sockets import ServerLink
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Channel:
         received: list[int] | None = None,
     ) -> R:
         """Send a request with `fds`, and wait for the answer. `received` gets the answer's fds."""
-        data, sent = wire.encode(request), Sent(self, request, kind, received)
+        data, sent = sockets.encode(request), Sent(self, request, kind, received)
         self._exchange(sent, seconds, data=data, fds=fds)
         return sent.answer()
 
@@ -198,7 +198,7 @@ class Channel:
                     "process has reached its limit of descriptors (ulimit -n)"
                 )
         except VCacheError:
-            wire.close_fds(fds)
+            sockets.close_fds(fds)
             raise
         return reply, fds
 
@@ -208,7 +208,7 @@ class Channel:
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. The answer is read later."""
-        data, sent = wire.encode(request), Sent(self, request, kind)
+        data, sent = sockets.encode(request), Sent(self, request, kind)
         sent.ahead = time.perf_counter()
         self._exchange(sent, seconds, drops=False, data=data, reads=False)
         return sent
@@ -303,7 +303,7 @@ class Channel:
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             if link is not None:
                 link.close()
-            wire.close_fds(received)
+            sockets.close_fds(received)
             self._down = self._no_connection(error)
             killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
             self._killed_at = min(self._killed_at, time.monotonic()) if killed else math.inf
@@ -322,7 +322,7 @@ class Channel:
 
     def _keep_resets(self, fds: list[int]) -> None:
         """Keep the table of resets of the server that welcomed this client; close the last."""
-        wire.close_fds(([] if self._resets is None else [self._resets]) + fds[1:])
+        sockets.close_fds(([] if self._resets is None else [self._resets]) + fds[1:])
         self._resets = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
@@ -425,6 +425,47 @@ class Channel:
         if self._complained and now >= self._complained_at + REPEAT_SECONDS:
             self._complained_at = now
             log.warning("vcache: %s; look-ups find nothing until it is back", self._down)
+
+
+class Standing:
+    """Tells the server a fact until `close`: at once, in the caller's thread; after every
+    reconnection, and with every heartbeat while the server refuses it, in the client's thread.
+
+    trouble: why the server does not know the fact now, or empty. Each new refusal is logged."""
+
+    def __init__(self, client: Channel, tell: Callable[[], object], refused: str) -> None:
+        """tell: sends one or several requests. refused: the meaning of a refusal, for the log."""
+        self._client, self._tell, self._refused = client, tell, refused
+        self._lock = threading.Lock()
+        self._closed = False
+        self.trouble = ""
+        client.on_return.append(self._now)
+        client.on_beat.append(self._mend)
+        self._now()
+
+    def close(self) -> None:
+        """Stop telling. The server forgets the fact when the connection closes. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._client.on_return.remove(self._now)
+                self._client.on_beat.remove(self._mend)
+
+    def _mend(self) -> None:
+        if self.trouble:
+            self._now()
+
+    def _now(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._tell()
+                self.trouble = ""
+            except VCacheError as error:
+                if str(error) != self.trouble and not isinstance(error, ServerUnavailable):
+                    log.warning("%s: %s", self._refused, error)
+                self.trouble = str(error)
 
 
 def _named(request: m.Request) -> str:

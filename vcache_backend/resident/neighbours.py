@@ -21,7 +21,7 @@ import torch
 
 from vcache_backend import threads
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol import wire
+from vcache_backend.protocol import sockets
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import CacheShape
 from vcache_backend.resident.own_cache import check_shape
@@ -187,7 +187,7 @@ class Neighbours:
     def _serve(self, instance: bytes, undo: ExitStack) -> None:
         started = time.perf_counter()
         joined, view, pidfds = open_instance(self._client, instance)
-        undo.callback(wire.close_fds, pidfds)
+        undo.callback(sockets.close_fds, pidfds)
         shape, fds = self._client.open_cache(instance, self._rank)
         try:
             check_shape(shape, joined.blocks, self._kv, self._device)
@@ -196,7 +196,7 @@ class Neighbours:
             neighbour.map(fds, self._device)
         finally:
             # Mappings keep the memory.
-            wire.close_fds(fds)
+            sockets.close_fds(fds)
         undo.callback(self._forget, instance)
         self._here[instance] = neighbour
         self._coming.pop(instance, None)

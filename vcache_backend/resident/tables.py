@@ -9,7 +9,7 @@ import threading
 import time
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
-from vcache_backend.protocol import wire
+from vcache_backend.protocol import sockets
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import Found, Joined, ResidentRun
 from vcache_backend.vram_pool.generations import GenerationView
@@ -92,7 +92,7 @@ class Tables:
                 except (VCacheError, OSError) as error:
                     self._refused.failed(instance, error)
                     return None
-                wire.close_fds(others)
+                sockets.close_fds(others)
                 self._views[instance] = view, pidfd
                 self._ends.register(pidfd, select.POLLIN)
             view, _ = self._views[instance]
@@ -155,7 +155,7 @@ def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationVi
     try:
         return joined, GenerationView.open(table, instance, joined.blocks), pidfds
     except BaseException:
-        wire.close_fds(pidfds)
+        sockets.close_fds(pidfds)
         raise
     finally:
         os.close(table)

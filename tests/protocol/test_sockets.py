@@ -18,7 +18,7 @@ from model import chunk_key
 from processes import Child, Raw, Stage, eventually, stage
 
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol import wire
+from vcache_backend.protocol import sockets
 
 A = chunk_key(1)
 INSTANCE, S = m.InstanceId(bytes(range(16))), m.SegmentId("s")
@@ -33,7 +33,7 @@ REQUESTS += [m.Remove([A]), m.Report("warn", "slow"), m.Join(INSTANCE, b"namespa
 REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
 REQUESTS += [m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)), m.Retract(INSTANCE, 8)]
 REQUESTS += [m.Find([A], 2, INSTANCE), m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25)]
-SENT = [wire.encode(request) for request in REQUESTS]
+SENT = [sockets.encode(request) for request in REQUESTS]
 
 
 def packed(*message: Any) -> bytes:
@@ -79,7 +79,7 @@ def test_the_largest_requests_and_answers_are_below_the_limit_of_a_message() -> 
     refused = [int(m.Refusal.FULL)] * (m.MAX_KEYS - m.MAX_SLOTS)
     granted = m.Reserved(1 << 62, 30.0, [far] * m.MAX_SLOTS + refused, "x" * 256, 1 << 62)
     for largest in (m.Reserve([A] * m.MAX_KEYS, 1), granted, m.Pinned([run] * m.MAX_RUNS, 1 << 62)):
-        assert wire.encode(largest)
+        assert sockets.encode(largest)
 
 
 # ---- a real server
