@@ -9,6 +9,8 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
+from vcache_backend.vram_pool.generations import VOID, Generations
+
 log = logging.getLogger("vllm.vcache")
 NUMBERS, GENERATIONS = "I", "Q"
 """Type codes of `array` for block numbers and generations. Slicing an array copies bytes; slicing a
@@ -153,6 +155,48 @@ class KVBlocks:
     def _cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if request.request_id not in self.kept_out:
             self._cache(request, *args, **kwargs)
+
+
+class TrackedBlockPool:
+    """Voids the generations of blocks before vLLM may write to them, or their bytes change meaning.
+    Runs in the scheduler's thread."""
+
+    def __init__(self, generations: Generations, on_reset: Callable[[], None]) -> None:
+        """on_reset: called at each `reset`."""
+        self._generations, self._on_reset = generations, on_reset
+        self.resets = self.evicted = 0
+        """How often all blocks were voided, and how often vLLM has evicted blocks."""
+        # The null block included: a block holds a request's bytes only after it was handed out and
+        # written.
+        generations.void_all()
+
+    def watch(self, blocks: KVBlocks) -> None:
+        """Watch vLLM's pool. ValueError if pool and KV cache differ in size."""
+        count = self._generations.blocks
+        if blocks.count != count:
+            raise ValueError(f"vLLM's pool has {blocks.count} blocks, its KV cache {count}")
+        blocks.on_taken.append(self._void_taken)
+        blocks.before_evicted.append(self._void_evicted)
+        blocks.before_reset.append(self.reset)
+
+    def reset(self) -> None:
+        """Void all blocks: the bytes stay, but their meaning changes."""
+        self.void_all()
+        self._on_reset()
+
+    def void_all(self) -> None:
+        self.resets += 1
+        self._generations.void_all()
+
+    def _void_taken(self, blocks: Sequence[Any]) -> None:
+        counters = self._generations.counters.data
+        for block in blocks:
+            counters[block.block_id] = VOID
+
+    def _void_evicted(self, blocks: Iterable[int]) -> None:
+        """After a failed load vLLM computes into these blocks without handing them out again."""
+        self.evicted += 1
+        self._generations.void(list(blocks))
 
 
 @lru_cache(maxsize=8)

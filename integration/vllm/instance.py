@@ -107,7 +107,7 @@ class InstanceContext:
         """Note vLLM's pool. ValueError if pool and KV cache differ in size."""
         self.blocks = blocks
         if self.publications is not None:
-            self.publications.watch(blocks)
+            self.publications.pool.watch(blocks)
 
     # ---- the workers' shards
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import eq
-from typing import Any
 
 from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
@@ -20,9 +19,9 @@ from vcache_backend.protocol.messages import (
     Publish,
     Reply,
 )
-from vcache_backend.vram_pool.generations import VOID, Generations, first_odd, packed
+from vcache_backend.vram_pool.generations import Generations, first_odd, packed
 
-from .blocks import GENERATIONS, KVBlocks
+from .blocks import GENERATIONS, TrackedBlockPool
 from .metadata import PublicationSpec
 from .requests import Tracked
 
@@ -39,7 +38,6 @@ class Publications:
         """retract: has the server void publications with a lower sequence number. blocks: the
         number of blocks in vLLM's pool. each: vLLM's blocks of a chunk. loads: the instance's role
         allows loads. SegmentError if memory for the table is lacking."""
-        self._retract = retract
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
         self.blocks, self.each = blocks, each
@@ -56,26 +54,11 @@ class Publications:
         self._told: dict[ChunkKey, tuple[int, int, int]] = {}
         """By chunk, the last published place: the chunk's last block, which leaves first, the last
         block's generation, and the first block."""
-        self.resets = self.evicted = 0
-        """How often all blocks were voided, and how often vLLM has evicted blocks."""
-        # The null block included: a block holds a request's bytes only after it was handed out and
-        # written.
-        self.generations.void_all()
-
-    def watch(self, blocks: KVBlocks) -> None:
-        """Watch vLLM's pool, which vLLM shows before the first request. ValueError if pool and KV
-        cache differ in size."""
-        if blocks.count != self.blocks:
-            raise ValueError(f"vLLM's pool has {blocks.count} blocks, its KV cache {self.blocks}")
-        blocks.on_taken.append(self._void_taken)
-        blocks.before_evicted.append(self._void_evicted)
-        blocks.before_reset.append(self.reset)
+        self.pool = TrackedBlockPool(self.generations, lambda: retract(self.sequence))
 
     def reset(self) -> None:
-        """Void all publications, and all chunks that the steps under way compute: the bytes stay,
-        but their meaning changes."""
-        self._void_all()
-        self._retract(self.sequence)
+        """Void all publications, and all chunks that the steps under way compute."""
+        self.pool.reset()
 
     def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
@@ -98,7 +81,7 @@ class Publications:
         self.news = len(self.copies) > 1
         if (heard := self.heard) == self.epoch:
             return False
-        self._void_all()
+        self.pool.void_all()
         self.epoch = heard
         return True
 
@@ -118,17 +101,17 @@ class Publications:
         these blocks may be void: vLLM keeps blocks over a reset that it refuses. partial: the next
         block holds tokens, too, from the session's last turn or another connector's load."""
         state = tracked.in_place
-        state.publishes = not partial or state.resets == self.resets
-        state.filled, state.resets = computed, self.resets
+        state.publishes = not partial or state.resets == self.pool.resets
+        state.filled, state.resets = computed, self.pool.resets
         self._read(tracked, computed)
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
         """Note that the step being planned fills the request's blocks up to number `blocks`. vLLM
         has planned the step, so the blocks are the request's for good."""
         state = tracked.in_place
-        if state.resets != self.resets:
+        if state.resets != self.pool.resets:
             state.publishes = False
-        elif state.evicted != self.evicted:
+        elif state.evicted != self.pool.evicted:
             self._read(tracked, len(state.generations))
         if state.publishes and state.filled < blocks:
             number = self.generations.filled(tracked.store.block_tables[0][state.filled : blocks])
@@ -171,7 +154,7 @@ class Publications:
         """Read the generations of the request's first `blocks` blocks. If one of these is void,
         leave all further blocks void."""
         state = tracked.in_place
-        state.evicted = self.evicted
+        state.evicted = self.pool.evicted
         right = packed(self.generations.counters, tracked.store.block_tables[0][:blocks])
         state.generations = array(GENERATIONS, right)
         void = first_odd(right)
@@ -194,17 +177,3 @@ class Publications:
         publish = Publish(self.instance, self.sequence, keys, *packs, self.epoch)
         self.sequence += 1
         return PublicationSpec(publish, loaded)
-
-    def _void_all(self) -> None:
-        self.resets += 1
-        self.generations.void_all()
-
-    def _void_taken(self, blocks: Sequence[Any]) -> None:
-        counters = self.generations.counters.data
-        for block in blocks:
-            counters[block.block_id] = VOID
-
-    def _void_evicted(self, blocks: Iterable[int]) -> None:
-        """After a failed load vLLM computes into these blocks without handing them out again."""
-        self.evicted += 1
-        self.generations.void(list(blocks))

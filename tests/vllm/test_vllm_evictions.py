@@ -41,7 +41,7 @@ class Watched:
         self.generations = self.publications.generations
         self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
         self.duplicates = Duplicates(self.blocks, self, self.publications)
-        self.publications.watch(self.blocks)
+        self.publications.pool.watch(self.blocks)
         instance = self.publications.instance
         self.seen = GenerationView.open(self.generations.fd, instance, BLOCKS)
         self.hashes = self.retracted = 0

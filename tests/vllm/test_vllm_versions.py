@@ -296,8 +296,8 @@ def test_what_runs_over_an_update_goes_into_no_version(two: Two) -> None:
     assert two.a.ask("told")
     two.b.ask(update, two.models[1], two.new)
     for tokens in (whole, longer):
-        found = two.b.one(tokens)
-        assert (found.cached, found.agrees(fresh(two.b, tokens))) == (0, True)
+        # What it may have computed anew since then is of the new weights alone.
+        assert two.b.one(tokens).agrees(fresh(two.b, tokens))
     assert two.b.ask("told")
     two.a.forget()
     hit = two.a.one(longer)
@@ -345,7 +345,7 @@ def test_what_an_update_that_fails_halfway_leaves_is_shared_with_nobody(two: Two
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_a_load_under_way_over_an_update(two: Two, mode: str) -> None:
     """Of a request that vLLM keeps, the prefix is the old one, as vLLM's own hit would be; nobody
-    finds what it computes."""
+    finds what it computes, but what is computed anew."""
     tokens, first = new_tokens(4 * CHUNK + 1), new_tokens(2 * CHUNK + 1)
     keep(two.a, tokens)
     keep(two.a, first)
@@ -372,7 +372,6 @@ def test_a_load_under_way_over_an_update(two: Two, mode: str) -> None:
     two.a.ask(update, two.models[1], two.new)
     found = two.a.one(whole)
     assert found.agrees(fresh(two.a, whole))
-    assert found.cached == 0 or mode == "abort"
 
 
 @pooled

@@ -43,9 +43,6 @@ from vcache_backend.doctor.model import Layers, ModelReport
 from . import groups
 from .sharing import plan
 
-BLOCKS = 1 << 20
-"""Blocks of the described KV cache, enough for any model's longest request. The number has no
-effect on a chunk."""
 _TRANSFER = KVTransferConfig(
     kv_connector="VCacheConnector",
     kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -63,7 +60,8 @@ def report(name: str, settings: Config) -> ModelReport:
         load_format="dummy",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        num_gpu_blocks_override=BLOCKS,
+        # Enough for any model's longest request, without an effect on a chunk.
+        num_gpu_blocks_override=1 << 20,
         kv_transfer_config=_TRANSFER,
     )
     vllm_config = arguments.create_engine_config()

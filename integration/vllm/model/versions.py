@@ -14,7 +14,6 @@ from vllm.v1.engine.core import EngineCore
 from ...hooks import replace
 
 log = logging.getLogger("vllm.vcache")
-DIGEST_BYTES = 32
 CHANGES = {"start_weight_update", "start_draft_weight_update", "update_weights"}
 CHANGES |= {"finish_weight_update", "load_model", "reload_weights", "reset_weights"}
 """The calls of vLLM's workers that change weights."""
@@ -27,12 +26,12 @@ def digest(name: object) -> bytes:
         return unknown()
     # JSON may bring half of a surrogate pair.
     data = name.encode("utf-8", "surrogatepass")
-    return blake2b(data, digest_size=DIGEST_BYTES, person=b"vcache-weights-1").digest()
+    return blake2b(data, digest_size=32, person=b"vcache-weights-1").digest()
 
 
 def unknown() -> bytes:
     """Identify weights that nobody has named: no other instance has them."""
-    return secrets.token_bytes(DIGEST_BYTES)
+    return secrets.token_bytes(32)
 
 
 def watch() -> None:

@@ -104,8 +104,6 @@ BUCKETS = [
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 ]
-MOST_OBSERVED = 4096
-"""The most observations of one histogram that wait to be taken."""
 
 
 @dataclass
@@ -132,9 +130,9 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
             series[label] = series.get(label, 0) + amount
 
     def observe(self, name: str, *seconds: float) -> None:
-        """Add observations to a histogram, up to `MOST_OBSERVED`."""
+        """Add observations to a histogram. No more than some thousand wait to be taken."""
         kept = self.data.setdefault(name, [])
-        kept.extend(seconds[: max(MOST_OBSERVED - len(kept), 0)])
+        kept.extend(seconds[: max(4096 - len(kept), 0)])
 
     @_harmless(lambda self: self)
     def aggregate(self, other: KVConnectorStats) -> VCacheStats:

@@ -20,6 +20,7 @@ from ..model.sharing import POOL
 log = logging.getLogger("vllm.vcache")
 
 Exportable = CudaExportable | HostExportable
+_CANNOT = "vLLM's KV cache cannot be shared in place"
 
 
 class Exporter:
@@ -48,10 +49,7 @@ class Exporter:
         LayoutError if the KV caches lie elsewhere, SegmentError without exportable memory."""
         memory = self._memory
         if memory is None or self._problems:
-            raise SegmentError(
-                f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or "
-                f"set {POOL}"
-            )
+            raise SegmentError(f"{_CANNOT}: {'; '.join(self._problems)}; or set {POOL}")
         storage = next(iter(kv_caches.values())).untyped_storage()
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         regions = memory.allocations()
@@ -59,11 +57,8 @@ class Exporter:
             if region.address <= first and end <= region.address + region.nbytes:
                 return region
         why = memory.problem or "another connector or allocator has made it"
-        raise LayoutError(
-            f"vLLM's KV cache cannot be shared in place: {storage.nbytes():,} B on "
-            f"{storage.device} lie in none of the {len(regions)} exportable allocations ({why}); "
-            f"or set {POOL}"
-        )
+        lie = f"{storage.nbytes():,} B on {storage.device} lie in none of the {len(regions)}"
+        raise LayoutError(f"{_CANNOT}: {lie} exportable allocations ({why}); or set {POOL}")
 
     @contextmanager
     def _around(self, memory: Exportable) -> Iterator[None]:
@@ -85,10 +80,7 @@ class Exporter:
         except VCacheError as error:
             self._problems.append(str(error))
         except Exception as error:
-            log.exception(
-                "vcache: the KV cache lies in memory that other processes cannot map, so it is not "
-                "shared in place"
-            )
+            log.exception("vcache: the KV cache cannot be shared in place")
             self._problems.append(f"{type(error).__name__}: {error}")
 
 
@@ -97,10 +89,7 @@ def _memory(device_type: str) -> Exportable:
         return HostExportable()
     if device_type == "cuda" and torch.cuda.is_available():
         return _gpu(torch.cuda.current_device())
-    raise SegmentError(
-        f"a KV cache on {device_type!r} cannot be mapped by other processes, only one on a CPU "
-        "or a CUDA GPU"
-    )
+    raise SegmentError(f"a KV cache on {device_type!r} cannot be mapped: only one on a CPU or GPU")
 
 
 @functools.cache

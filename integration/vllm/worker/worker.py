@@ -36,7 +36,6 @@ from .stores import Attached, Stores
 log = logging.getLogger("vllm.vcache")
 
 CLOSE_SECONDS = 5.0
-MOST_STORED = 4096
 
 
 class VCacheWorker:
@@ -95,7 +94,7 @@ class VCacheWorker:
         self._echoes = set[int]()
         self._link = Link()
         """The connection to the offload tier as last reported."""
-        self._stored = deque[ChunkKey](maxlen=MOST_STORED)
+        self._stored = deque[ChunkKey](maxlen=4096)
         """Keys of rank 0 of stored chunks that are not reported yet, if vLLM publishes events."""
 
     # ---- start
