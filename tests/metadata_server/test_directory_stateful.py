@@ -166,6 +166,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.readings: list[Reading] = []
         self.clients: list[Peer] = []
         self.tokens = self.ids = 0
+        self.over = set[int]()
+        """Numbers of writes that have ended, as their writers have said."""
         self.epochs: dict[ChunkKey, int] = {}
         """What clients have heard."""
 
@@ -352,6 +354,7 @@ class SlotMachine(RuleBasedStateMachine):
                 )
 
     def finished(self, number: int, committed: bool) -> None:
+        self.over.add(number)
         for one in [one for one in self.writes if one.number == number]:
             self.writes.remove(one)
             if committed:
@@ -611,6 +614,7 @@ class SlotMachine(RuleBasedStateMachine):
             while self.away:
                 self.offer_again(0)
             self.backlog.run(1 << 30)
+            assert not self.over & {at for void in self.directory._void.values() for at in void}
             while self.clients:
                 self.kill_process(0)
             self.writes = []
@@ -638,7 +642,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 SlotMachine.TestCase.settings = settings(
-    max_examples=5000 if THOROUGH else 300,
+    max_examples=5000 if THOROUGH else 150,
     stateful_step_count=80 if THOROUGH else 50,
     deadline=None,
     derandomize=not THOROUGH,

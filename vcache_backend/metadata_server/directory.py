@@ -7,11 +7,10 @@ it is done, or its process has ended. (3) All of this is in the table before an 
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, groupby, islice, repeat
+from itertools import chain, count, groupby, islice, repeat
 from operator import itemgetter
 
 import msgspec
@@ -105,11 +104,13 @@ class Chunks:
         self.of_byte[key[_SHARD_BYTE]].move_to_end(key, last)
 
     def oldest(
-        self, used: Callable[[tuple[m.ChunkKey, int]], int]
-    ) -> Iterator[tuple[m.ChunkKey, int]]:
-        """All chunks, the least recently used first. used: when a chunk was used. Stop before any
-        change."""
-        return heapq.merge(*(part.items() for part in self._parts), key=used)
+        self, most: int, used: Callable[[tuple[m.ChunkKey, int]], int]
+    ) -> list[tuple[m.ChunkKey, int]]:
+        """The least recently used chunks first: at least `most`, exactly the first few, and the
+        others unless far more of them than of the rest lie in one part. used: when a chunk was."""
+        each = 4 + 2 * most // len(self._parts)
+        heads = chain.from_iterable(islice(part.items(), each) for part in self._parts)
+        return sorted(heads, key=used)
 
 
 class _Write(msgspec.Struct, gc=False):
@@ -266,10 +267,12 @@ class Directory:
         key gets a refusal instead if its chunk is here or being written, or if it comes after the
         first `MAX_SLOTS` new ones."""
         size, epoch = padded(nbytes), self.epoch(keys)
-        self.touch(keys)  # they are in use: do not evict them for the others
         places, wanted = self.places(keys), dict[m.ChunkKey, None]()
-        for key, place in zip(keys, places, strict=True):
-            if place is None and key not in self._pending:
+        pairs = zip(keys, places, strict=True)
+        here = {key: place for key, place in pairs if place is not None}
+        self._use(list(here), list(here.values()))  # do not evict them for the others
+        for key in keys:
+            if key not in here and key not in self._pending:
                 wanted[key] = None
                 if self.chunks.get(key) is not None:  # of before a reset
                     self._evict(key)
@@ -448,9 +451,10 @@ class Directory:
             parts[key[_SHARD_BYTE]].move_to_end(key)
         self._uses = use
 
-    def _used(self, chunk: tuple[m.ChunkKey, int]) -> int:
-        region, slot = self._at(chunk[1])
-        return region.uses[slot]
+    def _used(self) -> Callable[[tuple[m.ChunkKey, int]], int]:
+        """Says when a chunk was used."""
+        uses = {number: region.uses for number, region in self.regions.items()}
+        return lambda chunk: uses[chunk[1] >> _SLOT_BITS][chunk[1] & _SLOT_MASK]
 
     def _at(self, place: int) -> tuple[SlotRegion, int]:
         return self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
@@ -460,15 +464,19 @@ class Directory:
         self.regions[place >> _SLOT_BITS].chunks += 1
         self._of_space[key[: m.NAMESPACE_BYTES]] += 1
 
-    def _evict(self, key: m.ChunkKey) -> int:
+    def _evict(self, key: m.ChunkKey) -> None:
         """Forget a chunk. Its slot is free."""
-        place = self.chunks.pop(key)
-        region, slot = self._at(place)
-        region.table.void(slot)
+        region, slot = self._forget(key)
         region.give(slot)
+
+    def _forget(self, key: m.ChunkKey) -> tuple[SlotRegion, int]:
+        """Forget a chunk. The caller gives its slot to another one, or frees it."""
+        place = self.chunks.pop(key)
+        region, slot = self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
+        region.table.void(slot)
         region.chunks -= 1
         self._of_space[key[: m.NAMESPACE_BYTES]] -= 1
-        return place
+        return region, slot
 
     # ---- inside: room
 
@@ -498,11 +506,8 @@ class Directory:
         while len(taken) < most:
             equal, others = self._victims(client, size, most - len(taken))
             for key, place in equal:
-                self._evict(key)
-                region, slot = self._at(place)
-                region.evictions += 1
-                region.slab_of(slot).free.pop()
-                region.unused -= size
+                self._forget(key)
+                self.regions[place >> _SLOT_BITS].evictions += 1
                 taken.append(place)
             self.counters["evicted"] += len(equal)
             if equal:
@@ -548,15 +553,21 @@ class Directory:
             dict[int, None](),
             0,
         )
-        for key, place in islice(self.chunks.oldest(self._used), MAX_SEARCH):
-            region, slot = self._at(place)
-            if not _usable(region, client) or region.pins[slot] > now:
+        sizes = {
+            number * SLABS + at: slab.place.slot_bytes
+            for number, region in self.regions.items()
+            if _usable(region, client)
+            for at, slab in enumerate(region.slabs)
+        }
+        for key, place in self.chunks.oldest(most if most > SEARCH else MAX_SEARCH, self._used()):
+            at = place >> SLAB_BITS
+            if at not in sizes or self.regions[at // SLABS].pins[place & _SLOT_MASK] > now:
                 continue
-            if region.slab_of(slot).place.slot_bytes == size:
+            if sizes[at] == size:
                 equal.append((key, place))
                 passed = 0
             else:
-                others[place >> SLAB_BITS] = None
+                others[at] = None
                 passed += 1
             if len(equal) == most or passed == SEARCH:
                 break

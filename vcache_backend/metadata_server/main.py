@@ -133,7 +133,11 @@ class Server:
             self._endpoint.keep(msgspec.json.encode(config))
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch()
-            closing()  # its thread begins now, where a refusal is an error that the user sees
+            try:
+                closing()  # its thread begins now, where the user sees a refusal
+            except RuntimeError as error:
+                advice = "raise ulimit -u, or pids.max of the cgroup"
+                raise ConfigError(f"{error}: {advice}") from error
             self._make_parts(undo)
             self._undo = undo.pop_all()
 
