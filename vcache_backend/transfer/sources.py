@@ -18,7 +18,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
-from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.resident.mappings import Neighbour, Neighbours
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats, Origin
