@@ -36,7 +36,7 @@ CHANGED = "changed"
 """The cause of a load that ended because a chunk's generations had changed after its copy."""
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """A load's cause, by the cause of a fetch that ended early. All other causes: `store`."""
-PIN_SECONDS = 1.0
+PIN_SECONDS = 0.25
 """How long the server keeps the chunks of a load from eviction. A copy begins at once, and takes
 milliseconds."""
 
