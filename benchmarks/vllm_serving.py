@@ -27,22 +27,20 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from .options import Measurement, names_of, parser
-from .processes import ChildFailed
 from .results import Clock
 from .serving import workloads
 from .serving.client import LATE, send
 from .serving.router import POLICIES, Arm, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, compared, rows_of
-from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
+from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
-from .serving.workloads import FIRST, Phase, Plan, Request
+from .serving.workloads import FIRST, Plan, Request, Workload
 from .vllm.weights import write_model
 
 WORKLOADS = {
@@ -62,19 +60,10 @@ PLANNED = tuple(
 )
 
 
-class Load(NamedTuple):
-    """One run of a workload."""
-
-    name: str
-    phases: list[Phase]
-    what: str
-    ceiling: float
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
+    sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Workload]]()
     model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
     four = len(options.gpus) == 4
     place = options.gpus, model, made.folder, options.cache, dict(options.set)
@@ -89,46 +78,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for runs in loads.values():
                     for arm in arms:
                         made.clock.check(LEAST_SECONDS)
-                        _measure(arm, servers, sizes, runs, made)
+                        _measure(arm, servers, runs, made)
     for name in options.workloads:
         made.report.add(compared(made.report.rows, name, four))
     return made.end()
 
 
-def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
+def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload]]:
     """By workload its runs. Each has a seed of its own."""
-    loads = dict[str, list[Load]]()
+    loads = dict[str, list[Workload]]()
     for workload, run in product(options.workloads, options.runs):
         plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
-        phases, what = WORKLOADS[workload](plan)
-        for phase in phases:
+        load = WORKLOADS[workload](plan)
+        for phase in load.phases:
             phase.requests[:] = [each.made(MODEL) for each in phase.requests]
-        ceiling = workloads.ceiling(phases, plan.block)
-        loads.setdefault(workload, []).append(Load(workload, phases, what, ceiling))
+        ceiling = workloads.ceiling(load.phases, plan.block)
+        named = load._replace(name=workload, ceiling=ceiling)
+        loads.setdefault(workload, []).append(named)
     gc.collect()
     gc.freeze()
     return loads
 
 
 def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
-    """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start, or
-    share nothing.
-    """
+    """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start."""
     took = servers.wait(min(START_SECONDS, clock.left))
     print(f"{servers.name}: {len(servers.ports)} servers up after {took:.0f} s", flush=True)
     for error in _warm(servers.ports, sizes.plan)[:3]:
         print(f"{servers.name}: warm-up: {error}", flush=True)
-    system = SYSTEMS[servers.name]
-    if system.share and not system.ranks and not servers.external():
-        raise ChildFailed(
-            f"{servers.name} shares nothing: in the warm-up no server hit what another one has; "
-            f"{servers.said()}"
-        )
 
 
-def _measure(
-    arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Load], made: Measurement
-) -> None:
+def _measure(arm: Arm, servers: Servers, runs: Sequence[Workload], made: Measurement) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
     name, found = runs[0].name, list[Figures]()
     for load in runs:
@@ -145,12 +125,12 @@ def _measure(
             f"{found[-1].hit_rate:.3f} of {load.ceiling:.3f}",
             flush=True,
         )
-    label = f"{SYSTEMS[arm.system].label}, {arm.said}"
+    label = f"{servers.label}, {arm.said}"
     what = runs[0].what + "".join(f" and {load.what.rpartition(' ')[2]}" for load in runs[1:])
-    made.report.add(rows_of(arm.name, name, found, label, memory(arm.system, sizes), what))
+    made.report.add(rows_of(arm.name, name, found, label, what))
 
 
-def _answered(ports: Sequence[int], load: Load, clock: Clock) -> Figures:
+def _answered(ports: Sequence[int], load: Workload, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
     figures = Figures(load.ceiling)
     for phase in load.phases:

@@ -56,9 +56,10 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
     """
 
     def compared(run: Run) -> list[Row]:
-        scale, tail = KINDS[kind].of(run.fleet.scale), KINDS[kind].tail
-        prompts = Prompts(scale, run.prompts.seed, tail)
-        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if tail else 4)
+        scale = KINDS[kind].of(run.fleet.scale)
+        prompts = Prompts(scale, run.prompts.seed, KINDS[kind].tail)
+        # Those of a model with windows need their chunk's end, which a partial hit may not have.
+        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if "layer_types" in scale.model else 4)
         run = run._replace(prompts=prompts)
         rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
         return [*rows, *equality.sensitive(run, kind, 1)]

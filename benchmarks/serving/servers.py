@@ -5,7 +5,6 @@ end with it.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import tempfile
 import time
@@ -30,14 +29,13 @@ from ..processes import (
     until,
 )
 from ..vllm.environment import ENVIRONMENT, environment
+from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
 RESET_SECONDS = 10.0
 CALL_SECONDS = 10.0
-EXTERNAL = r"vllm:external_prefix_cache_hits_total"
-"""Of vLLM's Prometheus endpoint: tokens that connectors had."""
 
 
 class Servers:
@@ -59,6 +57,8 @@ class Servers:
     ) -> None:
         self.name, self._sizes, self._gpus, self._cache = name, sizes, gpus, cache
         self._share = SYSTEMS[name].share
+        kv_bytes = sizes.kv_bytes if self._share == "pool" else sizes.all_kv_bytes
+        self.label = f"{SYSTEMS[name].label}, {kv_bytes / GIB:.3g} GiB of KV cache a GPU"
         self._servers: list[Program] = []
         self.ports = free_ports(1 if SYSTEMS[name].ranks else len(gpus))
         self._started = time.monotonic()
@@ -103,12 +103,6 @@ class Servers:
         if self._share:
             with Client(self._socket, PATIENT, reconnect=False) as client:
                 client.clear()
-
-    def external(self) -> float:
-        """Tokens that connectors have had so far, of all servers."""
-        text = "\n".join(_get(port, "/metrics").decode() for port in self.ports)
-        pattern = rf"^{EXTERNAL}(?:\{{[^}}]*\}})? (\S+)$"
-        return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""

@@ -22,15 +22,15 @@ class Figures:
     """The figures of one arm under one run of a workload, from its phases that count. Only complete
     answers count.
 
-    duration: seconds of all phases, each from its first request to its last answer. ttft, tpot: of
-    the answers, in ms. hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each
+    duration: seconds of all phases, each from its first request to its last answer. ttft: of the
+    answers, in ms. hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each
     request."""
 
     def __init__(self, ceiling: float) -> None:
         """ceiling: the hit rate of one shared cache without bounds."""
         self.ceiling = ceiling
         self.requests, self.errors, self.duration = 0, 0, 0.0
-        self.ttft, self.tpot = list[float](), list[float]()
+        self.ttft = list[float]()
         self._prompt = self._cached = 0
 
     def add(self, answers: Sequence[Answer]) -> None:
@@ -42,8 +42,6 @@ class Figures:
             self.duration += max(a.last for a in whole) - min(a.sent for a in whole)
         for answer in whole:
             self.ttft.append(MS * (answer.first - answer.sent))
-            if answer.tokens > 1:
-                self.tpot.append(MS * (answer.last - answer.first) / (answer.tokens - 1))
             self._prompt += answer.prompt
             self._cached += answer.cached
 
@@ -57,15 +55,13 @@ class Figures:
         return self._cached / self._prompt if self._prompt else 0.0
 
 
-def rows_of(
-    arm: str, workload: str, runs: Sequence[Figures], label: str, has: str, what: str
-) -> list[Row]:
+def rows_of(arm: str, workload: str, runs: Sequence[Figures], label: str, what: str) -> list[Row]:
     """A row for every figure of an arm under a workload, of the medians of its runs. The reference
     is the value itself; for hit rates a shared cache's ceiling.
 
-    label: the system and the policy in words; has: its memory; what: the workload. `compared` only
+    label: the system and the policy in words; what: the workload. `compared` only
     compares rows with the same workload."""
-    said = f"{label}, {has}; {what}"
+    said = f"{label}; {what}"
 
     def made(
         figure: str, unit: str, values: list[float], reference: Any = None, more: str = ""
@@ -75,14 +71,10 @@ def rows_of(
 
     errors, requests = sum(run.errors for run in runs), sum(run.requests for run in runs)
     shared, about = [run.ceiling for run in runs], "; reference: one shared cache without bounds"
-    times = {"ttft": [run.ttft for run in runs], "tpot": [run.tpot for run in runs]}
     return [
         made("requests_per_second", "requests/s", [run.throughput for run in runs]),
-        *(
-            made(f"{figure}_p{share}", "ms", [percentile(each, share) for each in values])
-            for figure, values in times.items()
-            for share in (50, 99)
-        ),
+        made("ttft_p50", "ms", [percentile(run.ttft, 50) for run in runs]),
+        made("ttft_p99", "ms", [percentile(run.ttft, 99) for run in runs]),
         none(case(arm, workload, "errors"), "requests", errors, said, requests),
         made("hit_rate", "fraction", [run.hit_rate for run in runs], shared, about),
     ]

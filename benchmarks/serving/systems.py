@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..processes import HOST
-from ..vllm.scale import GIB, SCALES, Scale, sized
+from ..vllm.scale import SCALES, Scale, sized
 from ..vllm.settings import llm, our_connector
 from .workloads import Plan
 
@@ -64,15 +64,6 @@ SYSTEMS = {
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
     "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),
 }
-
-
-def memory(name: str, sizes: Sizes) -> str:
-    """What a system has, in words."""
-    lends = SYSTEMS[name].share == "pool"
-    said = f"{(sizes.kv_bytes if lends else sizes.all_kv_bytes) / GIB:.3g} GiB of KV cache a GPU"
-    if lends:
-        said += f" and {sizes.pool_bytes / GIB:.3g} GiB of it in the pool"
-    return said
 
 
 def serve_arguments(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .workloads import Phase, Plan, Request, Tokens, Workload, random_tokens
+from .workloads import Phase, Plan, Request, Tokens, Workload, described, random_tokens
 
 TRACED = 512
 """Tokens that one of the trace's hash ids covers."""
@@ -31,12 +31,7 @@ def conversations(plan: Plan) -> Workload:
         Request(tokens=_prompt(line, plan), at=at, output=plan.output)
         for line, at in zip(lines, times, strict=True)
     ]
-    turns = f" of {plan.trace_turns} or more requests" if plan.trace_turns > 1 else ""
-    what = (
-        f"conversation trace: {len(lines)} requests of whole conversations{turns}, "
-        f"{plan.trace_block} tokens for {TRACED}, prompts cut at {plan.longest}, answers of "
-        f"{plan.output}, arrivals within {plan.trace_seconds:g} s, seed {plan.seed}"
-    )
+    what = described(plan, f"{len(lines)} requests of conversations", "trace_ longest")
     return Workload([Phase(requests=requests, concurrency=0)], what)
 
 

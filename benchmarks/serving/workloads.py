@@ -103,10 +103,22 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(NamedTuple):
-    """what: the workload in words. Results with the same words may be compared."""
+    """One run of a workload. what: in words; results with the same words may be compared. name,
+    ceiling: of the workload's hit rate, once `vllm_serving` has set them."""
 
     phases: list[Phase]
     what: str
+    name: str = ""
+    ceiling: float = 0.0
+
+
+def described(plan: Plan, what: str, own: str) -> str:
+    """The workload in words: what it is, and its parameters. own: how their names begin, or their
+    names, separated by blanks."""
+    begins = tuple(own.split())
+    names = [name for name in Plan.__struct_fields__ if name.startswith(begins)]
+    values = [f"{name} {getattr(plan, name)}" for name in (*names, "output", "seed")]
+    return f"{what}; {', '.join(values)}"
 
 
 def prefix_repetition(plan: Plan) -> Workload:
@@ -118,10 +130,7 @@ def prefix_repetition(plan: Plan) -> Workload:
         prefix = random_tokens(dice, plan.prefix, plan)
         requests += [_asking(dice, prefix, plan) for _ in range(plan.repeats)]
     random.Random(plan.seed).shuffle(requests)
-    what = (
-        f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} "
-        f"suffixes of {plan.suffix}, {usual(plan)}"
-    )
+    what = described(plan, "prefixes, each with several suffixes", "pre suffix repeats concurrency")
     return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
 
 
@@ -135,11 +144,7 @@ def fork(plan: Plan) -> Workload:
         forks = [_asking(dice, context, plan) for _ in range(plan.fork_requests)]
         phases.append(Phase(requests=first, concurrency=1, counted=False))
         phases.append(Phase(requests=forks, concurrency=len(forks)))
-    what = (
-        f"fork: {plan.fork_contexts} contexts of {plan.fork_tokens} tokens, each computed once, "
-        f"then {plan.fork_requests} requests with it at once, answers of {plan.output}, "
-        f"seed {plan.seed}"
-    )
+    what = described(plan, "contexts, each computed once, then forked at once", "fork suffix")
     return Workload(phases, what)
 
 
@@ -169,12 +174,7 @@ def chat(plan: Plan) -> Workload:
             at = dice.exponential(plan.chat_thinking)
             now += at
     timed.sort(key=lambda each: each[0])
-    what = (
-        f"chat: {plan.chat_conversations} conversations of {plan.chat_turns} turns that begin "
-        f"within {plan.chat_arrivals:g} s, {plan.chat_system} tokens that all share, "
-        f"{plan.chat_first} of their own, messages of {plan.chat_message}, answers of "
-        f"{plan.chat_answer}, thinking {plan.chat_thinking:g} s, seed {plan.seed}"
-    )
+    what = described(plan, "conversations", "chat")
     return Workload([Phase(requests=[request for _, request in timed], concurrency=0)], what)
 
 
@@ -201,10 +201,6 @@ def _asking(dice: np.random.Generator, document: Tokens, plan: Plan) -> Request:
 
 def random_tokens(dice: np.random.Generator, count: int, plan: Plan) -> Tokens:
     return dice.integers(FIRST, plan.vocabulary, count, dtype=np.uint32)
-
-
-def usual(plan: Plan) -> str:
-    return f"answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
 
 
 def ceiling(phases: Sequence[Phase], block: int) -> float:

@@ -37,16 +37,6 @@ class Serving:
         gc.collect()
         gc.freeze()
 
-    def about(self) -> dict[str, Any]:
-        """What this engine is, as far as it matters to a comparison."""
-        config = self._engine.vllm_config
-        return {
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "blocks": config.cache_config.num_gpu_blocks,
-            "block_size": config.cache_config.block_size,
-            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-        }
-
     def generate(self, tokens: list[int], count: int, **more: Any) -> dict[str, Any]:
         """One request; others may run. more: see `_add`. tokens: what came out; logprobs: of each
         step, sorted pairs of token and value. ttft: seconds to the first token.

@@ -52,9 +52,9 @@ class Fleet:
         self, scale: Scale, folder: Path, cache: Path, more: dict[str, str], way: str
     ) -> None:
         self.rows, self.lmcache, self.in_place = way, way == "lmcache", way == "inplace"
-        self.scale = msgspec.structs.replace(scale, whole_blocks=not self.lmcache)
+        self.scale = scale
         if self.in_place:
-            self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
+            self.scale = msgspec.structs.replace(scale, pool_bytes=0)
             more = {"connector.share": "in_place", **more}
         self.folder, self.cache, self.more = folder, cache, more
         self._children: dict[str, Child] = {}
@@ -175,12 +175,11 @@ class Fleet:
         if started is not None:
             try:
                 child.answer(max(1.0, START_SECONDS - (time.monotonic() - started)))
-                about = child.ask("about")
             except ChildFailed as error:
                 self._failed[name] = str(error)
                 self.kill(name)
                 raise
-            print(f"  {name} ready after {time.monotonic() - started:.0f} s: {about}", flush=True)
+            print(f"  {name} ready after {time.monotonic() - started:.0f} s", flush=True)
         return child
 
     def settle(self) -> None:

@@ -15,8 +15,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. ranks: tensor parallel,
-    each on a GPU. tail: tokens of its prompts behind their last chunk, where all hits end, the
-    reference's by themselves; 0: any length. states: a chunk is one block."""
+    each on a GPU. tail: see `Prompts`. states: a chunk is one block."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -25,7 +24,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes: int = 2
     arguments: dict[str, Any] = {}
     ranks: int = 1
-    tail: int = 0
+    tail: int = 8
     states: bool = False
 
     def of(self, scale: Scale) -> Scale:
@@ -40,10 +39,10 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(own, kv_bytes=kv_bytes)
 
 
-def _several(name: str, tail: int, states: bool = False) -> Kind:
+def _several(name: str, **more: Any) -> Kind:
     """With several block tables."""
     model, tiny, eager = SHAPES[name], SHAPES[f"tiny_{name}"], {"enforce_eager": True}
-    return Kind(model=model, tiny=tiny, arguments=eager, tail=tail, states=states)
+    return Kind(model=model, tiny=tiny, arguments=eager, **more)
 
 
 DRAFTS = {
@@ -62,22 +61,22 @@ KINDS = {
     # So few words that what comes out has been there before, and drafts are made and sometimes
     # right.
     "ngram": Kind(model={"vocab_size": 64}, over=True, arguments={"speculative_config": DRAFTS}),
-    "gemma3": _several("gemma3", 8),
-    "gpt_oss": _several("gpt_oss", 8),
+    "gemma3": _several("gemma3"),
+    "gpt_oss": _several("gpt_oss"),
     # Its convolutions look back at two tokens: the last token depends on the loaded state.
-    "lfm2": _several("lfm2", 2, states=True),
+    "lfm2": _several("lfm2", tail=2, states=True),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. alone: without vcache. scheduler: a function of `scheduler`."""
+    """An instance. alone: without vcache. probed: its scheduler is (see `probe`)."""
 
     gpu: int
     alone: bool = False
     kind: str = ""
-    scheduler: str = ""
+    probed: bool = False
 
 
 def joined(*parts: str) -> str:
@@ -85,10 +84,9 @@ def joined(*parts: str) -> str:
     return "_".join(filter(None, parts))
 
 
-INSTANCES = {"timed": Spec(gpu=1, scheduler="probed")}
+INSTANCES = {"timed": Spec(gpu=1, probed=True)}
 for _name, _kind in KINDS.items():
     # The reference, who stores and who hits.
-    _cut = "" if _kind.tail else "in_chunks"
-    INSTANCES[joined(_name, "alone")] = Spec(gpu=0, alone=True, kind=_name, scheduler=_cut)
+    INSTANCES[joined(_name, "alone")] = Spec(gpu=0, alone=True, kind=_name)
     INSTANCES[joined(_name, "a")] = Spec(gpu=0, kind=_name)
     INSTANCES[joined(_name, "b")] = Spec(gpu=_kind.ranks, kind=_name)

@@ -23,11 +23,12 @@ class Prompts:
     """A source of them. Two runs have the same; within one no two share a chunk unless they are
     meant to.
 
-    tail: whole prompts go on for so many tokens behind their last chunk; 0: they have the length
-    that was asked for.
-    """
+    Hits end with a chunk, fewer tokens than a block before the prompt's end or the first other
+    token. There vLLM's own hits and LMCache's end, too, so that all compute the same tokens in
+    steps of the same shapes: other shapes run other kernels, and may differ in the last bit."""
 
-    def __init__(self, scale: Scale, seed: int = 0, tail: int = 0) -> None:
+    def __init__(self, scale: Scale, seed: int = 0, tail: int = 8) -> None:
+        """tail: tokens of whole prompts behind their last chunk."""
         self.seed, self._tail = seed, tail
         self._scale, self._random = scale, random.Random(seed)
 
@@ -39,21 +40,20 @@ class Prompts:
         return [prompt[0] % (self._scale.vocabulary - 4) + 3, *prompt[1:]]
 
     def whole(self, length: int) -> Hit:
-        """The same prompt again."""
-        whole = max(length // self._scale.chunk, 1) * self._scale.chunk
-        prompt = self.new(whole + self._tail if self._tail else length)
-        return Hit(f"{length}", prompt, prompt, self._scale.hit(len(prompt)))
+        """The same prompt again: so many tokens, in whole chunks, and the tail."""
+        prompt = self.new(length + self._tail)
+        return Hit(f"{length}", prompt, prompt, length)
 
     def partial(self, index: int) -> Hit:
-        """A shared prefix, then something else: of odd lengths, one token past a chunk, short of
-        one, at its edge, in a long prompt.
+        """A shared prefix, at a chunk's edge or some tokens past it, then something else: of odd
+        lengths, in a long prompt too.
         """
-        chunk = self._scale.chunk
-        shared = (2 * chunk + 1, 3 * chunk - 1, 2 * chunk, 5 * chunk + chunk // 3, chunk)[index % 5]
+        chunk, past = self._scale.chunk, (0, 1, self._scale.block - 1)[index % 3]
+        shared = (1, 2, 3, 5)[index % 4] * chunk
         tail = (1, chunk // 2 + 7, 2 * chunk, chunk - 1, 3 * chunk + 5)[index // 5 % 5]
-        prefix = self.new(shared)
+        prefix = self.new(shared + past)
         first, then = prefix + self.new(tail), prefix + self.new(tail)
-        return Hit(f"{shared}+{tail}", first, then, shared - shared % chunk)
+        return Hit(f"{shared + past}+{tail}", first, then, shared)
 
     def hits(self, whole: dict[int, int], partial: int) -> list[Hit]:
         """So many of each length and so many partial ones, mixed: a run that ends early has some of

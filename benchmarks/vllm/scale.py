@@ -22,12 +22,11 @@ one for the CPU.
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """lengths: tokens by the name rows give them. equal: prompts by length, whole and partial hits
+    """lengths: tokens by the name rows give them. equal: prompts by length, and partial hits
     (see `prompts.hits`).
 
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
-    decode_prompt: tokens of requests that run beside. whole_blocks: hits end with a whole block of
-    vLLM's, as those of our own connector do, not with the last token but one."""
+    decode_prompt: tokens of requests that run beside."""
 
     name: str
     model: dict[str, Any]
@@ -44,7 +43,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     decode_prompt: int
     answer: int = 64
     running: int = 16
-    whole_blocks: bool = False
     cpu: bool = False
 
     @property
@@ -59,15 +57,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def vocabulary(self) -> int:
         return int(self.model["vocab_size"])
-
-    def hit(self, length: int) -> int:
-        """Tokens that can be known of a prompt of so many: whole chunks, and the last token is
-        computed in any case.
-
-        By LMCache it alone, by our connector the block it is in, as after a hit in vLLM's own
-        prefix cache."""
-        most = (length - 1) // self.block * self.block if self.whole_blocks else length - 1
-        return min(length - length % self.chunk, most)
 
 
 def sized(given: dict[str, Any], kind: type[Sized], **more: Any) -> Sized:

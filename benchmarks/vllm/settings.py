@@ -4,7 +4,6 @@ LMCache's file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,8 @@ def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -
     given["kv_cache_memory_bytes"] //= kind.ranks
     if not scale.cpu:
         given["compilation_config"] = COMPILED_BY_RULE
-    if spec.scheduler:
-        given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
+    if spec.probed:
+        given["scheduler_cls"] = f"{__package__}.probe.probed"
     if transfer:
         given["kv_transfer_config"] = transfer
     return given | kind.arguments
@@ -83,16 +82,8 @@ def _sections(socket: Path, lends: int, more: Mapping[str, str]) -> dict[str, di
         section: dict[str, Any] = sections
         for name in names:
             section = section.setdefault(name, {})
-        section[key] = _plain(value)
+        section[key] = msgspec.yaml.decode(value)
     return sections
-
-
-def _plain(value: str) -> Any:
-    """A number or a truth value where it is one."""
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def lmcache_file(scale: Scale, socket: Path, more: Mapping[str, str]) -> dict[str, Any]:

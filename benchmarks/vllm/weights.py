@@ -48,20 +48,18 @@ def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:
 
     One that is there stays as it is: vcache knows a model by its files, and when they were written.
     """
-    new, weights = _configured(folder, scale.model), folder / "model.safetensors"
-    if scale.cpu and scale.model["model_type"] == "llama" and (new or not weights.exists()):
+    folder.mkdir(parents=True, exist_ok=True)
+    file, weights, text = (
+        folder / "config.json",
+        folder / "model.safetensors",
+        json.dumps(scale.model),
+    )
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+        weights.unlink(missing_ok=True)
+    if scale.cpu and scale.model["model_type"] == "llama" and not weights.exists():
         _write_weights(weights, scale.model, seed)
     return folder
-
-
-def _configured(folder: Path, model: dict[str, Any]) -> bool:
-    """Whether the folder had another `config.json`, or none. It has this one now."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file, text = folder / "config.json", json.dumps(model)
-    if file.exists() and file.read_text() == text:
-        return False
-    file.write_text(text)
-    return True
 
 
 def _write_weights(path: Path, model: dict[str, Any], seed: int) -> None:

@@ -25,11 +25,11 @@ from hashlib import blake2b
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..vllm.scheduler.adapters import Adapters
+from ..vllm.adapters import Adapters
 from .boundary import SCHEDULER, THEIRS
 
 if TYPE_CHECKING:
-    from ..vllm.in_place.block_pool import KVBlocks
+    from ..vllm.blocks import KVBlocks
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class LMCacheScheduler:
 
     def _watch(self, pool: Any) -> None:
         """Note vLLM's block pool, which vLLM shows before the first request."""
-        from ..vllm.in_place.block_pool import KVBlocks  # numpy, which few processes need
+        from ..vllm.blocks import KVBlocks  # numpy, which few processes need
 
         self._blocks = KVBlocks(pool)
         # Also while nothing is shared.

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -38,16 +37,12 @@ from .metadata import StepMetadata, WorkerReport
 from .model import compat, versions
 from .model.sharing import plan
 from .model.spec import ShardSpec
-from .scheduler.side import SchedulerSide
+from .scheduler import VCacheScheduler
 from .telemetry import stats
 from .worker.loads import Ends
 from .worker.worker import VCacheWorker
 
 log = logging.getLogger("vllm.vcache")
-
-_workers: WeakValueDictionary[str, VCacheConnector] = WeakValueDictionary()
-"""By vLLM's name of the engine, the worker's half of each instance whose only worker runs in the
-scheduler's process. Workers of data parallel ranks have their own processes."""
 
 
 @dataclass
@@ -58,7 +53,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
+    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py
     and worker/worker.py. Once the half is out of use (`Boundary.off`), each call gives vLLM's
     default answer."""
 
@@ -69,13 +64,15 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         plans = role == KVConnectorRole.SCHEDULER
         name = f"vLLM's {'scheduler' if plans else 'worker'} (pid {os.getpid()})"
         Boundary.__init__(self, name, says=plans)
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: VCacheScheduler | None = None
         self._worker: VCacheWorker | None = None
         self._awaited, self._running = AwaitedLoads(), WorkerLoads()
         self._engine = str(transfer.engine_id)
         self._meter: stats.Meter | None = None
         self._thread = 0
         """The thread in which vLLM runs the worker."""
+        self._alone = vllm_config.parallel_config.world_size == 1
+        """The instance has one worker."""
         self._said_off = False
         self._invalid = set[int]()
         """Blocks that loads have failed to fill, until vLLM asks."""
@@ -110,10 +107,10 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if decision.refused:
             raise VCacheError(decision.refused)
         meter = self._meter = stats.Meter()
-        side = SchedulerSide(vllm_config, kv_cache_config, decision, loads, stores, meter)
-        self._scheduler = side
-        self.on_close(side.close)
-        if side.publications is not None and side.victims is None:
+        half = VCacheScheduler(vllm_config, kv_cache_config, decision, loads, stores, meter)
+        self._scheduler = half
+        self.on_close(half.close)
+        if half.publications is not None and not decision.settings.pool.lent:
             self._cache_hit_source = compat.hit_source_of_peers()
 
     def _begin_worker(self, vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
@@ -125,8 +122,6 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
         self._worker = VCacheWorker(vllm_config, kv_cache_config, config, *ranks, meter)
         self.on_close(self._worker.close)
-        if vllm_config.parallel_config.world_size == 1:
-            _workers[self._engine] = self
 
     def stop(self) -> None:
         """See `Boundary.stop`."""
@@ -162,11 +157,11 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
-    def _check_refusal(self, side: SchedulerSide) -> None:
+    def _check_refusal(self, half: VCacheScheduler) -> None:
         """A worker that caches nothing, or never introduces itself, puts the instance out of
         use."""
-        if side.instance.refused:
-            self.fail(side.instance.refused)
+        if half.context.refused:
+            self.fail(half.context.refused)
 
     @guarded(answer(None))
     def on_new_request(self, request: Any) -> None:
@@ -183,10 +178,10 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        side = self._scheduler
-        if side is None or side.instance.refused:
+        half = self._scheduler
+        if half is None or half.context.refused:
             return 0, False
-        return side.matched(request, num_computed_tokens)
+        return half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -207,10 +202,10 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(None))
     def _describe(self, scheduler_output: Any) -> StepMetadata | None:
-        side = self._scheduler
-        assert side is not None
-        meta = side.describe(scheduler_output)
-        self._check_refusal(side)
+        half = self._scheduler
+        assert half is not None
+        meta = half.describe(scheduler_output)
+        self._check_refusal(half)
         if meta.loads:
             meta.ends = self._ends.address
         return meta
@@ -226,9 +221,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def _hasten(self, connector_output: Any) -> None:
         """Add finished loads to the report of a step, so that their requests run a step earlier. A
         worker in this thread checks its loads once more."""
-        half = _workers.get(self._engine)
-        if half is not None and half._thread == threading.get_ident():
-            half._advance_loads()
+        if self._alone and (worker := _worker_here(self._engine)) is not None:
+            worker._advance_loads()
         self._awaited.tell(connector_output, self._ends.in_all)
 
     @guarded(answer((False, None)))
@@ -250,7 +244,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     def _clear(self) -> bool:
         """Reset the namespace over a connection of its own, once this half is out of use."""
-        instance = self._scheduler.instance if self._scheduler is not None else None
+        instance = self._scheduler.context if self._scheduler is not None else None
         if instance is None or instance.versions or not instance.prefix or self.config is None:
             return True
         try:
@@ -270,7 +264,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(answer(None))
     def weights_are(self, name: object) -> None:
         """vLLM's weights are of the version `name` from now on."""
-        if self._scheduler is not None and self._scheduler.instance.versions:
+        if self._scheduler is not None and self._scheduler.context.versions:
             log.info("vcache: the weights have version %.80r", name)
             self._scheduler.resets.change_version(versions.digest(name))
 
@@ -437,5 +431,14 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(()))
     def take_events(self) -> Iterable[Any]:
-        announcer = self._scheduler.instance.announcer if self._scheduler is not None else None
+        announcer = self._scheduler.context.announcer if self._scheduler is not None else None
         return announcer.take() if announcer is not None else ()
+
+
+def _worker_here(engine: str) -> VCacheConnector | None:
+    """The worker's half of this engine, if vLLM runs the worker in this thread."""
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    for half in (group, *getattr(group, "_connectors", ())):
+        if isinstance(half, VCacheConnector) and half._engine == engine:
+            return half if half._thread == threading.get_ident() else None
+    return None

@@ -7,7 +7,6 @@ publishes its copies. Both stop themselves at any step of the protocol."""
 from __future__ import annotations
 
 import random
-import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,14 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from integration.vllm.in_place.block_pool import KVBlocks, ResidentPool
+from integration.vllm.blocks import KVBlocks
+from integration.vllm.publications import Publications
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import (
-    INSTANCE_BYTES,
     ChunkKey,
     Find,
     Found,
-    InstanceId,
     Publish,
     ResidentRun,
 )
@@ -39,7 +37,7 @@ from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.exports import HostExportable
-from vcache_backend.vram_pool.generations import Generations, UInt64s
+from vcache_backend.vram_pool.generations import UInt64s
 
 from .living import Living, Settings, Slowly, live_as
 from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
@@ -66,7 +64,11 @@ class BlockPool:
     """
 
     def __init__(self, blocks: int) -> None:
+        self.num_gpu_blocks = blocks
         self._free = deque(map(Block, range(blocks)))
+
+    def cache_full_blocks(self) -> None:
+        """Nothing: there is no prefix cache."""
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
         return [self._free.popleft() for _ in range(num_blocks)]
@@ -103,10 +105,17 @@ class Instance(Living):
         self.words = self.memory.words
         self.session = Session(settings.config, self.memory.layout, anonymous=True)
         self.kv, self.client = self.session.bind(self.memory.tensors), self.session.client
-        self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
-        self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
+        publications, self.pool = (
+            Publications(self._retract, BLOCKS, EACH, loads=False),
+            BlockPool(BLOCKS),
+        )
+        self.instance, self.table, self.sequence = (
+            publications.instance,
+            publications.generations,
+            0,
+        )
         if not self._late:
-            ResidentPool(KVBlocks(self.pool), self.table, self._reset)
+            publications.watch(KVBlocks(self.pool))
         self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
         self.client.on_beat.append(self._listen)
@@ -134,7 +143,8 @@ class Instance(Living):
             self.table.void_all()
             self.epoch = self._heard
 
-    def _reset(self) -> None:
+    def _retract(self, sequence: int) -> None:
+        """See `Publications`, whose own numbers are not used here."""
         retract = partial(self.client.retract, self.instance, self.sequence + 1)
         self.publisher.outbox.send(retract)
 

@@ -35,9 +35,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vcache_backend.integration.vllm import lookups, requests, waits
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
-from vcache_backend.integration.vllm.scheduler import decide, lookups, tracked
 from vcache_backend.protocol.messages import Publish
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
@@ -55,12 +55,12 @@ def scheduling(folder: Path) -> Iterator[Node]:
         patch.setenv("PYTHONHASHSEED", "0")
         # It would import vLLM in another process, to look at one class.
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
-        patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
+        patch.setattr(lookups, "PROMISED_SECONDS", SECONDS)
         patch.setattr(lookups, "LATE_SECONDS", SECONDS)
-        patch.setattr(tracked, "FRESH_SECONDS", SECONDS)
+        patch.setattr(requests, "FRESH_SECONDS", SECONDS)
         # No model runs, so the time of steps says nothing.
         for name in ("UNKNOWN_CHUNK_SECONDS", "LONGEST_CHUNK_SECONDS"):
-            patch.setattr(decide, name, 60.0)
+            patch.setattr(waits, name, 60.0)
         made.serve()
         write_model(made.path.parent / "model")
         yield made
@@ -146,7 +146,7 @@ class Engine:
         lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
         report = WorkerReport(shards={(0, 0): ShardSpec(pp_rank=0, tp_rank=0, **lie)})
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
-        assert self.half.instance.open(), self.half.instance.refused
+        assert self.half.context.open(), self.half.context.refused
 
     def show(self, here: Node, undo: ExitStack) -> None:
         """Its worker shows a KV cache, and publishes what steps compute."""
@@ -244,7 +244,7 @@ class Engine:
         return self.rows[step].get(request.request_id, set()).issuperset(blocks)
 
     def keys(self, request: Request) -> list[Any]:
-        made, instance = request.block_hashes, self.half.instance
+        made, instance = request.block_hashes, self.half.context
         return instance.keys.keys(made, 0, len(made) // EACH, instance.version)
 
     def stored(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
@@ -256,7 +256,7 @@ class Engine:
     def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         return [one.number for one in self.published(request, meta)]
 
-    def tracked(self, request: Request) -> tracked.Tracked:
+    def tracked(self, request: Request) -> requests.Tracked:
         """What the scheduler half knows of a request that has not ended."""
         return self.half._requests[request.request_id]
 

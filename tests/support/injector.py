@@ -60,13 +60,14 @@ OUTERMOST = (
     "VCacheConnector.build_prom_metrics",
     "VCacheConnector.build_kv_connector_stats",
     # Ends of `Boundary.stop`.
-    "SchedulerSide.give_up",
+    "VCacheScheduler.give_up",
     "Generations.give_up",
     # In the place of functions of vLLM's block pool.
     "KVBlocks.guard",
     "KVBlocks._get_new_blocks",
-    "ResidentPool._evict_blocks",
-    "ResidentPool._reset_prefix_cache",
+    "KVBlocks._evict_blocks",
+    "KVBlocks._reset_prefix_cache",
+    "KVBlocks._cache_full_blocks",
     "_harmless.",
 )
 CLOSE_SECONDS, RETRY_SECONDS = 0.2, 0.02

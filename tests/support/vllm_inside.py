@@ -82,7 +82,7 @@ for later in (
     "lmcache.integration.vllm.vllm_v1_adapter",
     "numpy.ma",
     "vcache_backend.integration.plugin",
-    "vcache_backend.integration.vllm.scheduler.side",
+    "vcache_backend.integration.vllm.scheduler",
     "vcache_backend.integration.vllm.worker.worker",
     "vcache_backend.integration.vllm_connector",
     "vllm.distributed.elastic_ep.elastic_execute",
@@ -108,13 +108,13 @@ class Serving:
     """The commands of an instance."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from vcache_backend.integration.vllm.scheduler import lookups, own_promises, tracked
+        from vcache_backend.integration.vllm import lookups, promises, requests
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
-        lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
+        lookups.PROMISED_SECONDS = requests.FRESH_SECONDS = PATIENCE_SECONDS
         lookups.LATE_SECONDS = PATIENCE_SECONDS
         # Nobody measures how fast a machine is that others use: `paced` says it.
-        own_promises.LEAST_MEASURED = FOREVER
+        promises.LEAST_MEASURED = FOREVER
         self.paced(PATIENCE_SECONDS)
         transfer = {"kv_connector": "LMCacheConnectorV1", **BOTH}
         settings = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True}
@@ -277,10 +277,10 @@ class Serving:
 
     def paced(self, chunk_seconds: float) -> None:
         """How long a chunk takes elsewhere, for waits for what others compute."""
-        from vcache_backend.integration.vllm.scheduler import decide
+        from vcache_backend.integration.vllm import waits
 
-        decide.UNKNOWN_CHUNK_SECONDS = decide.LONGEST_CHUNK_SECONDS = chunk_seconds
-        decide.STATE_SECONDS = 2.0
+        waits.UNKNOWN_CHUNK_SECONDS = waits.LONGEST_CHUNK_SECONDS = chunk_seconds
+        waits.STATE_SECONDS = 2.0
 
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""

@@ -25,7 +25,7 @@ pytestmark = vllm_cases.needs_vllm
 
 LENGTH = 2 * CHUNK + 9
 ALL = os.environ.get("VCACHE_INJECT") == "all"
-FILES = {"vllm/connector.py", "vllm/scheduler/side.py", "vllm/worker/loads.py"}
+FILES = {"vllm/connector.py", "vllm/scheduler.py", "vllm/worker/loads.py"}
 FILES |= {"transfer/load.py", "protocol/client.py"}
 """Some of whose functions raise in each mode."""
 

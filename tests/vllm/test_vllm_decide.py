@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from vcache_backend.integration.vllm.scheduler.decide import (
+from vcache_backend.integration.vllm.requests import FAILED, LATE, Answer, Wait
+from vcache_backend.integration.vllm.waits import (
     LAST_SECONDS,
     LONGEST_CHUNK_SECONDS,
     SLACK_SECONDS,
@@ -19,7 +20,6 @@ from vcache_backend.integration.vllm.scheduler.decide import (
     Rules,
     decide,
 )
-from vcache_backend.integration.vllm.scheduler.tracked import FAILED, LATE, Answer, Wait
 from vcache_backend.protocol.messages import Coming
 
 NOW, SIZE, CHUNKS = 1000.0, 10, 8

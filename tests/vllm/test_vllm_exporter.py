@@ -15,7 +15,7 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend.errors import LayoutError, SegmentError
-from vcache_backend.integration.vllm.in_place.exporter import Exporter
+from vcache_backend.integration.vllm.worker.exporter import Exporter
 
 
 def kv(device: str = "cpu") -> torch.Tensor:

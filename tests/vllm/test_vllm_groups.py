@@ -33,7 +33,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.integration.vllm.model import compat, groups
+from vcache_backend.integration.vllm.model import groups
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.keys import state_keys
 
@@ -193,6 +193,19 @@ LOCAL = other("ChunkedLocalAttentionSpec")
 UNCACHED = other("FullAttentionSpec", prefix_cacheable=False)
 
 
+@pytest.mark.parametrize("flag", [{"host_resident": True}, {"enable_kv_transfer": False}])
+def test_groups_that_are_not_vllms_prefix_cache_are_refused(flag: dict[str, bool]) -> None:
+    config = caches(spec(33), spec())
+    config.kv_cache_groups[0].__dict__.update(flag)
+    with pytest.raises(LayoutError, match="not part of vLLM's own prefix cache"):
+        groups.read(config, 64)
+
+
+def test_a_window_has_the_tokens_that_vllm_retains() -> None:
+    kept = other("SlidingWindowSpec", sliding_window=33, extra_retained_tokens=16)
+    assert groups.read(caches(kept), 64).text == "window49/16"
+
+
 @pytest.mark.parametrize(
     ("specs", "said"),
     [
@@ -256,38 +269,6 @@ def test_latents_and_indexers_keys_are_one_table_that_comes_back(layout: str) ->
     assert comes_back(kv, 128)
 
 
-def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_side() -> None:
-    """Compressed latents and keys, windows, and the compressors' states: each table fills a block of
-    its own in another way."""
-
-    def table(window: int = 0, states: int = 1, **sizes: Any) -> Any:
-        kind: Any = functools.partial(kinds.SlidingWindowMLASpec, sliding_window=window)
-        sizes |= {"num_kv_heads": 1, "alignment": 576, "tokens_per_state": states}
-        return (kind if window else kinds.MLAAttentionSpec)(**sizes)
-
-    layers = {}
-    for number in range(2):
-        layers |= {
-            f"{number}.swa": table(128, block_size=64, head_size=584, dtype=torch.uint8),
-            f"{number}.mla": table(0, 4, block_size=256, head_size=584, dtype=torch.uint8),
-            f"{number}.k": table(0, 4, block_size=256, head_size=132, dtype=torch.uint8),
-            f"{number}.state": table(8, block_size=4, head_size=2048, dtype=torch.float32),
-            f"{number}.key": table(8, block_size=4, head_size=512, dtype=torch.float32),
-            f"{number}.far": table(128, block_size=8, head_size=1024, dtype=torch.float32),
-        }
-    there = planned(layers, KVCacheLayout.BLHNC)
-    found = groups.read(there, 512)
-    assert {*found.text.split()} == {"full/256", "window128/64", "window128/8", "window8/4"}
-    assert compat.clears(there)
-    assert groups.several(there)
-    tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
-    kv = found.describe(tensors, 10)
-    block = sum(layers[f"0.{name}"].page_size_bytes for name in ("mla", "k")) * 2
-    assert kv.page_bytes <= block == there.kv_cache_tensors[0].block_stride
-    assert kv.blocks_in(512) == found.blocks
-    assert comes_back(kv, 512)
-
-
 def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
     sizes = {"layer 0": spec(), "layer 1": wide(kinds.FullAttentionSpec)}
     there = planned(sizes, KVCacheLayout.LBNHC)
@@ -329,16 +310,6 @@ def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
             said = "the state of layer 0 does not lie in pages of 1024 B"
             with pytest.raises(LayoutError, match=said):
                 found.describe(held, 10)
-
-
-def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
-    for flag, value in (("host_resident", True), ("enable_kv_transfer", False)):
-        config = caches(spec(33), spec())
-        setattr(config.kv_cache_groups[0], flag, value)
-        with pytest.raises(LayoutError, match="not part of vLLM's own prefix cache"):
-            groups.read(config, 64)
-    kept = other("SlidingWindowSpec", sliding_window=33, extra_retained_tokens=16)
-    assert groups.read(caches(kept), 64).text == "window49/16"
 
 
 # ---- real vLLM
@@ -451,17 +422,6 @@ def test_what_another_instance_computes_is_waited_for_with_its_state(
     second, own = pair.b.finish("second")["second"], pair.a.one(tokens)
     assert pair.b.counter("vllm:vcache_waits", end="kept") == kept + 1
     assert (first.cached, second.cached, second.said) == (0, HIT, own.said)
-
-
-@needs_vllm
-def test_a_second_turn_finds_the_state_within_the_last_answer(here: Node, pairs: Pairs) -> None:
-    pair, tokens, before = pairs(STATES, 0), new_tokens(3 * CHUNK + 8), here.chunks()
-    said = pair.a.one(tokens, max_tokens=CHUNK + 8).tokens
-    here.stored(before + 4 + 2)
-    turn = tokens + said + new_tokens(30)
-    found, own = pair.b.again(turn), pair.a.one(turn)
-    assert (found.cached, own.cached) == (4 * CHUNK, 4 * CHUNK)
-    assert found.said == own.said
 
 
 @needs_vllm

@@ -18,7 +18,7 @@ from vcache_backend.integration import plugin
 from vcache_backend.integration.lmcache import hooks as lmcache_hooks
 from vcache_backend.integration.lmcache.boundary import LMCacheBoundary
 from vcache_backend.integration.lmcache.scheduler import PLAIN, TAG, UNCACHED, give_scope, scope
-from vcache_backend.integration.vllm.scheduler.adapters import Adapters
+from vcache_backend.integration.vllm.adapters import Adapters
 
 if not missing(()):
     pytest.importorskip("vllm.v1.request")  # it lets the warnings pass that come with the import

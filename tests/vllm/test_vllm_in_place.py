@@ -164,7 +164,7 @@ def test_what_lies_behind_a_failed_load_is_not_found(make: Make, then: str, shar
     lost, schedule = engine.add(new_tokens(6 * BLOCK)), engine.scheduler.schedule
     with engine.others_bring(CHUNK):
         began = schedule()
-    first, cached = set(began.scheduled_new_reqs[0].block_ids[0]), engine.half.blocks.cached
+    first, cached = set(began.scheduled_new_reqs[0].block_ids[0]), engine.half.context.blocks.cached
     if then == "preempted":
         assert any(schedule() and lost.num_preemptions for _ in range(9))
     else:
@@ -309,7 +309,7 @@ class Written(Engine):
             blocks = range(0, len(request.block_hashes) * BLOCK, BLOCK)
             named = zip(request.block_hashes, blocks, strict=True)
             self.named |= {name: due[at : at + BLOCK] for name, at in named}
-        for block in self.half.blocks.pool.blocks:
+        for block in self.half.context.blocks.pool.blocks:
             if block.block_hash is not None:
                 due = self.named[get_block_hash(block.block_hash)]
                 assert (self.holds[block.block_id] == due).all(), "vLLM finds it"

@@ -20,9 +20,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
-from vcache_backend.integration.vllm.scheduler.own_promises import LATER_SECONDS
 from vcache_backend.metadata_server.residents import BLOCK_BYTES, MAX_BYTES
 from vcache_backend.protocol.messages import MAX_BLOCKS, Find, Heard
+from vcache_backend.transfer.outbox import LATER_SECONDS
 from vcache_backend.vram_pool.generations import Generations
 
 __all__ = ["here"]
@@ -136,7 +136,7 @@ def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
 
 def hear(engine: Engine) -> None:
     """What the next heartbeat brings."""
-    client = engine.half.instance.client
+    client = engine.half.context.client
     assert client is not None
     client.listen(engine.half.publications.instance)
 
@@ -187,7 +187,7 @@ def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(shared
     again.skip_reading_prefix_cache = True
     engine.scheduler.add_request(again)
     engine.finish(again)
-    blocks = engine.half.blocks
+    blocks = engine.half.context.blocks
     hashes = [blocks.pool.blocks[number].block_hash for number in blocks.head(blocks.free)]
     assert len({hash_ for hash_ in hashes if hash_}) < blocks.free - hashes.count(None)
     assert blocks.vacant(hashes.count(None)) == hashes.count(None)
@@ -202,12 +202,12 @@ def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None
     engine.scheduler.add_request(request)
     steps = [engine.scheduler.schedule() for _ in "12"]
     assert request.request_id in steps[1].num_scheduled_tokens
-    free = engine.half.blocks.free
+    free = engine.half.context.blocks.free
     engine.end(steps[0])
     assert request.is_finished()
-    assert engine.half.blocks.free == free
+    assert engine.half.context.blocks.free == free
     engine.end(steps[1])
-    assert engine.half.blocks.free > free
+    assert engine.half.context.blocks.free > free
 
 
 @pytest.mark.parametrize("why", ["its role", "no server"])
@@ -220,8 +220,8 @@ def test_who_could_not_load_a_chunk_again_keeps_it(shared: Make, why: str) -> No
     hear(other)
     if why == "no server":
         # It has read there before.
-        other.half.instance.tables.view(owner.half.publications.instance)
-        other.half.instance.client.close()
+        other.half.context.tables.view(owner.half.publications.instance)
+        other.half.context.client.close()
     take_more(other)
     assert (kept(other, own), kept(other, both)) == (0, 4)
 
@@ -236,15 +236,15 @@ def test_news_of_copies_are_heard_though_nobody_reads_their_answer(shared: Make)
     reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     hear(reader)
     publications = reader.half.publications
-    (copies,) = publications.duplicates._waiting
-    publications.duplicates._waiting.clear()
+    (copies,) = publications.copies
+    publications.copies.clear()
     reader.step()
     # As from several answers between two steps.
     for copy in copies:
         publications.hear(Heard(publications.epoch, [copy]))
     for _ in copies:
         reader.step()
-    assert publications.duplicates.count == 4
+    assert reader.half.duplicates.count == 4
 
 
 def test_what_two_requests_have_computed_is_found_while_one_of_them_has_it(shared: Make) -> None:
@@ -260,7 +260,7 @@ def test_what_two_requests_have_computed_is_found_while_one_of_them_has_it(share
     assert not {block for one in engine.published(both[0], meta) for block in one.blocks} & {*gone}
     for request in both:
         engine.finish(request)
-    engine.half.blocks.evict(set(gone))
+    engine.half.context.blocks.evict(set(gone))
     last = engine.add(tokens, load=False)
     engine.step()
     assert engine.hit(last) == 3 * CHUNK
@@ -304,7 +304,7 @@ def test_what_a_reset_made_void_is_not_found(shared: Make) -> None:
     request = reader.add(tokens)
     assert reader.step().loads == []
     reader.finish(request)
-    name, client = owner.half.publications.instance.hex(), reader.half.instance.client
+    name, client = owner.half.publications.instance.hex(), reader.half.context.client
     eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
 
 
@@ -333,7 +333,7 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(share
     owner.slow = False
     owner.tell(late)
     owner.flush()
-    assert other.half.instance.client.find(Find(other.keys(source))).pooled == b""
+    assert other.half.context.client.find(Find(other.keys(source))).pooled == b""
     owner.finish(source)
     longer = owner.add(tokens + new_tokens(CHUNK))
     meta = owner.step()

@@ -228,17 +228,17 @@ def failing(arguments: dict[str, Any]) -> Any:
     """An engine whose connector cannot be made, in the scheduler or in the worker."""
     from vllm_inside import Serving
 
-    from vcache_backend.integration.vllm.scheduler import introduction
-    from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
+    from vcache_backend.integration.vllm import instance
+    from vcache_backend.integration.vllm.scheduler import VCacheScheduler
     from vcache_backend.integration.vllm.worker.worker import VCacheWorker
 
     def fail(*_: Any) -> None:
         raise RuntimeError("raised on purpose")
 
-    half = {"scheduler": SchedulerSide, "worker": VCacheWorker}[arguments.pop("half")]
+    half = {"scheduler": VCacheScheduler, "worker": VCacheWorker}[arguments.pop("half")]
     half.__init__ = fail  # type: ignore[method-assign]
     # The scheduler is told at vLLM's start: no request waits for the worker's shard.
-    introduction.INTRODUCTION_SECONDS = vllm_cases.FOREVER
+    instance.INTRODUCTION_SECONDS = vllm_cases.FOREVER
     return Serving(arguments)
 
 

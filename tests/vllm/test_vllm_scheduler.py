@@ -7,7 +7,6 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +26,10 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vcache_backend.integration.vllm import lookups, promises, requests, waits
 from vcache_backend.integration.vllm.boundary import AwaitedLoads
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
-from vcache_backend.integration.vllm.scheduler import lookups, own_promises, side, tracked, waits
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import QUEUED_SECONDS, Find, Promise
 
@@ -92,7 +91,7 @@ def test_a_step_in_which_requests_only_run_on_sends_one_constant(engine: Engine)
     """It costs next to nothing to plan, and to send to workers in other processes."""
     engine.add(new_tokens(CHUNK + 3), 2 * CHUNK)
     metas = [engine.step() for _ in range(4)]
-    assert [meta is QUIET for meta in metas] == [False, False, True, True]
+    assert [meta is QUIET for meta in metas] == [False, True, True, True]
     assert pickle.loads(pickle.dumps(QUIET)) is QUIET
     # A load begins beside it, and is not wanted any more.
     engine.add(pooled(engine), name="r")
@@ -283,7 +282,7 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
 ) -> None:
     """A step that waited for it would compute the prompt, at the deadline."""
     monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
-    monkeypatch.setattr(lookups, "AHEAD_SECONDS", SECONDS if ahead else 0.0)
+    monkeypatch.setattr(lookups, "PROMISED_SECONDS", SECONDS if ahead else 0.0)
     tokens = pooled(engine)
     with engine.here.server.stopped():
         request = engine.add(tokens)
@@ -380,7 +379,7 @@ def test_a_promise_says_how_fast_the_last_prompts_were_computed(
     """From their first step to their first token. A first prompt that compiles is forgotten, and one
     of few chunks says little."""
     clock, asking = FakeClock(), engine.here.client()
-    monkeypatch.setattr(own_promises, "monotonic", clock)
+    monkeypatch.setattr(promises, "monotonic", clock)
 
     def told(seconds: float, chunks: int = CHUNKS) -> float:
         """What the promise of a prompt says, which then takes so long."""
@@ -394,9 +393,9 @@ def test_a_promise_says_how_fast_the_last_prompts_were_computed(
 
     assert told(50) == 0.0
     assert told(1) == 10.0
-    for _ in range(own_promises.RECENT):
+    for _ in range(promises.RECENT):
         told(1)
-    told(10, chunks=own_promises.LEAST_MEASURED - 1)
+    told(10, chunks=promises.LEAST_MEASURED - 1)
     assert told(1) == 0.2
 
 
@@ -446,13 +445,13 @@ def test_too_late_an_answer_is_asked_again(engine: Engine, monkeypatch: pytest.M
     question = engine.tracked(request).lookup.question
     assert question.sent.arrives(SECONDS)
     put(engine, tokens)
-    monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(requests, "FRESH_SECONDS", 0.0)
     assert loaded(engine) == CHUNKS
 
 
 def patience(engine: Engine, seconds: float) -> None:
     """For the server's answers; no heartbeat notices before that the server is gone."""
-    client = engine.half.instance.client
+    client = engine.half.context.client
     client.on_beat.clear()
     client._config = msgspec.structs.replace(client._config, request_seconds=seconds)
 
@@ -466,7 +465,7 @@ def test_a_hung_server_costs_one_deadline(engine: Engine, monkeypatch: pytest.Mo
         assert loaded(engine) == request.num_computed_tokens == 0
         eventually(lambda: loaded(engine) == 0 and request.num_computed_tokens)
     again = new_tokens(PROMPT)
-    eventually(lambda: engine.half.instance.client.connected)
+    eventually(lambda: engine.half.context.client.connected)
     put(engine, again)
     engine.add(again)
     eventually(lambda: loaded(engine) == CHUNKS)
@@ -520,53 +519,45 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) ->
 
 
 def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine: Engine) -> None:
-    """Requests run, so vLLM resets nothing; whoever resets changes the weights all the same. What is
-    computed behind it, found in vLLM's own cache, is no better; nor behind that. Nobody waits for
-    it."""
+    """Requests run, so vLLM resets nothing; whoever resets changes the weights all the same. vLLM's
+    own cache finds nothing of it, and nobody waits for it."""
     tokens = new_tokens(3 * CHUNK)
     request = engine.add(tokens, max_tokens=CHUNK)
+    waiting = engine.add(new_tokens(20 * BLOCK))
     engine.step()
     assert engine.stored(request) == [0, 1, 2]
     before, asking = len(engine.metas), engine.here.client()
     reset(engine)
+    promised = Find(engine.keys(request)[-1:], 1, pool_only=True)
+    eventually(lambda: asking.find(promised).coming is None)
     engine.finish(request)
-    for count in (4, 5):
-        tokens += new_tokens(CHUNK)
-        longer = engine.add([*tokens, 5])
-        engine.step()
-        assert engine.hit(longer) == (count - 1) * CHUNK
-        last = Find(engine.keys(longer)[-1:], 1, pool_only=True)
-        eventually(lambda last=last: asking.find(last).coming is None)
-        engine.finish(longer)
-    assert [meta.stores for meta in engine.metas[before:]] == [[]] * len(engine.metas[before:])
-    # What is computed anew is, in their blocks, and so is what is computed behind that.
-    tokens = new_tokens(17 * BLOCK)
-    second = [*tokens, *[7] * BLOCK, *new_tokens(CHUNK), 5]
-    for prompt, answer in ((tokens, BLOCK + 1), (second, 1)):
-        request = engine.add(prompt, max_tokens=answer)
-        engine.finish(request)
-        stored = [one for meta in engine.metas[before:] for one in engine.stored(request, meta)]
-        assert stored == [*range((len(prompt) + answer - 1) // CHUNK)]
+    assert not any(engine.stored(request, meta) for meta in engine.metas[before:])
+    engine.finish(waiting)
+    # What is computed anew is stored.
+    longer = engine.add([*tokens, *[7] * CHUNK, 5])
+    engine.step()
+    assert engine.hit(longer) == 0
+    engine.finish(longer)
+    for one, count in ((waiting, 10), (longer, 4)):
+        stored = [chunk for meta in engine.metas[before:] for chunk in engine.stored(one, meta)]
+        assert stored == [*range(count)]
 
 
-@pytest.mark.parametrize("local", [0, 1])
-def test_what_others_load_after_a_refused_reset_is_not_built_on(engine: Engine, local: int) -> None:
-    """Another connector's tokens, or a part of a block that vLLM copies from another: whoever had
-    the block since, it may be of before.
-    """
+def test_what_others_load_after_a_refused_reset_is_not_built_on(engine: Engine) -> None:
+    """The other connector may have it from a request of before."""
     running = engine.add(new_tokens(CHUNK), max_tokens=CHUNK)
     engine.step()
     reset(engine)
-    if local:
-        ours = engine.scheduler.connector
-        matched = ours.get_num_new_matched_tokens
-        ours.get_num_new_matched_tokens = lambda request, _: matched(request, local)
-    with nullcontext() if local else engine.others_bring(BLOCK):
-        request = engine.add(new_tokens(3 * CHUNK), max_tokens=CHUNK)
+    tokens = new_tokens(3 * CHUNK)
+    with engine.others_bring(BLOCK):
+        request = engine.add(tokens, max_tokens=CHUNK)
         echoes = engine.step().echoes
+    assert echoes
     engine.step(kv_connector_worker_meta=WorkerReport(echoes=echoes))
+    same = engine.add([*tokens, 5])
+    engine.step()
+    assert engine.hit(same) == 0
     engine.finish(request)
-    assert bool(echoes) == (not local)
     assert [engine.stored(request, meta) for meta in engine.metas] == [[]] * len(engine.metas)
     engine.finish(running)
 
@@ -675,8 +666,7 @@ def waited_for(owner: Client, engine: Engine, chunk_seconds: float) -> list[int]
 def test_nobody_follows_one_that_waits_no_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """By priority vLLM may not come to it for long: one before it lacks blocks."""
     clock = FakeClock()
-    for part in (waits, side):
-        monkeypatch.setattr(part, "monotonic", clock)
+    monkeypatch.setattr(waits, "monotonic", clock)
     engine = make(share="pool", arguments={"scheduling_policy": "priority"})
     engine.add(new_tokens(10 * BLOCK), max_tokens=CHUNK)
     engine.step()

@@ -17,8 +17,7 @@ from vllm_cases import needs_vllm
 
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
-from vcache_backend.integration.vllm import settings
-from vcache_backend.integration.vllm.scheduler import adapters, request_params
+from vcache_backend.integration.vllm import adapters, requests, settings
 from vcache_backend.protocol.messages import KEY_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest
 from vcache_backend.transfer.layout import Namespace
@@ -160,10 +159,10 @@ def test_a_plugin_that_vllm_was_told_not_to_load_is_named(
 
 def test_wishes_are_read() -> None:
     for nothing in (None, {}, {"vcache": None}, {"do_remote_decode": True}):
-        assert request_params.read(nothing) == request_params.RequestParams()
+        assert requests.read_params(nothing) == requests.RequestParams()
     given: dict[str, Any] = {"announced": True, "wait_seconds": 5, "store": False}
-    found = request_params.read({"vcache": given, "other": 1})
-    assert found == request_params.RequestParams(**given, load=True)
+    found = requests.read_params({"vcache": given, "other": 1})
+    assert found == requests.RequestParams(**given, load=True)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ def test_wishes_are_read() -> None:
 def test_wishes_that_are_not_understood_are_named_in_one_short_line(given: Any, said: str) -> None:
     """Clients write them."""
     with pytest.raises(ValueError, match="^kv_transfer_params: vcache: ") as raised:
-        request_params.read({"vcache": given})
+        requests.read_params({"vcache": given})
     line = str(raised.value)
     assert said in line
     assert line.isprintable()
@@ -193,7 +192,7 @@ def test_wishes_that_are_not_understood_are_named_in_one_short_line(given: Any, 
 @pytest.mark.parametrize("given", ["vcache", [1], 5, True], ids=str)
 def test_parameters_that_are_no_object_are_named(given: Any) -> None:
     with pytest.raises(ValueError, match=f"Expected an object, got {type(given).__name__}"):
-        request_params.read(given)
+        requests.read_params(given)
 
 
 # ---- keys

@@ -165,32 +165,28 @@ def test_the_order_of_a_set_makes_no_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "longest", "scales"),
     [
-        {"rope_parameters": {"rope_type": "longrope"}},
-        {"rope_parameters": {"rope_type": "dynamic"}},
-        {"model_type": "llama4"},
-        {},
+        ({"rope_parameters": {"rope_type": "longrope"}}, True, False),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, True, False),
+        ({"model_type": "llama4"}, True, True),
+        ({}, False, False),
     ],
-    ids=["LongRoPE", "dynamic NTK", "Llama 4", "any other"],
 )
-def test_the_longest_request_matters_where_it_changes_the_others(model: dict[str, Any]) -> None:
+def test_the_longest_request_matters_where_it_changes_the_others(
+    model: dict[str, Any], longest: bool, scales: bool
+) -> None:
     """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with
-    LongRoPE.
-    """
+    LongRoPE. Generation settings may override how Llama 4 scales queries."""
     names = "model_config__hf_config", "model_config__hf_text_config"
     sections = {name: HFConfig(**model) for name in names}
 
-    def read(most: int, **more: Any) -> ModelSpec:
+    def of(most: int, **more: Any) -> str:
         config = vllm_config(**sections, model_config__max_model_len=most, **more)
-        return model_spec.read_model(config)
+        return namespace(model_spec.read_model(config), [SHARD])
 
-    short, long = read(4096), read(65_536)
-    assert (namespace(short, [SHARD]) == namespace(long, [SHARD])) == (not model)
-    off = {"attn_temperature_tuning": False}
-    untuned = read(4096, model_config__override_generation_config=off)
-    scales = model.get("model_type") == "llama4"
-    assert (namespace(short, [SHARD]) == namespace(untuned, [SHARD])) == (not scales)
+    untuned = {"model_config__override_generation_config": {"attn_temperature_tuning": False}}
+    assert (of(4096) != of(65_536), of(4096) != of(4096, **untuned)) == (longest, scales)
 
 
 # ---- real vLLM, where it is installed
@@ -206,36 +202,6 @@ def real(served: object, folder: str, **changes: Any) -> tuple[ModelSpec, str]:
     config = EngineArgs(**given | changes).create_engine_config()
     model = model_spec.read_model(config)
     return model, next(model_spec.misfits(config, model), "")
-
-
-def of_the_hub(served: object, folder: str) -> tuple[str, str]:
-    """The name and revision of weights that vLLM knows by their repository, cached in `folder`."""
-    from huggingface_hub import constants
-    from vllm.config import ModelConfig
-
-    constants.HF_HUB_CACHE = folder
-    config: Any = ModelConfig(model="org/model", hf_config_path=folder, skip_tokenizer_init=True)
-    return weights(config)
-
-
-@needs_vllm
-def test_real_vllm_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(LLAMA)
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    refs = tmp_path / "models--org--model/refs"
-    refs.mkdir(parents=True)
-    (refs / "main").write_text(commit)
-    with beside_vllm() as worker:
-        assert worker.ask(of_the_hub, str(tmp_path)) == ("org/model", commit)
-        model, refused = worker.ask(real, str(tmp_path))
-    assert (model.kv_heads, model.head_dim, model.block_size) == (2, 64, 32)
-    extra = model.extra["model_layers"], model.extra["model_dtype"], model.kv_cache_dtype
-    assert extra == ("4", "bfloat16", "bfloat16")
-    assert (model.device_type, model.hash_algorithm) == ("cpu", "sha256_cbor")
-    assert (model.model, model.revision[:6]) == (str(tmp_path.resolve()), "files-")
-    assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
-    assert re.fullmatch(r"vllm 0\.\d+\.\d+.*", model.extra["engine"])
-    assert not refused
 
 
 def computed_otherwise(served: object, folder: str) -> list[tuple[ModelSpec, str]]:
@@ -271,3 +237,32 @@ def test_what_real_vllm_computes_otherwise_has_a_namespace_of_its_own(tmp_path: 
     assert len({namespace(model, [SHARD]) for model, _ in found}) == len(found)
     refused = [number for number, (_, refused) in enumerate(found) if refused]
     assert refused == [2]
+    model = found[0][0]
+    assert (model.kv_heads, model.head_dim, model.block_size) == (2, 64, 32)
+    extra = model.extra["model_layers"], model.extra["model_dtype"], model.kv_cache_dtype
+    assert extra == ("4", "bfloat16", "bfloat16")
+    assert (model.device_type, model.hash_algorithm) == ("cpu", "sha256_cbor")
+    assert (model.model, model.revision[:6]) == (str(tmp_path.resolve()), "files-")
+    assert "10000" in model.rope
+    assert re.fullmatch(r"vllm 0\.\d+\.\d+.*", model.extra["engine"])
+
+
+def of_the_hub(served: object, folder: str) -> tuple[str, str]:
+    """The name and revision of weights that vLLM knows by their repository, cached in `folder`."""
+    from huggingface_hub import constants
+    from vllm.config import ModelConfig
+
+    constants.HF_HUB_CACHE = folder
+    config: Any = ModelConfig(model="org/model", hf_config_path=folder, skip_tokenizer_init=True)
+    return weights(config)
+
+
+@needs_vllm
+def test_weights_of_the_hub_are_known_by_their_commit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(LLAMA)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    refs = tmp_path / "models--org--model/refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(commit)
+    with beside_vllm() as worker:
+        assert worker.ask(of_the_hub, str(tmp_path)) == ("org/model", commit)

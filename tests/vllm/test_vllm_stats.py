@@ -32,8 +32,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vcache_backend.errors import ServerTimeout
+from vcache_backend.integration.vllm.instance import OffloadLookup
 from vcache_backend.integration.vllm.metadata import Link, WorkerReport
-from vcache_backend.integration.vllm.scheduler.offload import OffloadLookup
 from vcache_backend.integration.vllm.telemetry import events, stats
 from vcache_backend.integration.vllm.telemetry.events import Announcer
 from vcache_backend.integration.vllm.telemetry.stats import Meter, VCacheStats

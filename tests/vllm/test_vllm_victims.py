@@ -22,10 +22,10 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 import torch
 from vllm.v1.request import Request
 
-from vcache_backend.integration.vllm.in_place.exporter import Exporter
-from vcache_backend.integration.vllm.in_place.worker import InPlace
 from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata
 from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker.exporter import Exporter
+from vcache_backend.integration.vllm.worker.in_place import InPlace
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
 from vcache_backend.protocol.messages import ChunkKey, InstanceId, Publish
 from vcache_backend.transfer import publisher

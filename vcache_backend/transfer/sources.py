@@ -130,7 +130,7 @@ class LoadContext:
             )
             started = perf_counter()
             moving = session.copier.pull(
-                self.kv, rows, origins, self.mark, parts, local=local, host=host
+                self.kv, rows, origins, self.mark, tuple(parts), local=local, host=host
             )
         except VCacheError:
             for part in parts:

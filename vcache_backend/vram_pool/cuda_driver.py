@@ -22,8 +22,6 @@ from vcache_backend.errors import SegmentError
 
 log = logging.getLogger(__name__)
 
-_PORTABLE, _DEVICEMAP = 0x01, 0x02
-"""CU_MEMHOSTREGISTER_…: usable in every context, and mapped into the device's addresses."""
 Link = Literal["nvlink", "pcie", "none"]
 
 
@@ -96,18 +94,12 @@ class Driver:
         value = int(self.call("cuDriverGetVersion"))
         return value // 1000, value % 1000 // 10
 
-    def count(self) -> int:
-        """How many GPUs this process sees; 0 where the driver finds none."""
-        return int(self.call("cuDeviceGetCount"))
-
-    def uuid(self, ordinal: int) -> str:
-        """The GPU's name in all processes, as nvidia-smi prints it: `GPU-xxxxxxxx-xxxx-…`."""
-        answer = self.call("cuDeviceGetUuid", self._device(ordinal))
-        return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
-
     def uuids(self) -> list[str]:
-        """The names of all GPUs that this process sees, by ordinal."""
-        return [self.uuid(ordinal) for ordinal in range(self.count())]
+        """The names of all GPUs that this process sees, by ordinal: the same in all processes, as
+        nvidia-smi prints them, `GPU-xxxxxxxx-xxxx-…`. Empty where the driver finds none."""
+        devices = map(self._device, range(int(self.call("cuDeviceGetCount"))))
+        answers = [bytes(self.call("cuDeviceGetUuid", device).bytes) for device in devices]
+        return [f"GPU-{uuid.UUID(bytes=answer[:16])}" for answer in answers]
 
     def model(self, ordinal: int) -> str:
         name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
@@ -150,17 +142,18 @@ class Driver:
 
     # ---- contexts
 
-    def retain(self, ordinal: int) -> Any:
-        """Hold the device's primary context, made if necessary, until `release_context`."""
-        return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
+    def _retained(self, ordinal: int, undo: ExitStack) -> Any:
+        """The device's primary context, made if necessary, until `undo` gives it back."""
+        context = self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
+        undo.callback(self._release, ordinal)
+        return context
 
-    def release_context(self, ordinal: int) -> None:
-        """Undo one `retain`. Never raises."""
+    def _release(self, ordinal: int) -> None:
         with suppress(DriverError):
             self.attempt("cuDevicePrimaryCtxRelease", self._device(ordinal))
 
     @contextmanager
-    def current(self, context: Any) -> Iterator[None]:
+    def _current(self, context: Any) -> Iterator[None]:
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -171,10 +164,31 @@ class Driver:
     def on(self, ordinal: int) -> Iterator[None]:
         """Makes the device's primary context this thread's current one within the block."""
         with ExitStack() as undo:
-            context = self.retain(ordinal)
-            undo.callback(self.release_context, ordinal)
-            undo.enter_context(self.current(context))
+            undo.enter_context(self._current(self._retained(ordinal, undo)))
             yield
+
+    @contextmanager
+    def until_dropped(self, owner: object, ordinal: int, otherwise: str) -> Iterator[ExitStack]:
+        """A stack for the device's resources, in whose context the block runs. They are given back
+        when `owner` is dropped; at once if the block raises.
+
+        Waits for all work of the device first: unmapping and unlocking do not wait by themselves.
+        otherwise: the log's words for a failure. Not at exit: the driver then frees all memory by
+        itself, and may be gone already."""
+        with ExitStack() as undo:
+            context = self._retained(ordinal, undo)
+            with self._current(context), ExitStack() as used:
+                yield used
+                undo.callback(self._end, context, used.pop_all(), otherwise)
+            weakref.finalize(owner, undo.pop_all().close).atexit = False
+
+    def _end(self, context: Any, used: ExitStack, otherwise: str) -> None:
+        try:
+            with self._current(context):
+                self.synchronize()
+                used.close()
+        except DriverError as error:
+            log.warning("%s until the process ends: %s", otherwise, error)
 
     def beside_captures(self) -> None:
         """Let this thread allocate and map memory while another thread captures a CUDA graph.
@@ -240,7 +254,8 @@ class Driver:
     def register(self, address: int, nbytes: int) -> None:
         """Lock whole pages of host memory that are mapped here, and let all GPUs of this process
         read and write them."""
-        self.call("cuMemHostRegister", address, nbytes, _PORTABLE | _DEVICEMAP)
+        portable, devicemap = 0x01, 0x02  # CU_MEMHOSTREGISTER_…
+        self.call("cuMemHostRegister", address, nbytes, portable | devicemap)
 
     def on_device(self, address: int) -> int:
         """The address at which the current context's GPU has registered memory."""
@@ -266,30 +281,6 @@ class Driver:
     def synchronize(self) -> None:
         """Wait for all work of the current context's device."""
         self.attempt("cuCtxSynchronize")
-
-    @contextmanager
-    def until_dropped(self, owner: object, ordinal: int, otherwise: str) -> Iterator[ExitStack]:
-        """A stack for the device's resources, in whose context the block runs. They are given back
-        when `owner` is dropped; at once if the block raises.
-
-        Waits for all work of the device first: unmapping and unlocking do not wait by themselves.
-        otherwise: the log's words for a failure. Not at exit: the driver then frees all memory by
-        itself, and may be gone already."""
-        with ExitStack() as undo:
-            context = self.retain(ordinal)
-            undo.callback(self.release_context, ordinal)
-            with self.current(context), ExitStack() as used:
-                yield used
-                undo.callback(self._end, context, used.pop_all(), otherwise)
-            weakref.finalize(owner, undo.pop_all().close).atexit = False
-
-    def _end(self, context: Any, used: ExitStack, otherwise: str) -> None:
-        try:
-            with self.current(context):
-                self.synchronize()
-                used.close()
-        except DriverError as error:
-            log.warning("%s until the process ends: %s", otherwise, error)
 
     @property
     def _posix(self) -> Any:

@@ -2,11 +2,10 @@
 
 On otherwise idle GPUs, one request at a time unless said otherwise.
 
-Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do. Then a hit
-in vLLM's own prefix cache, through our connector and through LMCache leaves the same tokens to
-compute. If a prompt ended with a chunk, vLLM and our connector would compute the last block, but
-LMCache only the last token. vLLM treats that as a decode: one whole CUDA graph, where the
-others launch one for each layer and wait for the host."""
+Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do: see
+`prompts`. If a prompt ended with a chunk, vLLM and our connector would compute the last block, but
+LMCache only the last token. vLLM treats that as a decode: one whole CUDA graph, where the others
+launch one for each layer and wait for the host."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def _round(
     """Ask one prompt without a cache, through vcache and from vLLM's own cache. Before every hit
     its instance was idle for as long as others took to compute the prompt.
     """
-    due, alone = fleet.scale.hit(len(prompt)), fleet.instance("alone")
+    due, alone = len(prompt) - TAIL, fleet.instance("alone")
     samples["recompute", name].append(_ttft(alone, prompt)[0])
     fleet.make_room(len(prompt))
     fleet.compute("a", prompt)

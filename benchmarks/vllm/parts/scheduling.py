@@ -38,13 +38,13 @@ def scheduler_time(run: Run) -> list[Row]:
             for kind in ("hit", "miss"):
                 clock.check(15)
                 fleet.pool.clear()
-                asked = [prompts.new(scale.lengths[name]) for _ in range(count + 1)]
+                asked = [prompts.whole(scale.lengths[name]).then for _ in range(count + 1)]
                 for prompt in asked if kind == "hit" else ():
                     fleet.compute("a", prompt)
                 file.unlink(missing_ok=True)
                 extra = {"timed": str(file)}
                 cached = timed.ask("beside", SECONDS, others=running, tokens=asked, extra=extra)
-                due_tokens = scale.hit(scale.lengths[name]) if kind == "hit" else 0
+                due_tokens = scale.lengths[name] if kind == "hit" else 0
                 right = cached.count(due_tokens)
                 what = (
                     f"{kind} of {scale.lengths[name]} tokens beside {beside} running "

@@ -15,9 +15,10 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.geometry import PagedKV, Share
 
-from ...doubts import NULL
 from .weights import digest, text
 
+NULL = 0
+"""vLLM's null block. It replaces blocks in a block table once a window has passed."""
 _KINDS = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "full",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..metadata import LoadSpan
-from ..scheduler.tracked import Tracked
+from ..requests import Tracked
 
 
 def wanted(vllm_config: Any) -> bool:

@@ -22,14 +22,14 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ... import vllm_memory
-from ..in_place.exporter import Exporter
-from ..in_place.worker import InPlace
 from ..metadata import Link, StepMetadata, WorkerReport
 from ..model import compat, groups
 from ..model import spec as model_spec
 from ..model.sharing import plan
 from ..telemetry import traces
 from ..telemetry.stats import Meter
+from .exporter import Exporter
+from .in_place import InPlace
 from .loads import Ends, Loads
 from .stores import Attached, Stores
 

@@ -20,13 +20,6 @@ from vcache_backend.vram_pool.copies import kernel
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, CopyJob, Finished, Mark
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
-CLOSE_SECONDS = 5.0
-"""How long `CudaCopier.drain` waits for the copies of each stream."""
-_TABLE_ROWS = 1024
-"""The fewest rows of a new table: 4,096 tokens in blocks of 16, of 64 layers, need 384 rows."""
-_SPIN_SECONDS = 0.005
-_SLEEP_SECONDS = 0.0001
-
 
 class CudaMark(NamedTuple):
     """The work that was queued on a stream when `event` was recorded on this stream."""
@@ -114,7 +107,7 @@ class CudaCopier(Copier):
 
     def drain(self) -> None:
         for stream in (self._gathers, self._scatters):
-            _poll(stream.query, CLOSE_SECONDS)
+            _poll(stream.query, 5.0)
 
     def _run(self, job: CopyJob, after: Mark | None) -> Completion:
         kv, stream = job.kv, self._gathers if job.to_origin else self._scatters
@@ -200,9 +193,9 @@ class CudaCopier(Copier):
         # may still use memory of that stream, and the table is written without waiting for such
         # work.
         with torch.cuda.stream(side):
-            return kernel.Table(
-                max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver
-            )
+            # 4,096 tokens in blocks of 16, of 64 layers, need 384 rows.
+            rows = max(1024, 1 << (rows - 1).bit_length())
+            return kernel.Table(rows, self.device, self._driver)
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -213,8 +206,8 @@ def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
             return False
         # Spin first: most copies take a millisecond or two, and even the shortest sleep takes some
         # 50 microseconds.
-        if waited < _SPIN_SECONDS:
+        if waited < 0.005:
             os.sched_yield()
         else:
-            time.sleep(min(_SLEEP_SECONDS, timeout_s - waited))
+            time.sleep(min(0.0001, timeout_s - waited))
     return True

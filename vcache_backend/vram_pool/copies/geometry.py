@@ -25,7 +25,6 @@ from vcache_backend.config import KV_AXES
 from vcache_backend.errors import LayoutError
 
 Int64s = npt.NDArray[np.int64]
-MAX_WORD = 16
 DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -49,7 +48,7 @@ _KNOWN = {
 def alignment(*values: int) -> int:
     """The largest power of two, up to 16, that divides all of `values`: the bytes that one access
     may move."""
-    bits = MAX_WORD
+    bits = 16
     for value in values:
         bits |= value
     return bits & -bits
@@ -115,15 +114,12 @@ class _LayerTensor:
 
     def _named(self, axes: str) -> tuple[str, ...]:
         names, shape = tuple(axes.split()), self.tensor.shape
-        if len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES):
+        known = len(set(names)) == len(names) and {"block", "token"} <= set(names) <= set(KV_AXES)
+        fits = known and len(names) == len(shape)
+        if not fits or shape[names.index("token")] != self.block_size:
             raise self.error(
-                f"axes {axes!r} must be different words of {', '.join(KV_AXES)}, with block and "
-                "token among them"
-            )
-        if len(names) != len(shape) or shape[names.index("token")] != self.block_size:
-            raise self.error(
-                f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of "
-                f"{self.block_size}"
+                f"axes {axes!r} do not fit: needed are {len(shape)} different words of "
+                f"{', '.join(KV_AXES)}, with block and a token axis of {self.block_size} among them"
             )
         return names
 
@@ -247,7 +243,6 @@ class PagedKV:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
         first, blocks = layers[0], 0
         kinds: dict[tuple[str, int, int], list[Tensor]] = {}
-        dtypes: dict[tuple[str, int, int], str] = {}
         for layer in layers:
             here = layer.tensor.device == first.tensor.device
             found = layer.described(axes) if here else None
@@ -255,16 +250,15 @@ class PagedKV:
                 raise layer.error(f"its blocks are not those of {first}")
             blocks = len(found.planes[0])
             kinds.setdefault(found.kind, []).extend(found.planes)
-            dtypes[found.kind] = _dtype(layer.tensor)
         described = [
-            cls(kind[0], dtypes[kind], block_size, kind[1], tuple(planes))
-            for kind, planes in kinds.items()
+            cls(order, order.rpartition(" ")[2], block_size, parts, tuple(planes))
+            for (order, parts, _), planes in kinds.items()
         ]
         if len(described) == 1:
             return described[0]
         return replace(
             described[0],
-            dtype="+".join(dict.fromkeys(dtypes.values())),
+            dtype="+".join(dict.fromkeys(kv.dtype for kv in described)),
             name=" + ".join(f"{kv.layers} x {kv.name}" for kv in described),
             others=tuple(described[1:]),
         )

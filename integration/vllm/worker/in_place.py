@@ -19,8 +19,8 @@ from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ..metadata import PublicationSpec
-from ..worker.stores import Attached, Stores
 from .exporter import Exporter
+from .stores import Attached, Stores
 
 
 class InPlace:

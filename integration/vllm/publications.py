@@ -1,115 +1,102 @@
-"""The scheduler's half of sharing in place: the generations of this instance's blocks, and the
-chunks published in them."""
+"""Sharing in place: the generations of this instance's blocks, and the chunks published in them."""
 
 from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import eq
+from typing import Any
 
 from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
     ChunkKey,
+    Copies,
     Found,
     Heard,
     InstanceId,
     Publish,
+    Reply,
 )
-from vcache_backend.vram_pool.generations import (
-    Generations,
-    GenerationView,
-    first_odd,
-    packed,
-)
+from vcache_backend.vram_pool.generations import VOID, Generations, first_odd, packed
 
-from ..metadata import PublicationSpec
-from ..scheduler.tracked import NEVER, Tracked
-from .block_pool import GENERATIONS, KVBlocks, ResidentPool
-from .duplicates import Duplicates
+from .blocks import GENERATIONS, KVBlocks
+from .metadata import PublicationSpec
+from .requests import Tracked
+
+MOST_HEARD = 64
+"""The most messages with copies that wait for a step. Older messages are dropped, and their chunks
+leave the cache later."""
 
 
 class Publications:
     """Tracks which chunks may be published, and where. Runs in the scheduler's thread, except
-    `hear`.
+    `hear`."""
 
-    instance: a random name, new at each start of the engine. each: vLLM's blocks of a chunk.
-    sequence: the number of the next publication; a reset voids all lower numbers. epoch: the epoch
-    of all publications. heard: the namespace's epoch in the server's last message. news: messages
-    wait for `learn`."""
-
-    def __init__(self, blocks: int, each: int, loads: bool) -> None:
-        """blocks: the number of blocks in vLLM's pool. each: vLLM's blocks of a chunk. loads: the
-        instance's role allows loads. SegmentError if memory for the table is lacking."""
-        self._loads = loads
+    def __init__(self, retract: Callable[[int], None], blocks: int, each: int, loads: bool) -> None:
+        """retract: has the server void publications with a lower sequence number. blocks: the
+        number of blocks in vLLM's pool. each: vLLM's blocks of a chunk. loads: the instance's role
+        allows loads. SegmentError if memory for the table is lacking."""
+        self._retract = retract
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
-        self.blocks, self.each, self.sequence = blocks, each, 1
-        self.epoch = self.heard = 0
-        self.news = False
+        """A random name, new at each start of the engine."""
+        self.blocks, self.each = blocks, each
         self.generations = Generations(self.instance, blocks)
-        self.retract: Callable[[int], None] = lambda sequence: None
-        """Called on a reset: voids publications with a lower sequence."""
+        self.sequence = 1
+        """The number of the next publication. A reset voids all lower numbers."""
+        self.epoch = self.heard = 0
+        """The epoch of all publications, and the namespace's epoch in the server's last message."""
+        self.copies: deque[list[Copies]] = deque(maxlen=MOST_HEARD if loads else 0)
+        """Chunks in other instances, too, as the server has told of them. Empty if this instance
+        could not load them again."""
+        self.news = False
+        """Messages wait for `learn`."""
         self._told: dict[ChunkKey, tuple[int, int, int]] = {}
         """By chunk, the last published place: the chunk's last block, which leaves first, the last
         block's generation, and the first block."""
-        self._pool: ResidentPool | None = None
-        self.duplicates: Duplicates | None = None
-        """Made when vLLM has shown its pool, if the instance may load chunks again."""
-        self.reachable: Callable[[], bool] = lambda: False
-        """Whether the server can be asked where chunks are."""
-        self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
-        """Returns another instance's generations; None if the instance is gone, or without a
-        server."""
+        self.resets = self.evicted = 0
+        """How often all blocks were voided, and how often vLLM has evicted blocks."""
+        # The null block included: a block holds a request's bytes only after it was handed out and
+        # written.
+        self.generations.void_all()
 
-    @property
-    def watches(self) -> bool:
-        """Whether vLLM has shown its block pool. Without the pool, the blocks' contents are
-        unknown."""
-        return self._pool is not None
-
-    def watch(self, pool: KVBlocks) -> None:
+    def watch(self, blocks: KVBlocks) -> None:
         """Watch vLLM's pool, which vLLM shows before the first request. ValueError if pool and KV
         cache differ in size."""
-        if pool.count != self.blocks:
-            raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
-        if self._loads:
-            self.duplicates = Duplicates(
-                pool,
-                self.generations,
-                self.each,
-                lambda instance: self.view(instance),
-                lambda: self.reachable(),
-            )
-            pool.give_way = self.duplicates.give_way
-        self._pool = ResidentPool(pool, self.generations, self._reset)
+        if blocks.count != self.blocks:
+            raise ValueError(f"vLLM's pool has {blocks.count} blocks, its KV cache {self.blocks}")
+        blocks.on_taken.append(self._void_taken)
+        blocks.before_evicted.append(self._void_evicted)
+        blocks.before_reset.append(self.reset)
 
     def reset(self) -> None:
-        """Void all publications, and all chunks that the steps under way compute."""
+        """Void all publications, and all chunks that the steps under way compute: the bytes stay,
+        but their meaning changes."""
         self._void_all()
-        self._reset()
+        self._retract(self.sequence)
 
-    def hear(self, reply: Found | Heard) -> None:
+    def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
         thread."""
-        if self.duplicates is not None and reply.copies:
-            self.duplicates.hear(reply.copies)
+        if not isinstance(reply, Found | Heard):
+            return
+        if reply.copies:
+            self.copies.append(reply.copies)
         # An answer about no keys has no epoch.
         self.heard = reply.epoch if isinstance(reply, Heard) else max(self.heard, reply.epoch)
         if reply.copies or self.heard != self.epoch:
             self.news = True
 
     def learn(self) -> bool:
-        """Act on the next message that `hear` noted. True if the namespace was reset.
+        """Act on the epoch that `hear` noted. True if the namespace was reset.
 
         After a reset other instances find no earlier chunks, though vLLM's own cache may still hit
         them."""
         # First: another thread may note more messages from now on.
-        self.news = False
-        if self.duplicates is not None and self.duplicates.learn():
-            self.news = True
-        heard = self.heard
-        if heard == self.epoch:
+        self.news = len(self.copies) > 1
+        if (heard := self.heard) == self.epoch:
             return False
         self._void_all()
         self.epoch = heard
@@ -117,13 +104,12 @@ class Publications:
 
     def on_load(self, blocks: Sequence[int]) -> None:
         """Note that a load will fill these blocks. vLLM caches them only if the load succeeds."""
-        if self._pool is not None:
-            self.generations.filled(blocks)
+        self.generations.filled(blocks)
 
     def stop(self, tracked: Tracked) -> None:
         """Publish no more chunks of the request in its present blocks, nor of a session's next turn
         if the turn completes one of them."""
-        tracked.resident.filled, tracked.resident.resets = NEVER, -1
+        tracked.in_place.publishes, tracked.in_place.resets = False, None
 
     def begin(self, tracked: Tracked, computed: int, partial: bool) -> None:
         """Note the first step of a request, or of a session's turn, with its present blocks.
@@ -131,25 +117,21 @@ class Publications:
         computed: how many blocks hold tokens already, from a hit in vLLM's cache or a load. Some of
         these blocks may be void: vLLM keeps blocks over a reset that it refuses. partial: the next
         block holds tokens, too, from the session's last turn or another connector's load."""
-        if self._pool is None:
-            return
-        state = tracked.resident
-        strange = partial and state.resets != self._pool.resets
-        state.filled, state.resets = NEVER if strange else computed, self._pool.resets
+        state = tracked.in_place
+        state.publishes = not partial or state.resets == self.resets
+        state.filled, state.resets = computed, self.resets
         self._read(tracked, computed)
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
         """Note that the step being planned fills the request's blocks up to number `blocks`. vLLM
         has planned the step, so the blocks are the request's for good."""
-        if self._pool is None:
-            return
-        state = tracked.resident
-        if state.resets != self._pool.resets:
-            state.filled = NEVER
-        elif state.evicted != self._pool.evicted:
+        state = tracked.in_place
+        if state.resets != self.resets:
+            state.publishes = False
+        elif state.evicted != self.evicted:
             self._read(tracked, len(state.generations))
-        if state.filled < blocks:
-            number = self.generations.filled(tracked.store.rows[0][state.filled : blocks])
+        if state.publishes and state.filled < blocks:
+            number = self.generations.filled(tracked.store.block_tables[0][state.filled : blocks])
             state.generations += array(GENERATIONS, [number]) * (blocks - state.filled)
             state.filled = blocks
 
@@ -161,17 +143,15 @@ class Publications:
         Leaves out chunks that are published already, and chunks behind a block that was void when
         the request got the block. Readers refuse blocks that were voided later, by the table.
         loaded: the request loaded or hit all of these chunks."""
-        if self._pool is None:
-            return []
-        each, row, generations = self.each, tracked.store.rows[0], tracked.resident.generations
-        stop = min(ready, len(generations) // each)
+        each, state, row = self.each, tracked.in_place, tracked.store.block_tables[0]
+        stop = min(ready, len(state.generations) // each)
         if stop <= first:
             return []
         if len(self._told) * each > 4 * self.blocks:
             self._forget_gone()
         begin, end = first * each, stop * each
         lasts = slice(begin + each - 1, end, each)
-        lie = list(zip(row[lasts], generations[lasts], row[begin:end:each], strict=True))
+        lie = list(zip(row[lasts], state.generations[lasts], row[begin:end:each], strict=True))
         keys = tracked.lookup.keys[first:stop]
         told = list(map(eq, map(self._told.get, keys), lie))
         self._told.update(zip(keys, lie, strict=True))
@@ -190,17 +170,13 @@ class Publications:
     def _read(self, tracked: Tracked, blocks: int) -> None:
         """Read the generations of the request's first `blocks` blocks. If one of these is void,
         leave all further blocks void."""
-        assert self._pool is not None
-        state = tracked.resident
-        state.evicted = self._pool.evicted
-        if not blocks:
-            state.generations = array(GENERATIONS)
-            return
-        right = packed(self.generations.counters, tracked.store.rows[0][:blocks])
+        state = tracked.in_place
+        state.evicted = self.evicted
+        right = packed(self.generations.counters, tracked.store.block_tables[0][:blocks])
         state.generations = array(GENERATIONS, right)
         void = first_odd(right)
         if void >= 0:
-            state.filled = NEVER
+            state.publishes = False
             del state.generations[void:]
 
     def _forget_gone(self) -> None:
@@ -213,14 +189,22 @@ class Publications:
     def _tell(self, tracked: Tracked, first: int, stop: int, loaded: bool) -> PublicationSpec:
         """Make a publication of the request's chunks [first, stop)."""
         keys, blocks = tracked.lookup.keys[first:stop], slice(first * self.each, stop * self.each)
-        row, generations = tracked.store.rows[0], tracked.resident.generations
+        row, generations = tracked.store.block_tables[0], tracked.in_place.generations
         packs = row[blocks].tobytes(), generations[blocks].tobytes()
         publish = Publish(self.instance, self.sequence, keys, *packs, self.epoch)
         self.sequence += 1
         return PublicationSpec(publish, loaded)
 
     def _void_all(self) -> None:
-        (self.generations if self._pool is None else self._pool).void_all()
+        self.resets += 1
+        self.generations.void_all()
 
-    def _reset(self) -> None:
-        self.retract(self.sequence)
+    def _void_taken(self, blocks: Sequence[Any]) -> None:
+        counters = self.generations.counters.data
+        for block in blocks:
+            counters[block.block_id] = VOID
+
+    def _void_evicted(self, blocks: Iterable[int]) -> None:
+        """After a failed load vLLM computes into these blocks without handing them out again."""
+        self.evicted += 1
+        self.generations.void(list(blocks))

@@ -1,5 +1,4 @@
-"""Watches vLLM's block pool: changes a block's generation before the block may be written again, or
-the bytes change meaning."""
+"""vLLM's block pool: its blocks, its queue of free blocks, and what happens to them."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from vcache_backend.vram_pool.generations import VOID, Generations
-
 log = logging.getLogger("vllm.vcache")
 NUMBERS, GENERATIONS = "I", "Q"
 """Type codes of `array` for block numbers and generations. Slicing an array copies bytes; slicing a
@@ -20,21 +17,32 @@ list touches every number."""
 
 class KVBlocks:
     """The scheduler half's access to vLLM's `BlockPool`: blocks by number, and the queue of free
-    blocks. Runs in the scheduler's thread. Only this module touches vLLM's pool.
-
-    pool: vLLM's pool; `get_new_blocks` is replaced. give_way: called with a number of blocks before
-    vLLM hands them out, to move other blocks to the front. on_taken: called with blocks that vLLM
-    has handed out, before vLLM can launch work that writes to them. failed: a callback has raised,
-    and none is called any more."""
+    blocks. Runs in the scheduler's thread."""
 
     def __init__(self, pool: Any, fail: Callable[[str, Exception], None] = lambda *_: None) -> None:
-        """fail: called with a reason and the exception if a callback raises, before vLLM goes on.
-        Then no other instance may read this KV cache."""
-        self.pool, self.failed, self._fail = pool, False, fail
-        self.give_way: Callable[[int], None] = lambda count: None
+        """pool: vLLM's; four of its methods are replaced. fail: called with a reason and the
+        exception if a callback raises, before vLLM goes on. Then no other instance may read this KV
+        cache."""
+        self.pool, self._fail = pool, fail
+        self.failed = False
+        """A callback has raised, and none is called any more."""
+        self.before_taken: list[Callable[[int], None]] = []
+        """Called with a number of blocks before vLLM hands them out, to move other blocks to the
+        front."""
         self.on_taken: list[Callable[[Sequence[Any]], None]] = []
-        self._get, self._evict = pool.get_new_blocks, pool.evict_blocks
-        pool.get_new_blocks = self._get_new_blocks
+        """Called with blocks that vLLM has handed out, before vLLM can launch work that writes to
+        them."""
+        self.kept_out = set[str]()
+        """Requests whose blocks do not enter vLLM's prefix cache any more."""
+        self.before_evicted: list[Callable[[Iterable[int]], None]] = []
+        """Called with blocks that vLLM, or `evict`, takes out of the prefix cache."""
+        self.before_reset: list[Callable[[], None]] = []
+        """Called before a reset of the prefix cache, even if vLLM then declines: the caller changes
+        the weights in any case."""
+        self._get, self._cache = pool.get_new_blocks, pool.cache_full_blocks
+        self._evict, self._reset = pool.evict_blocks, pool.reset_prefix_cache
+        pool.get_new_blocks, pool.cache_full_blocks = self._get_new_blocks, self._cache_full_blocks
+        pool.evict_blocks, pool.reset_prefix_cache = self._evict_blocks, self._reset_prefix_cache
 
     @property
     def count(self) -> int:
@@ -96,26 +104,19 @@ class KVBlocks:
             return False
         return behind is not None and behind is self.pool.blocks[last].next_free_block
 
-    def give_up(self, first: int, last: int, evict: bool) -> None:
-        """Make vLLM hand these blocks out first, which lie `together` in the queue. evict: take
-        them out of vLLM's prefix cache now. vLLM does so itself when it hands a block out."""
+    def move(self, first: int, last: int, behind: Any) -> Any:
+        """Make vLLM hand these blocks out right after the block `behind`, or first if `behind` is
+        None. The blocks lie `together` in the queue. Returns the last of them, for the next call.
+        """
         start, stop = self.pool.blocks[first], self.pool.blocks[last]
-        head, before = self.pool.free_block_queue.fake_free_list_head, start.prev_free_block
-        behind, old = stop.next_free_block, head.next_free_block
-        if before is not head:
-            before.next_free_block = behind
-            behind.prev_free_block = before
-            head.next_free_block = start
-            start.prev_free_block = head
-            stop.next_free_block = old
-            old.prev_free_block = stop
-            behind = old
-        if evict:
-            numbers = set[int]()
-            while start is not behind:
-                numbers.add(start.block_id)
-                start = start.next_free_block
-            self._evict(numbers)
+        behind = behind or self.pool.free_block_queue.fake_free_list_head
+        before, after = start.prev_free_block, stop.next_free_block
+        if before is not behind:
+            follower = behind.next_free_block
+            before.next_free_block, after.prev_free_block = after, before
+            behind.next_free_block, start.prev_free_block = start, behind
+            stop.next_free_block, follower.prev_free_block = follower, stop
+        return stop
 
     @property
     def _first(self) -> Any:
@@ -132,60 +133,26 @@ class KVBlocks:
             self._fail(f"watching vLLM's blocks: {type(error).__name__}: {error}", error)
 
     def _get_new_blocks(self, num_blocks: int) -> Any:
-        self.guard(self.give_way, num_blocks)
+        for prepare in self.before_taken:
+            self.guard(prepare, num_blocks)
         blocks = self._get(num_blocks)
         for act in self.on_taken:
             self.guard(act, blocks)
         return blocks
 
-
-class ResidentPool:
-    """Watches vLLM's `BlockPool` to count generations. Runs in the scheduler's thread.
-
-    resets: how often all blocks were voided. evicted: how often vLLM has evicted blocks."""
-
-    def __init__(
-        self, blocks: KVBlocks, generations: Generations, on_reset: Callable[[], None]
-    ) -> None:
-        """blocks: of a pool that has not handed out a block. on_reset: called before a reset of the
-        prefix cache, even if vLLM then declines."""
-        self.resets, self.evicted = 0, 0
-        # Void all blocks, the null block included: a block holds a request's bytes only after it
-        # was handed out and written.
-        generations.void_all()
-        self._generations, self._on_reset = generations, on_reset
-        self._guard = blocks.guard
-        blocks.on_taken.append(self._void)
-        pool = blocks.pool
-        self._evict = pool.evict_blocks
-        self._reset = pool.reset_prefix_cache
-        pool.evict_blocks = self._evict_blocks
-        pool.reset_prefix_cache = self._reset_prefix_cache
-
-    def void_all(self) -> None:
-        """Void all generations: the bytes stay, but their meaning changes."""
-        self.resets += 1
-        self._generations.void_all()
-
-    def _void(self, blocks: Sequence[Any]) -> None:
-        """Change the blocks' generations: see `KVBlocks.on_taken`."""
-        counters = self._generations.counters.data
-        for block in blocks:
-            counters[block.block_id] = VOID
-
     def _evict_blocks(self, block_ids: Any) -> Any:
-        """Void blocks that vLLM evicts: after a failed load vLLM recomputes into these blocks
-        without allocating them again."""
-        self.evicted += 1
-        self._guard(lambda: self._generations.void(list(block_ids)))
+        for act in self.before_evicted:
+            self.guard(act, block_ids)
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
-        """Void all blocks even if vLLM cannot reset its cache now: the caller changes the weights
-        in any case."""
-        self._guard(self.void_all)
-        self._guard(self._on_reset)
+        for act in self.before_reset:
+            self.guard(act)
         return self._reset()
+
+    def _cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        if request.request_id not in self.kept_out:
+            self._cache(request, *args, **kwargs)
 
 
 @lru_cache(maxsize=8)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
-from ..model.weights import located
+from .model.weights import located
 
 log = logging.getLogger("vllm.vcache")
 

@@ -16,45 +16,50 @@ pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from vcache_backend.integration.vllm.in_place import duplicates
-from vcache_backend.integration.vllm.in_place.block_pool import NUMBERS, KVBlocks, ResidentPool
-from vcache_backend.integration.vllm.in_place.duplicates import Duplicates
-from vcache_backend.integration.vllm.scheduler.request_params import DEFAULT
-from vcache_backend.integration.vllm.scheduler.tracked import StoreState, Tracked
-from vcache_backend.protocol.messages import COPY, Copies, InstanceId
+from vcache_backend.integration.vllm import evictions
+from vcache_backend.integration.vllm.blocks import NUMBERS, KVBlocks
+from vcache_backend.integration.vllm.evictions import Duplicates
+from vcache_backend.integration.vllm.publications import Publications
+from vcache_backend.integration.vllm.requests import DEFAULT, StoreState, Tracked
+from vcache_backend.protocol.messages import COPY, Copies, Heard, InstanceId
 from vcache_backend.vram_pool.generations import Generations, GenerationView
 
-INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
+OWNER, BLOCKS, EACH = b"o" * 16, 12, 2
 
 
 class Watched:
-    """A pool that is watched, and what others see of it."""
+    """A pool that is watched, and what others see of it. It is its own connection to the server, by
+    which it sees the owner's blocks."""
+
+    connected = True
 
     def __init__(self) -> None:
-        self.generations = Generations(INSTANCE, BLOCKS)
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
-        theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        blocks = self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
-        self.duplicates = Duplicates(
-            blocks,
-            self.generations,
-            EACH,
-            lambda instance: theirs if instance == OWNER else None,
-            lambda: True,
-        )
-        blocks.give_way = self.duplicates.give_way
-        self.watch = ResidentPool(blocks, self.generations, lambda: None)
-        self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
-        self.hashes = 0
+        self.theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
+        self.publications = Publications(self.retract, BLOCKS, EACH, loads=True)
+        self.generations = self.publications.generations
+        self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
+        self.duplicates = Duplicates(self.blocks, self, self.publications)
+        self.publications.watch(self.blocks)
+        instance = self.publications.instance
+        self.seen = GenerationView.open(self.generations.fd, instance, BLOCKS)
+        self.hashes = self.retracted = 0
+
+    def retract(self, sequence: int) -> None:
+        self.retracted += 1
+
+    def view(self, instance: bytes) -> GenerationView | None:
+        """Another instance's blocks."""
+        return self.theirs if instance == OWNER else None
 
     def take(self, count: int) -> tuple[Any, list[int]]:
         """Blocks of vLLM's, void as they are handed out, and filled then; and which generations
         changed meanwhile.
         """
-        before, blocks = self.view.counters.copy(), self.pool.get_new_blocks(count)
+        before, blocks = self.seen.counters.copy(), self.pool.get_new_blocks(count)
         ids = np.array([block.block_id for block in blocks], dtype=np.intp)
-        assert (self.view.counters[ids] & np.uint64(1)).all()
+        assert (self.seen.counters[ids] & np.uint64(1)).all()
         self.generations.filled(ids)
         return blocks, self.changed(before)
 
@@ -81,9 +86,9 @@ class Watched:
         """The server says that the owner has a copy of the chunk in these blocks, too. own, block:
         the last of the chunk here, and there.
         """
-        here = int(self.view.counters[own % BLOCKS])
+        here = int(self.seen.counters[own % BLOCKS])
         copy = COPY.pack(own, here, first, block, generation)
-        self.duplicates.hear([Copies(InstanceId(OWNER), copy)])
+        self.publications.hear(Heard(0, [Copies(InstanceId(OWNER), copy)]))
         self.duplicates.learn()
 
     def end(self, tracked: Tracked, blocks: list[Any]) -> None:
@@ -93,7 +98,7 @@ class Watched:
 
     def changed(self, before: Any) -> list[int]:
         """Blocks whose generation is another."""
-        return [int(block) for block in np.flatnonzero(self.view.counters != before)]
+        return [int(block) for block in np.flatnonzero(self.seen.counters != before)]
 
 
 def used(blocks: Any) -> Tracked:
@@ -142,19 +147,19 @@ def test_of_two_that_would_give_the_same_up_at_once_one_keeps_it(watched: Watche
     """Else it would be lost, most often where both plan their steps at the same time."""
     fill_up(watched, BLOCKS - 1 - EACH)
     copy = freed(watched, [0])
-    end, view = copy[-1].block_id, watched.duplicates._view
-    before, seen = watched.view.counters[end], list[int]()
+    end, view = copy[-1].block_id, watched.view
+    before, seen = watched.seen.counters[end], list[int]()
 
     def meanwhile(instance: bytes) -> GenerationView | None:
-        seen.append(int(watched.view.counters[end]))
+        seen.append(int(watched.seen.counters[end]))
         watched.owner.void([EACH - 1])
         return view(instance)
 
-    watched.duplicates._view = meanwhile
+    watched.view = meanwhile
     watched.take(1)
     assert seen[0] % 2, "the other would not see it"
     assert all(block.block_hash is not None for block in copy)
-    assert watched.view.counters[end] == before
+    assert watched.seen.counters[end] == before
 
 
 def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
@@ -179,7 +184,7 @@ def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
 def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_do(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
+    monkeypatch.setattr(evictions, "MOST_LOOKED", 2)
     tracked, blocks = watched.read([0, 1, 2, 3])
     own = fill_up(watched, BLOCKS - 1 - len(blocks))
     looked, together = list[int](), watched.blocks.together
@@ -193,54 +198,48 @@ def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_
     watched.end(tracked, blocks)
     watched.take(1)
     nameless = [block.block_hash is None for block in own + blocks]
-    expected = [False] * (len(own) - 2) + [True] * 2 + [False] * (len(blocks) - 2) + [True] * 2
+    expected = [False] * (len(own) - 2) + [True] * 2 + [False] * (len(blocks) - 1) + [True]
     assert nameless == expected
 
 
 def test_more_blocks_than_there_are_change_nothing(watched: Watched) -> None:
-    before = watched.view.counters.copy()
+    before = watched.seen.counters.copy()
     with pytest.raises(ValueError, match="free blocks"):
         watched.pool.get_new_blocks(BLOCKS)
     assert watched.changed(before) == []
-    assert not watched.view.dead
+    assert not watched.seen.dead
 
 
 @pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use"])
-@pytest.mark.parametrize("call", ["evict_blocks", "reset_prefix_cache"])
+@pytest.mark.parametrize("call", ["_evict", "_reset"])
 def test_blocks_are_void_before_vllm_evicts_or_resets_them(
-    call: str, used: int, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, call: str, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM computes into evicted blocks without handing them out anew, and where it refuses a
     reset the weights change all the same.
     """
-    generations, resets, asked = Generations(INSTANCE, BLOCKS), list[bool](), list[bool]()
-    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
-    theirs = getattr(pool, call)
+    blocks, asked = watched.take(used)[0], list[bool]()
+    ids, theirs = [block.block_id for block in blocks], getattr(watched.blocks, call)
 
     def ask(*given: Any) -> Any:
-        asked.append(bool((generations.counters[ids] & np.uint64(1)).all()))
+        asked.append(bool((watched.generations.counters[ids] & np.uint64(1)).all()))
         return theirs(*given)
 
-    monkeypatch.setattr(pool, call, ask)
-    ResidentPool(KVBlocks(pool), generations, lambda: resets.append(True))
-    ids = [block.block_id for block in pool.get_new_blocks(used)]
-    generations.filled(np.array(ids, dtype=np.intp))
-    if call == "evict_blocks":
-        pool.evict_blocks(set(ids))
+    monkeypatch.setattr(watched.blocks, call, ask)
+    if call == "_evict":
+        watched.pool.evict_blocks(set(ids))
     else:
-        assert pool.reset_prefix_cache() == (not used)
-        assert resets == [True]
-    assert asked == [True]
-    generations.close()
+        assert watched.pool.reset_prefix_cache() == (not used)
+    assert (asked, watched.retracted) == ([True], int(call == "_reset"))
 
 
 def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:
     """Its null block, which takes what no request wants, and blocks that nobody has filled."""
-    odd = watched.view.counters & np.uint64(1)
+    odd = watched.seen.counters & np.uint64(1)
     assert odd.all()
     _, changed = watched.take(BLOCKS - 1)
     assert sorted({*range(BLOCKS)} - {*changed}) == [watched.pool.null_block.block_id]
-    void = np.flatnonzero(watched.view.counters & np.uint64(1)).tolist()
+    void = np.flatnonzero(watched.seen.counters & np.uint64(1)).tolist()
     assert void == [watched.pool.null_block.block_id]
 
 
@@ -248,7 +247,7 @@ def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:
 def test_if_counting_fails_nobody_believes_it_and_vllm_goes_on(watched: Watched, call: str) -> None:
     """Here: its memory can be read only, and is too small."""
     blocks, _ = watched.take(2)
-    assert not watched.view.dead
+    assert not watched.seen.dead
     watched.generations.counters = np.frombuffer(bytes(8), dtype=np.uint64)
     if call == "get":
         assert len(watched.pool.get_new_blocks(3)) == 3
@@ -256,5 +255,5 @@ def test_if_counting_fails_nobody_believes_it_and_vllm_goes_on(watched: Watched,
         watched.pool.evict_blocks({blocks[0].block_id})
     else:
         assert not watched.pool.reset_prefix_cache()
-    assert watched.view.dead
+    assert watched.seen.dead
     assert watched.blocks.failed

@@ -1,0 +1,207 @@
+"""Which chunks leave vLLM's KV cache first, and which are saved in the pool before they leave."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.protocol.messages import COPY, ChunkKey, InstanceId, Publish
+from vcache_backend.vram_pool.generations import VOID
+
+from .blocks import KVBlocks
+from .instance import InstanceContext
+from .metadata import StepMetadata
+from .publications import Publications
+from .requests import Tracked
+
+log = logging.getLogger("vllm.vcache")
+
+MOST_LOOKED = 512
+"""The most duplicates in use or without a copy that are skipped at once: if an instance is gone, or
+all duplicates are in use, skipping thousands would delay a step by milliseconds."""
+AHEAD_STEPS, AHEAD_SHARE = 3, 1 / 8
+"""How many steps' worth of blocks at the head of vLLM's free queue are examined; or this share of
+the KV cache if that is more, since a load takes more blocks than a step computes.
+
+A step's saves are copied after the step. By then vLLM has planned the next step, with asynchronous
+scheduling the next two. So only blocks that later steps take are saved in time."""
+MOST_SAVED = 256
+"""The most chunks that one step saves."""
+
+
+class Duplicates:
+    """The chunks of this instance that other instances hold as well. An instance that is short of
+    blocks gives up its copy while the other copy is intact. Runs in the scheduler's thread. See
+    docs/adr/0025."""
+
+    def __init__(
+        self, blocks: KVBlocks, context: InstanceContext, publications: Publications
+    ) -> None:
+        self._blocks, self._context, self._publications = blocks, context, publications
+        self._generations, self._each = publications.generations, publications.each
+        self._copies = OrderedDict[int, tuple[InstanceId, tuple[int, ...]]]()
+        """An instance, and the chunk that lies there and here (`COPY`), by the chunk's last block
+        here. In the order in which they are given up; no more than fit into the KV cache."""
+        blocks.before_taken.append(self.give_way)
+
+    @property
+    def count(self) -> int:
+        """How many chunks may be given up."""
+        return len(self._copies)
+
+    def learn(self) -> None:
+        """Note the copies of the oldest message that `Publications` has heard. Never raises."""
+        copies, blocks, heard = self._copies, self._generations.blocks, self._publications.copies
+        for news in heard.popleft() if heard else ():
+            for copy in COPY.iter_unpack(news.packed):
+                last, _, first, _, _ = copy
+                if last < blocks and first < blocks:
+                    copies[last] = news.instance, copy
+        while len(copies) * self._each > blocks:
+            copies.popitem(last=False)
+
+    def finished(self, tracked: Tracked) -> None:
+        """Note that a request has ended: what was used last is given up last, and a prefix from its
+        end."""
+        if self._copies and (tables := tracked.store.block_tables):
+            for last in reversed(tables[0][self._each - 1 :: self._each]):
+                if last in self._copies:
+                    self._copies.move_to_end(last)
+
+    def give_way(self, count: int) -> None:
+        """Give up duplicates if vLLM, about to hand out `count` blocks, would otherwise take cached
+        blocks. No more than needed: vLLM hands the blocks out at once.
+
+        Waits for the server only to open another instance's table for the first time. Never
+        raises."""
+        try:
+            # Without a server a duplicate could not be loaded again.
+            if (self._copies or self._publications.copies) and self._context.connected:
+                short = count - self._blocks.vacant(count)
+                if short > 0:
+                    # The look-up for these blocks may have brought news.
+                    self.learn()
+                    self._give_up(-(-short // self._each))
+        except Exception:  # vLLM goes on with the present order
+            self._copies.clear()
+            log.exception("vcache: blocks that others hold, too, are no longer evicted first")
+
+    # ---- inside
+
+    def _give_up(self, needed: int) -> None:
+        """Give up `needed` duplicates, or fewer after `MOST_LOOKED` others."""
+        copies, own = self._copies, self._generations.counters.data
+        views: dict[bytes, memoryview[int]] = {}
+        given: Any = None
+        for _ in range(min(needed + MOST_LOOKED, len(copies))):
+            if not needed:
+                return
+            last, (instance, copy) = copies.popitem(last=False)
+            _, generation, first, block, their_generation = copy
+            if own[last] != generation:
+                continue
+            if not self._blocks.together(last, first, self._each):
+                # In use, or in pieces.
+                copies[last] = instance, copy
+                continue
+            # Void our copy first: if the other instance gives up its copy now, one of both sees
+            # that.
+            own[last] = VOID
+            theirs = views.get(instance)
+            if theirs is None:
+                theirs = views[instance] = self._counters(instance)
+            # The copy's last block leaves first: if it is intact, all blocks are.
+            if block < len(theirs) and theirs[block] == their_generation:
+                given = self._blocks.move(last, first, given)
+                needed -= 1
+            else:
+                # Our copy was not written to since.
+                own[last] = generation
+
+    def _counters(self, instance: bytes) -> memoryview[int]:
+        """Another instance's generations; empty if the instance is gone."""
+        view = self._context.view(instance)
+        return memoryview(b"") if view is None or view.dead else view.counters.data
+
+
+class Victims:
+    """Saves published chunks at the head of vLLM's free queue: see `plan`. Runs in the scheduler's
+    thread.
+
+    The queue is examined again only when a fifth of the examined blocks may be gone; other steps
+    cost next to nothing."""
+
+    def __init__(self, blocks: KVBlocks, publications: Publications, step_blocks: int) -> None:
+        """step_blocks: the most blocks that one step fills."""
+        self._blocks, self._publications, self._each = blocks, publications, publications.each
+        count = publications.blocks
+        self._need = max(AHEAD_STEPS * step_blocks, int(AHEAD_SHARE * count))
+        self._keys: dict[int, ChunkKey] = {}
+        self._rows: npt.NDArray[np.uint32] = np.zeros((count, self._each), dtype=np.uint32)
+        """By a chunk's first block: all of its blocks."""
+        self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
+        self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
+        """By block: the first block of the chunk (`_first`), and the published generation."""
+        self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
+        """By a chunk's first block: the generation in which the chunk was saved; 0 once a block of
+        the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)"""
+        self._left = 0
+        """The least number of examined blocks that are still in the queue."""
+
+    def plan(self, meta: StepMetadata) -> None:
+        """Add to `meta` the chunks that the step saves because a later step may overwrite them. The
+        step must have all its blocks.
+
+        A chunk is saved once, and again after another use: the pool may have lost the chunk
+        meanwhile."""
+        self._note(meta)
+        if self._left < min(self._need, self._blocks.free):
+            self._look(meta, self._blocks.head(self._need + self._need // 4))
+
+    # ---- inside
+
+    def _note(self, meta: StepMetadata) -> None:
+        fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
+        fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
+        self._left -= len(fresh)
+        self._saved[self._first[fresh]] = 0
+        for publish in (spec.publish for spec in meta.publications):
+            rows = np.frombuffer(publish.blocks, dtype="<u4").reshape(-1, self._each)
+            generations = np.frombuffer(publish.generations, dtype="<u8")
+            self._published[rows] = generations.reshape(rows.shape)
+            self._first[rows] = rows[:, :1]
+            self._rows[rows[:, 0]] = rows
+            self._keys.update(zip(rows[:, 0].tolist(), publish.keys, strict=True))
+
+    def _look(self, meta: StepMetadata, head: list[int]) -> None:
+        """Choose the chunks to save. head: the next blocks that vLLM will hand out."""
+        blocks, now = np.array(head, dtype=np.intp), self._publications.generations.counters
+        self._left = len(blocks)
+        held = np.flatnonzero(self._published[blocks] == now[blocks])
+        first, at = np.unique(self._first[blocks[held]], return_index=True)
+        order = np.argsort(at)
+        first, at = first[order], held[at[order]]
+        rows = self._rows[first]
+        held_by = (self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])
+        whole = held_by.all(axis=1)
+        first, at = first[whole], at[whole]
+        new = np.flatnonzero(self._saved[first] != now[first])
+        if len(new) > MOST_SAVED:
+            # The next step saves the rest.
+            self._left = int(at[new[MOST_SAVED]])
+            new = new[:MOST_SAVED]
+        if len(new):
+            # vLLM frees a request's last chunk first: save the first chunk first.
+            chosen = first[new][::-1]
+            self._saved[chosen] = now[chosen]
+            rows = self._rows[chosen]
+            keys = [self._keys[first_block] for first_block in chosen.tolist()]
+            packed = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
+            own = self._publications
+            # A valid generation belongs to the present epoch, as far as the scheduler knows.
+            meta.victims = Publish(own.instance, 0, keys, *packed, own.epoch)

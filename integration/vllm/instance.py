@@ -1,0 +1,292 @@
+"""What all parts of the scheduler half share: the instance's settings, its namespace, and its
+connection to the server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server import start
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.standing import Standing
+from vcache_backend.resident.mappings import Tables
+from vcache_backend.transfer.keys import BlockHashKeys
+from vcache_backend.transfer.outbox import Outbox
+from vcache_backend.transfer.session import make_tier
+from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.vram_pool.generations import GenerationView
+
+from ..served_at import served_at
+from .blocks import KVBlocks
+from .metadata import Link
+from .model import compat, groups, versions
+from .model import spec as model_spec
+from .model.sharing import Plan
+from .publications import Publications
+from .telemetry.events import Announcer
+
+if TYPE_CHECKING:
+    from vcache_backend.offload.tier import OffloadTier
+
+log = logging.getLogger("vllm.vcache")
+
+INTRODUCTION_SECONDS = 10.0
+"""How long the first request waits for the workers' shards. The shards arrive with the first step,
+which runs no model."""
+
+
+class InstanceContext:
+    """The instance as its scheduler knows it. Runs in the scheduler's thread. Each method waits at
+    most for one server call."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, decision: Plan, loads: bool, stores: bool
+    ) -> None:
+        """decision: to cache. loads, stores: the instance's role allows loads, stores. SegmentError
+        if memory is lacking."""
+        self._model, self.config, _ = decision
+        model, config = self._model, self.config
+        self.loads, self.stores = loads, stores
+        self.prompts_only = config.connector.store == "prompt"
+        """Only chunks of prompts are stored."""
+        self.chunk_size = config.engine.chunk_size
+        self.hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
+        """Tokens of a hash in vLLM's `block_hashes`."""
+        self.hashes = self.chunk_size // self.hash_block
+        """vLLM's hashes of a chunk."""
+        self.groups = groups.read(kv_cache_config, self.chunk_size)
+        self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
+        """Shards of a chunk."""
+        self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
+        self._workers = model.pp_size * model.tp_size
+        self._wait_until: float | None = None
+        self._root, self._name = compat.hash_root(vllm_config), served_at(vllm_config)
+        weights = config.connector.weights
+        self.versions = bool(weights)
+        """The user names versions of the weights."""
+        self.version = versions.digest(weights) if weights else b""
+        """The present version, hashed into every key (see `versions`). Empty without versions,
+        until the weights change."""
+        self.blocks: KVBlocks | None = None
+        """vLLM's block pool; None until vLLM has shown it, before the first request."""
+        self.refused = ""
+        """Why nothing is cached; empty if the instance caches."""
+        self.prefix = b""
+        """Of the namespace's keys. This and the next four are empty or None before `open`."""
+        self.keys: BlockHashKeys | None = None
+        self.client: Client | None = None
+        self.outbox: Outbox | None = None
+        self.tables: Tables | None = None
+        """Other instances' generations; None unless KV caches are shared in place."""
+        self.publications: Publications | None = None
+        """This instance's publications; None unless KV caches are shared in place."""
+        in_place = config.connector.share == "in_place"
+        if in_place:
+            blocks = kv_cache_config.num_blocks, self.groups.blocks
+            self.publications = Publications(self.retract, *blocks, loads)
+        self.announcer: Announcer | None = None
+        """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
+        announces its own KV cache."""
+        if compat.publishes_events(vllm_config) and (not in_place or config.pool.lent):
+            self.announcer = Announcer(self.ranks)
+        self.offload: OffloadLookup | None = None
+        try:
+            # Early: connecting takes a moment, in the background.
+            tier = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
+            self.offload = OffloadLookup(tier, self.ranks) if tier is not None else None
+        except Exception:  # the integration's outermost line: vLLM serves without
+            log.exception("vcache: nothing is read from the offload tier")
+
+    def watch(self, blocks: KVBlocks) -> None:
+        """Note vLLM's pool. ValueError if pool and KV cache differ in size."""
+        self.blocks = blocks
+        if self.publications is not None:
+            self.publications.watch(blocks)
+
+    # ---- the workers' shards
+
+    @property
+    def introduced(self) -> bool:
+        """Whether all workers have introduced themselves, or the instance is refused."""
+        return bool(self.refused) or len(self._shards) == self._workers
+
+    def waits(self) -> bool:
+        """Whether requests must wait for the workers' shards. After `INTRODUCTION_SECONDS` the
+        instance is refused."""
+        if self.keys is not None or self.introduced:
+            return False
+        self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
+        if monotonic() > self._wait_until:
+            self.refused = (
+                f"only {len(self._shards)} of {self._workers} workers have described their KV "
+                f"caches within {INTRODUCTION_SECONDS:g} s: see the log of the others"
+            )
+        return not self.refused
+
+    def note(
+        self, shards: Mapping[tuple[int, int], model_spec.ShardSpec], links: Mapping[int, Link]
+    ) -> None:
+        """Note the workers' reports. shards: by (pipeline rank, tensor rank), a shard, or why the
+        worker stopped caching. links: by worker number, the connection to the offload tier."""
+        if shards and not self.refused:
+            self._shards |= shards
+            problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
+            if problems:
+                self.refused = "; ".join(problems)
+                if self.offload is not None:
+                    self.offload.close()
+                    self.offload = None
+        if links and self.offload is not None:
+            self.offload.note(links)
+
+    # ---- the server
+
+    def open(self) -> bool:
+        """Connect to the server once the namespace is known: every worker has sent its shard.
+
+        Returns whether chunks can be named now."""
+        if self.keys is not None or self.refused or not self.introduced:
+            return not self.refused and self.keys is not None
+        if self.blocks is None:
+            self.refused = "this vLLM has not passed its block pool to the connector"
+            return False
+        config, shards = self.config, [self._shards[rank] for rank in sorted(self._shards)]
+        layout = model_spec.layout(self._model, shards, self.chunk_size, self._root)
+        namespace = layout.namespace()
+        fields = layout.fields() | {"namespace": str(namespace)}
+        self.client = client = Client(
+            config.server.path, config.client, layout=fields, name=self._name
+        )
+        if config.connector.start_server:
+            client.on_killed = partial(start.try_ensure, config)
+        self.outbox = Outbox(client)
+        self.prefix = namespace.prefix
+        self.keys = BlockHashKeys(namespace, self.hashes)
+        if self.announcer is not None:
+            client.on_beat.append(self._check_announced)
+        if self.publications is not None:
+            self.tables = Tables(client)
+            # Answers bring news even if no request waits for them any more.
+            client.on_reply = self.publications.hear
+            Standing(client, self._join, "vcache: others cannot read this instance's KV cache")
+            client.on_beat.append(self._listen)
+        if trouble := client.trouble:
+            log.warning("vcache: %s; until it answers nothing is cached", trouble)
+        told = "vcache: namespace %s, chunks of %d tokens, ranks: %d"
+        log.info(told, namespace, self.chunk_size, self.ranks)
+        return True
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server can be asked where chunks are."""
+        return self.client is not None and self.client.connected
+
+    def view(self, instance: bytes) -> GenerationView | None:
+        """Another instance's generations; None if the instance is gone, or without a server."""
+        return self.tables.view(instance) if self.tables is not None else None
+
+    def retract(self, sequence: int) -> None:
+        """Have the server void this instance's publications with a lower sequence."""
+        if self.client is not None and self.outbox is not None and self.publications is not None:
+            retract = partial(self.client.retract, self.publications.instance, sequence)
+            # Behind earlier promises: the server leaves out of these what is published then.
+            self.outbox.after(at_once, partial(self.outbox.send, retract))
+
+    def clear(self) -> bool:
+        """Reset the namespace: no chunk, pooled or offloaded, is found again. Also True for a
+        refused instance.
+
+        False if the server did not answer, or before the first step, when the namespace is unknown.
+        """
+        if not self.open() or self.client is None:
+            return bool(self.refused)
+        try:
+            self.client.clear(self.prefix, reset=True)
+        except VCacheError as error:
+            log.warning("the pool was not cleared, so nothing is read from it: %s", error)
+            return False
+        self._listen()
+        return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.client is not None:
+            with suppress(VCacheError):  # any call also sends the queued reports
+                self.client.list_segments()
+        for part in (self.publications, self.outbox, self.client, self.offload):
+            if part is not None:
+                part.close()
+
+    # ---- inside; in the scheduler's thread or the client's background thread
+
+    def _join(self) -> None:
+        """Show the server our generation table, and listen."""
+        own, client = self.publications, self.client
+        if own is not None and client is not None:
+            shape = own.blocks, self.ranks, own.each
+            client.join(own.instance, self.prefix, *shape, own.generations.fd)
+            self._listen()
+
+    def _listen(self) -> None:
+        """Ask for resets by other instances, and for chunks in several KV caches."""
+        if self.publications is None or self.client is None:
+            return
+        try:
+            self.client.listen(self.publications.instance)
+        except VCacheError as error:
+            log.debug("listen: %s", error)
+
+    def _check_announced(self) -> None:
+        """Ask which announced chunks are gone."""
+        if self.announcer is not None and self.client is not None:
+            with suppress(VCacheError):
+                self.announcer.check(self.client.contains)
+
+
+def at_once(seconds: float) -> bool:
+    """For `Outbox.after`: wait for nothing."""
+    return True
+
+
+class OffloadLookup:
+    """Looks chunks up in the offload tier. Runs in the scheduler's thread; each call waits at most
+    `offload.lookup_seconds`.
+
+    No hits while the scheduler or any worker cannot reach the tier."""
+
+    def __init__(self, tier: OffloadTier, ranks: int) -> None:
+        """ranks: shards of a chunk."""
+        self._tier, self._ranks = tier, ranks
+        self._links: dict[int, Link] = {}
+
+    @property
+    def usable(self) -> bool:
+        return self._tier.usable and all(link.usable for link in self._links.values())
+
+    def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
+        """Return how many leading chunks the pool and the offload tier have. found: how many the
+        pool has."""
+        try:
+            return self._tier.extend(client, keys, self._ranks, found) if self.usable else found
+        except VCacheError as error:
+            log.debug("look-up in the offload tier: %s", error)
+            return found
+
+    def note(self, links: Mapping[int, Link]) -> None:
+        """Note the workers' present connections to the store, by worker number."""
+        self._links |= links
+        rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
+        if rates:
+            # All workers load their shards at once, so the slowest worker decides when a chunk is
+            # loaded.
+            self._tier.bandwidth = min(rates) * self._ranks
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._tier.close()

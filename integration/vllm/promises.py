@@ -1,0 +1,127 @@
+"""PromiseSender chunks that this instance's requests compute: other instances may wait for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from math import inf
+from time import monotonic
+
+from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.messages import InstanceId, Promise
+
+from .instance import InstanceContext, at_once
+from .lookups import Lookups
+from .requests import Tracked
+
+LEAST_MEASURED, RECENT = 4, 8
+"""The fewest chunks of a prompt that is measured, and how many prompts the rate is the mean of."""
+LONGEST_SECONDS = 60.0
+"""The longest time for a prompt: only a stopped process takes longer."""
+
+
+class PrefillRate:
+    """How fast this instance has computed its last prompts, each from its first step to its first
+    token, with other requests in the same steps. Measures one request at a time. Runs in the
+    scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.measured: Tracked | None = None
+        """The request that is being measured."""
+        self._chunks, self._tokens, self._since = 0, 0, 0.0
+        self._recent = deque[tuple[int, float]](maxlen=RECENT)
+        """Chunks, and seconds, of the last prompts."""
+
+    @property
+    def chunk_seconds(self) -> float:
+        """The mean time for a chunk; 0.0 before the first measurement."""
+        chunks = sum(chunks for chunks, _ in self._recent)
+        return sum(seconds for _, seconds in self._recent) / chunks if chunks else 0.0
+
+    def begin(self, tracked: Tracked, chunks: int) -> None:
+        """Note that the first step of a request is planned, which computes so many chunks."""
+        if self.measured is None and chunks >= LEAST_MEASURED:
+            self.measured, self._since = tracked, monotonic()
+            self._chunks, self._tokens = chunks, tracked.request.num_output_tokens
+
+    def look(self) -> None:
+        """Finish the measurement if the request has a further token. Call it once a step."""
+        measured = self.measured
+        if measured is not None and measured.request.num_output_tokens > self._tokens:
+            self._recent.append((self._chunks, min(monotonic() - self._since, LONGEST_SECONDS)))
+            self.measured = None
+
+    def end(self, tracked: Tracked) -> None:
+        """Note that a request has ended or lost its blocks."""
+        if tracked is self.measured:
+            self.look()
+            self.measured = None
+
+
+class PromiseSender:
+    """Runs in the scheduler's thread, and never waits: the outbox sends the promises a little
+    later."""
+
+    def __init__(self, context: InstanceContext, lookups: Lookups) -> None:
+        self.rate = PrefillRate()
+        self._context, self._lookups = context, lookups
+
+    def on_start(self, tracked: Tracked, computed: int) -> None:
+        """Promise the request's chunks from token `computed` on: its first step with its present
+        blocks is planned. Does nothing if less than a chunk is left, for example after a hit."""
+        if chunks := self._promise(tracked, computed, begun=True):
+            self.rate.begin(tracked, chunks)
+
+    def on_load(self, tracked: Tracked) -> None:
+        """Confirm the promise of the chunks behind a load that begins: no other request takes it
+        over meanwhile. Does nothing for a load from the offload tier, which may take long."""
+        answer = tracked.lookup.answer
+        if tracked.promise.made and answer is not None and not answer.offloaded:
+            self._promise(tracked, tracked.supplied, begun=False)
+
+    def withdraw(self, tracked: Tracked) -> None:
+        """Withdraw the promise of a request that ended or lost its blocks, unless it was kept."""
+        self.rate.end(tracked)
+        promise = tracked.promise
+        if promise.made and (not promise.stop or tracked.store.stored < promise.stop):
+            self._send(Promise(promise.number))
+        promise.made = False
+
+    # ---- inside
+
+    def _promise(self, tracked: Tracked, computed: int, begun: bool) -> int:
+        """Promise the request's chunks from token `computed` on, in place of its earlier promise.
+        Returns the number of chunks."""
+        context, promise, size = self._context, tracked.promise, self._context.chunk_size
+        first, stop = computed // size, self._stored_in_the_end(tracked) if promise.number else 0
+        if stop * size < computed + size and not promise.made:
+            return 0
+        if not self._lookups.name(tracked, stop):
+            stop = 0
+        own, keys = context.publications, tracked.lookup.keys[first:stop]
+        name = own.instance if own is not None else InstanceId(b"")
+        epoch = own.epoch if own is not None else self._lookups.epoch
+        terms = epoch, self.rate.chunk_seconds, begun
+        self._send(Promise(promise.number, keys, context.ranks, name, *terms))
+        promise.made, promise.stop = bool(keys), stop
+        return len(keys)
+
+    def _stored_in_the_end(self, tracked: Tracked) -> int:
+        """The number of chunks that are stored once the request's present tokens are computed."""
+        request, context = tracked.request, self._context
+        if tracked.store.complete_at == inf or not tracked.in_place.publishes:
+            return 0
+        limit = request.num_prompt_tokens if context.prompts_only else request.num_tokens
+        return int(min(limit // context.chunk_size, len(request.block_hashes) // context.hashes))
+
+    def _send(self, promise: Promise) -> None:
+        client, outbox = self._context.client, self._context.outbox
+        if client is not None and outbox is not None and client.connected:
+            # Not `soon`: the thread would take the interpreter from the step being planned.
+            outbox.after(at_once, partial(self._tell, client, promise), soon=False)
+
+    def _tell(self, client: Client, promise: Promise) -> None:
+        """Runs in the outbox's thread."""
+        answer = client.promise(promise)
+        if promise.keys:
+            self._lookups.epoch = answer.epoch

@@ -1,0 +1,280 @@
+"""What the scheduler half knows of one request: its settings, look-ups, wait, blocks and stores."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from enum import Enum
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import Annotated, Any
+
+import msgspec
+
+from vcache_backend.errors import MAX_LINE_CHARS, printable
+from vcache_backend.protocol.channel import Sent
+from vcache_backend.protocol.messages import (
+    QUEUED_SECONDS,
+    ChunkKey,
+    Coming,
+    Found,
+    ResidentRun,
+)
+
+from .metadata import LoadSpec
+
+FRESH_SECONDS, PROMISED_SECONDS = 0.5, QUEUED_SECONDS + 0.02
+"""How long an answer counts: chunks are stored after it was made. The second number is for a
+request that has promised chunks, since another request may have begun to compute them. It is
+longer than `QUEUED_SECONDS`: a request that lacks blocks must not renew its promise before another
+request may take it over. In between, two requests may compute the same chunks."""
+
+
+# ---- settings
+
+
+class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request's own settings: `vcache` in its `kv_transfer_params`."""
+
+    load: bool = True
+    """The request may load chunks."""
+    store: bool = True
+    """The request may store chunks."""
+    announced: bool = False
+    """Another instance is about to compute this prompt, so wait for its chunks."""
+    wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0
+    """How long an announced request waits at most."""
+
+
+UNCACHED = RequestParams(load=False, store=False)
+DEFAULT = RequestParams()
+
+
+def read_params(params: object) -> RequestParams:
+    """Read the settings from `kv_transfer_params`, an untrusted value from a client. ValueError
+    names an unknown key or an impossible value, in one line that can be logged."""
+    params = params or {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"kv_transfer_params: Expected an object, got {type(params).__name__}")
+    given = params.get("vcache")
+    if given is None:
+        return DEFAULT
+    try:
+        return msgspec.convert(given, RequestParams)
+    except ValueError as error:  # also of text that is not Unicode
+        fault = printable(str(error), MAX_LINE_CHARS)
+        raise ValueError(f"kv_transfer_params: vcache: {fault}") from error
+
+
+# ---- look-ups
+
+
+class AnswerState(Enum):
+    """HERE: the answer counts. LATE: it has not come, so ask again in the next step. FAILED: it did
+    not come within the deadline, or there is no server."""
+
+    HERE = 0
+    LATE = 1
+    FAILED = 2
+
+
+class Answer(msgspec.Struct):
+    """The answer to a look-up. Chunks are numbered from the prompt's start."""
+
+    first: int
+    """The first chunk that was looked up."""
+    hits: int
+    """Chunks [first, hits) can be loaded. None if the answer is not `HERE`."""
+    pooled: int
+    """Hits below this number are in the pool or in KV caches, later hits in the offload tier."""
+    at: float
+    """When the question was sent (time.monotonic)."""
+    seconds: float
+    """How long the look-up took."""
+    residents: list[ResidentRun] = []
+    """The hits in other instances' KV caches."""
+    coming: Coming | None = None
+    """The chunks behind the hits that another instance is computing."""
+    comes_to: int = 0
+    """The chunk behind the last of `coming`."""
+    counted: bool = False
+    """The metrics contain this answer."""
+    state: AnswerState = AnswerState.HERE
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether some chunks lie in the offload tier."""
+        return self.hits > self.pooled
+
+    def counts(self, first: int, promised: bool = False) -> bool:
+        """Whether the answer is fresh enough, and covers the chunks from `first` on. promised: the
+        request has promised the chunks behind the hits."""
+        fresh = PROMISED_SECONDS if promised else FRESH_SECONDS
+        return self.covers(first) and self.at + fresh > monotonic()
+
+    def covers(self, first: int) -> bool:
+        """Whether the answer says something about the chunk `first`."""
+        return self.first <= first <= self.hits
+
+    def residents_of(self, first: int, stop: int) -> list[ResidentRun]:
+        """Cut the residents to the chunks [first, stop), and number the chunks from `first`."""
+        return [
+            run.cut(begin, end).numbered(begin - first)
+            for run in self.residents
+            if (begin := max(first, run.first)) < (end := min(stop, run.stop))
+        ]
+
+
+LATE = Answer(0, 0, 0, 0.0, 0.0, state=AnswerState.LATE)
+FAILED = Answer(0, 0, 0, 0.0, 0.0, counted=True, state=AnswerState.FAILED)
+
+
+class Question(msgspec.Struct):
+    """A look-up of the chunks [first, stop) whose answer has not been read."""
+
+    sent: Sent[Found]
+    first: int
+    stop: int
+    at: float
+    """When it was sent (time.monotonic)."""
+    seconds: float
+    """How long sending took."""
+    begins: bool
+    """vLLM was scheduling the request (see `Find`)."""
+
+
+class LookupState(msgspec.Struct):
+    """A request's look-ups. Only `Lookups` writes this state."""
+
+    keys: list[ChunkKey] = []
+    """The keys of the leading chunks."""
+    question: Question | None = None
+    answer: Answer | None = None
+    late_since: float | None = None
+    """Since when vLLM comes back for a late answer (time.monotonic)."""
+    asked: int = 0
+    """Chunks that the metrics count as looked up."""
+    found: int = 0
+    """Chunks that the metrics count as hits."""
+
+
+# ---- waits
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A wait for chunks that another instance computes, as `waits.decide` made it."""
+
+    since: float
+    """When it began (time.monotonic)."""
+    bound: float
+    """Its longest duration, and how long the owner may make no progress, in seconds."""
+    began: int
+    """How many leading chunks existed at the beginning."""
+    target: int
+    """How many leading chunks exist when the wait has succeeded."""
+    promised: bool
+    """The server has reported a promise."""
+    gone: float | None = None
+    """When the server first reported that the promise has ended; None: it has not."""
+
+    @property
+    def until(self) -> float:
+        """The latest end (time.monotonic)."""
+        return self.since + self.bound
+
+
+class WaitState(msgspec.Struct):
+    """A request's wait, and its lead over other requests of this instance. Only `Waits` writes this
+    state."""
+
+    wait: Wait | None = None
+    """None before the wait. A request waits once."""
+    over: bool = False
+    """The wait has ended."""
+    asked: float = 0.0
+    """When the server was last asked during the wait (time.monotonic)."""
+    seconds: float = 0.0
+    """How long the request has waited."""
+    tokens: int = 0
+    """How many tokens came during the wait."""
+    end: str = ""
+    """How the wait ended (`Meter.waited`)."""
+    load_started: bool = False
+    leads: ChunkKey | None = None
+    """The first chunk that the request loads or waits for. Other requests that lack this chunk may
+    follow the request."""
+
+    @property
+    def present(self) -> Wait | None:
+        """The wait, unless it has ended."""
+        return None if self.over else self.wait
+
+
+# ---- blocks and stores
+
+
+class StoreState(msgspec.Struct):
+    """A request's blocks and stores. Only `StorePlanner` writes this state."""
+
+    block_tables: list[array[int]] = []
+    stored: int = 0
+    """How many leading chunks are stored, published, or being stored."""
+    written: int = 0
+    """The least number of tokens in these blocks once the planned steps have run."""
+    complete_at: float = inf
+    """The number of computed tokens that completes the next chunk. Infinite if the request stores
+    nothing more."""
+    idle_until: float = 0.0
+    """A step that reaches fewer tokens, and brings no blocks, completes nothing."""
+    trusted_after: int = 0
+    """The echo of the last step, up to the request's first one, in which another connector loaded:
+    chunks are stored once the step is over (see `Resets`)."""
+
+
+class InPlaceState(msgspec.Struct):
+    """A request's blocks when KV caches are shared in place. Only `Publications` writes this
+    state."""
+
+    filled: int = 0
+    """How many leading blocks are filled."""
+    publishes: bool = True
+    """False: further blocks stay void."""
+    generations: array[int] = msgspec.field(default_factory=partial(array, "Q"))
+    """Of the leading blocks, up to the first void block."""
+    resets: int | None = None
+    """`TrackedBlockPool.resets` when the request got its blocks; None before."""
+    evicted: int = 0
+    """`TrackedBlockPool.evicted` when the generations were last read."""
+
+
+class PromiseState(msgspec.Struct):
+    """A request's promise to compute chunks. Only `Lookups` and `PromiseSender` write it."""
+
+    number: int = 0
+    """Names the promise for the server; 0: the request stores nothing."""
+    early: bool = False
+    """Look-ups promise, too."""
+    made: bool = False
+    """The server may hold a promise."""
+    stop: int = 0
+    """The chunks below this number are promised."""
+
+
+class Tracked(msgspec.Struct):
+    """The state of one of vLLM's requests."""
+
+    request: Any
+    params: RequestParams
+    may_load: bool
+    local: int = 0
+    """Tokens in vLLM's own cache when vLLM last asked for hits."""
+    supplied: int = 0
+    """`local` and the tokens that we load."""
+    load: LoadSpec | None = None
+    """The load under way."""
+    lookup: LookupState = msgspec.field(default_factory=LookupState)
+    wait: WaitState = msgspec.field(default_factory=WaitState)
+    promise: PromiseState = msgspec.field(default_factory=PromiseState)
+    store: StoreState = msgspec.field(default_factory=StoreState)
+    in_place: InPlaceState = msgspec.field(default_factory=InPlaceState)

@@ -1,0 +1,355 @@
+"""The connector's half in vLLM's scheduler: decides what each step loads and stores.
+
+A request's way: `arrived` asks the server for its chunks, `matched` decides by the answer whether
+the request loads, computes or waits, `allocated` makes the load, `describe` tells the workers of a
+step's loads and stores, `update` hears their reports, `finished` forgets the request."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from itertools import count
+from math import inf
+from typing import Any
+
+from vcache_backend.errors import MAX_LINE_CHARS, printable
+
+from .blocks import KVBlocks
+from .evictions import Duplicates, Victims
+from .instance import InstanceContext
+from .lookups import Lookups
+from .metadata import QUIET, LoadSpec, StepMetadata, WorkerReport
+from .model import compat
+from .model.sharing import Plan
+from .model.spec import ShardSpec
+from .promises import PromiseSender
+from .requests import DEFAULT, UNCACHED, RequestParams, Tracked, read_params
+from .resets import Resets
+from .stores import StorePlanner
+from .telemetry import traces
+from .telemetry.stats import Meter
+from .waits import FOLLOW, MISS, RETRY, LookupDecision, Waits
+
+log = logging.getLogger("vllm.vcache")
+
+
+class VCacheScheduler:
+    """Answers vLLM's scheduler, in the scheduler's thread.
+
+    Only these wait: `arrived` and `matched` for the server, see `Lookups`; a reset for two calls,
+    of which one may take `client.control_seconds`; the step in which the namespace becomes known,
+    for the connection; `close` for its threads; vLLM's allocation of blocks, to open another
+    instance's table for the first time."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        decision: Plan,
+        loads: bool,
+        stores: bool,
+        meter: Meter,
+    ) -> None:
+        """decision: to cache. loads, stores: the instance's role allows loads, stores. SegmentError
+        if memory is lacking."""
+        scheduling = vllm_config.scheduler_config
+        self.context = context = InstanceContext(
+            vllm_config, kv_cache_config, decision, loads, stores
+        )
+        self.publications = context.publications
+        self._requests: dict[str, Tracked] = {}
+        self.lookups, self._waits = Lookups(context, meter), Waits(context, meter)
+        self._promises = PromiseSender(context, self.lookups)
+        self._planner = StorePlanner(context, self.lookups, compat.spec_kind(kv_cache_config))
+        parts = self.lookups, self._waits, self._promises, self._planner
+        self.resets = Resets(context, self._requests, *parts)
+        self.duplicates: Duplicates | None = None
+        """None until vLLM has shown its block pool, and unless KV caches are shared in place and
+        this instance may load chunks again."""
+        self.victims: Victims | None = None
+        """None until vLLM has shown its block pool, and unless a pool stands beside KV caches
+        shared in place."""
+        self._spans = traces.begin(vllm_config)
+        self._step_blocks = scheduling.max_num_batched_tokens // context.groups.block
+        self._steps_are_taken = scheduling.policy == "priority"
+        """vLLM may take the step being planned from a request."""
+        self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", True))
+        self._promise_numbers = count(1)
+        self._loads: list[LoadSpec] = []
+        """Loads that begin with the next step."""
+        self._cancelled: set[str] = set()
+        """Requests that have ended during their loads, for the next step."""
+        self._named = False
+        """The workers know the instance's name, under which they show their KV caches."""
+
+    # ---- the start and the end
+
+    def watch(self, pool: Any, fail: Callable[[str, Exception], None]) -> None:
+        """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
+        `KVBlocks`."""
+        blocks, own, config = KVBlocks(pool, fail), self.publications, self.context.config
+        self.context.watch(blocks)
+        if own is not None and self.context.loads:
+            self.duplicates = Duplicates(blocks, self.context, own)
+        if own is not None and config.pool.lent:
+            self.victims = Victims(blocks, own, self._step_blocks)
+
+    def introduce(self, shards: Iterable[ShardSpec]) -> None:
+        """Note the workers' shards, all known at vLLM's start, and connect to the server."""
+        self.context.note({(one.pp_rank, one.tp_rank): one for one in shards}, {})
+        self.context.open()
+
+    def give_up(self) -> None:
+        """This half is out of use: other instances read nothing of this KV cache any more, and
+        vLLM's block pool does without us. Never raises."""
+        if self.publications is not None:
+            self.publications.generations.give_up()
+        if self.context.blocks is not None:
+            self.context.blocks.failed = True
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.context.close()
+
+    # ---- a request
+
+    def arrived(self, request: Any) -> None:
+        """Ask the server for a new request's chunks now, so that the answer has arrived when vLLM
+        schedules the request."""
+        if self.context.keys is None and not self.context.open():
+            return
+        tracked, (tokens, chunks) = self._track(request), self._loadable(request)
+        size = self.context.chunk_size
+        lacking = tokens - self.context.config.connector.min_hit_tokens
+        if lacking < 0 or not tracked.may_load or self.resets.clearing:
+            return
+        ends, first = range(size - 1, tokens, size), 0
+        # Mostly vLLM's cache lacks even the first chunk.
+        if self._is_cached(request, min(lacking, size - 1)):
+            if self._is_cached(request, lacking):
+                return
+            first = bisect(ends, False, lo=1, key=lambda end: not self._is_cached(request, end))
+        if self.lookups.name(tracked, chunks):
+            self.lookups.send(tracked, first, chunks)
+
+    def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
+        there are any: all loads are asynchronous.
+
+        None in place of a number: ask again in the next step."""
+        if self.context.keys is None and self.context.waits():
+            return RETRY.matched
+        self._learn()
+        tracked = self._track(request)
+        tracked.local = tracked.supplied = local
+        decision = self._decide(tracked)
+        if self._spans is not None and not decision.again:
+            self._spans.looked_up(tracked, local, decision.tokens)
+        return decision.matched
+
+    def _decide(self, tracked: Tracked) -> LookupDecision:
+        """Look the request up, and decide what becomes of it."""
+        context, lookups, waits, local = self.context, self.lookups, self._waits, tracked.local
+        if (
+            not tracked.may_load
+            or self.resets.clearing
+            or local % context.groups.block
+            or (context.keys is None and not context.open())
+        ):
+            return MISS
+        most, chunks = self._loadable(tracked.request)
+        least = context.config.connector.min_hit_tokens
+        if most - local < least or not lookups.name(tracked, chunks):
+            return MISS
+        first = local // context.chunk_size
+        if waits.follows(tracked, first):
+            return FOLLOW
+        if tracked.wait.present is not None and tracked.lookup.question is None:
+            if not waits.is_due(tracked):
+                return FOLLOW
+            # Without a server no question is sent, and the look-up ends the wait.
+            if lookups.ask_again(tracked, first, chunks):
+                return FOLLOW
+        answer = lookups.find(tracked, first, chunks)
+        return waits.decide(tracked, most, chunks, answer)
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """Prepare the load of `external` tokens into `blocks`, reserved for the request."""
+        tracked = self._requests[request.request_id]
+        tracked.supplied = tracked.local + external
+        self._waits.on_load(tracked)
+        tracked.load = self._planner.load(tracked, blocks.get_block_ids())
+        self._promises.on_load(tracked)
+        self._loads.append(tracked.load)
+
+    def finished(self, request: Any) -> None:
+        """Forget a request that has ended for any reason."""
+        name = request.request_id
+        tracked = self._requests.pop(name, None)
+        if self._spans is not None:
+            self._spans.finished(name)
+        if self.context.blocks is not None:
+            self.context.blocks.kept_out.discard(name)
+        if tracked is not None:
+            self._promises.withdraw(tracked)
+            self._waits.over(tracked)
+            if tracked.load is not None:
+                self._cancelled.add(name)
+            elif self.duplicates is not None:
+                self.duplicates.finished(tracked)
+
+    # ---- a step
+
+    def describe(self, output: Any) -> StepMetadata:
+        """Describe the step `output` for the workers: loads, stores, and blocks with a new
+        owner."""
+        requests, cached = self._requests, output.scheduled_cached_reqs
+        self._promises.rate.look()
+        self._learn()
+        meta = self._metadata(not output.total_num_scheduled_tokens)
+        for name in output.preempted_req_ids or ():
+            if (tracked := requests.get(name)) is not None:
+                self._promises.withdraw(tracked)
+                if self._steps_are_taken:
+                    self._evict_unwritten(tracked)
+        beginning = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        if cached.resumed_req_ids:
+            known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            beginning += [one for one in known if one[0] in cached.resumed_req_ids]
+        if beginning and self._guesses:
+            self._stop_turns(name for name, _ in beginning)
+        self.resets.on_step(beginning, meta)
+        if not meta.idle:
+            self._planner.plan(output, requests, meta)
+        for name, computed in beginning:
+            if (tracked := requests.get(name)) is not None:
+                self._waits.over(tracked)
+                self._promises.on_start(tracked, computed)
+        if self.victims is not None:
+            self.victims.plan(meta)
+        return QUIET if meta == _NOTHING else meta
+
+    def _metadata(self, idle: bool) -> StepMetadata:
+        """The step's metadata without stores. idle: the step runs no model."""
+        meta = StepMetadata(self._loads, cancelled=self._cancelled, idle=idle)
+        if self._loads:
+            meta.fresh = [load.blocks for load in self._loads]
+            self._loads = []
+        if self._cancelled:
+            self._cancelled = set()
+        if self.context.keys is None:
+            meta.introduce = not self.context.introduced
+        if not self._named:
+            self._named = True
+            if self.publications is not None:
+                meta.instance = self.publications.instance
+        return meta
+
+    def update(self, output: Any) -> None:
+        """Handle the workers' reports after a step."""
+        report = getattr(output, "kv_connector_worker_meta", None)
+        if report is not None and isinstance(report, WorkerReport):
+            self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
+            if self._spans is not None:
+                self._spans.loaded(report.spans)
+        for name in output.finished_recving or ():
+            # Otherwise a later request of this name would be cancelled.
+            self._cancelled.discard(name)
+            if name in self._requests:
+                self._requests[name].load = None
+
+    # ---- inside
+
+    def _learn(self) -> None:
+        """Act on reads and resets by other instances, as the server reported them."""
+        own = self.publications
+        if own is not None and own.news:
+            if own.learn():
+                self.resets.forget_answers()
+            if self.duplicates is not None:
+                self.duplicates.learn()
+
+    def _is_cached(self, request: Any, token: int) -> bool:
+        """Whether vLLM's prefix cache has the block with this token, and therefore all blocks
+        before it."""
+        context, blocks = self.context, self.context.blocks
+        block = context.groups.block
+        if blocks is None or block != context.hash_block or not context.groups.plain:
+            return False
+        return blocks.cached(request.block_hashes[token // block])
+
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        params = self._params(request) if request.kv_transfer_params is not None else DEFAULT
+        adapter = request.lora_request
+        if adapter is not None and not self.lookups.identifies(adapter):
+            params = UNCACHED
+        # vLLM has no log probabilities for loaded prompt tokens, but lets connectors load them.
+        rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+        computes = rated or getattr(request, "skip_reading_prefix_cache", False)
+        loads = self.context.loads and params.load and not computes
+        tracked = self._requests[request.request_id] = Tracked(request, params, loads)
+        self._planner.mark_stored(tracked, 0)
+        if tracked.store.complete_at < inf:
+            # Another instance computes an announced prompt.
+            tracked.promise.number = next(self._promise_numbers)
+            tracked.promise.early = not params.announced
+        return tracked
+
+    def _params(self, request: Any) -> RequestParams:
+        try:
+            return read_params(request.kv_transfer_params)
+        except ValueError as error:
+            name = printable(request.request_id, MAX_LINE_CHARS)  # a client may have chosen it
+            log.warning("request %s is served uncached: %s", name, error)
+            return UNCACHED
+
+    def _loadable(self, request: Any) -> tuple[int, int]:
+        """Return how many of the request's tokens may be loaded, and how many chunks hold them.
+        vLLM always computes the last token."""
+        size, whole = self.context.chunk_size, self.context.groups.whole
+        tokens = (request.num_tokens - 1) // whole * whole
+        chunks = min(len(request.block_hashes) // self.context.hashes, -(-tokens // size))
+        return min(tokens, chunks * size), chunks
+
+    def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
+        """Act on the workers' report about a step. invalid: blocks that loads did not fill."""
+        self.resets.note(report, invalid)
+        for name in report.failed & self._requests.keys():
+            # vLLM may compute the request from the start.
+            self._requests[name].may_load = False
+            self._planner.mark_stored(self._requests[name], 0)
+        self.context.note(report.shards, report.links)
+        if self.context.announcer is not None:
+            self.context.announcer.note(report.stored)
+
+    def _stop_turns(self, names: Iterable[str]) -> None:
+        """Store nothing more of sessions that continue with another turn. names: of the requests
+        that begin.
+
+        vLLM counts all accepted guesses as computed tokens of the new turn, even guesses behind the
+        last turn's end, where other tokens stand now."""
+        for name in names:
+            tracked = self._requests.get(name)
+            resumes = tracked is not None and tracked.store.block_tables
+            if tracked is not None and resumes and getattr(tracked.request, "resumable", False):
+                self._planner.stop(tracked)
+                self._evict_unwritten(tracked)
+
+    def _evict_unwritten(self, tracked: Tracked) -> None:
+        """Evict blocks that a preempted request may not have computed from vLLM's prefix cache.
+
+        vLLM caches blocks when it plans the step that writes them. If vLLM then takes the step from
+        the request, later requests would compute from unwritten blocks. No request does so in this
+        step, in which vLLM lets no request begin."""
+        if self.context.blocks is not None:
+            written = tracked.store.written // self.context.hash_block
+            hashes = tracked.request.block_hashes[written:]
+            self.context.blocks.evict_hashed(hashes, len(self.context.groups.sizes))
+
+
+_NOTHING = StepMetadata()

@@ -1,1 +1,0 @@
-"""The half of the connector in vLLM's scheduler."""

@@ -1,0 +1,235 @@
+"""Which chunks each step completes, for the workers to store or publish after the step, and which
+blocks a load fills. Tracks the requests' blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import count
+from math import inf
+from typing import Any
+
+from msgspec.structs import replace
+
+from vcache_backend.transfer.keys import state_keys
+
+from .blocks import NUMBERS
+from .instance import InstanceContext
+from .lookups import Lookups
+from .metadata import LoadSpec, StepMetadata, StoreSpec
+from .requests import Tracked
+from .telemetry.events import block_stored
+
+
+class StorePlanner:
+    """Runs in the scheduler's thread."""
+
+    def __init__(self, context: InstanceContext, lookups: Lookups, spec_kind: str | None) -> None:
+        """spec_kind: the kind of KV cache, for events."""
+        self._context, self._lookups, self._spec_kind = context, lookups, spec_kind
+        self._size, self._groups = context.chunk_size, context.groups
+        self._publications = context.publications
+        self._load_numbers = count(1)
+        self.trusted = 0
+        """The last echo behind which no load of another connector has failed (see `Resets`)."""
+
+    # ---- loads
+
+    def load(self, tracked: Tracked, block_tables: Sequence[list[int]]) -> LoadSpec:
+        """Make the load of the tokens [tracked.local, tracked.supplied) that the look-up found, and
+        note that its chunks need no store. ValueError if the chunks do not fit vLLM's blocks."""
+        size, end, answer = self._size, tracked.supplied, tracked.lookup.answer
+        below, groups = self._context.offload, self._groups
+        first, stop = tracked.local // size, -(-end // size)
+        keys = tracked.lookup.keys[first:stop]
+        if groups.states:
+            keys += state_keys(keys[-1:], groups.parts)
+        # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
+        # load reads them.
+        offload = not groups.states and below is not None and below.usable
+        promote = offload and self._context.stores and tracked.params.store
+        load = LoadSpec(
+            request_id=tracked.request.request_id,
+            keys=keys,
+            blocks=groups.wanted(block_tables, tracked.local, end),
+            offload=offload,
+            promote=promote and self._publications is None,
+            prefix=tracked.lookup.keys[:first] if offload else [],
+            residents=answer.residents_of(first, stop) if answer is not None else [],
+            number=next(self._load_numbers),
+        )
+        # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
+        # promoted.
+        promoted = load.promote and answer is not None and answer.offloaded
+        if self._publications is None:
+            loaded = end // size if promoted else stop
+            self.mark_stored(tracked, max(tracked.store.stored, loaded))
+        else:
+            # Once loaded, these chunks are published as if computed here.
+            loaded_blocks = slice(tracked.local // groups.block, end // groups.block)
+            self._publications.on_load(block_tables[0][loaded_blocks])
+        if promoted:
+            self._announce(tracked, first, end // size)
+        return load
+
+    # ---- steps
+
+    def plan(self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata) -> None:
+        """Plan a step: add stores, publications and newly assigned blocks to `meta`.
+
+        output: vLLM's description of the step."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        offered: Mapping[str, list[tuple[int, int, int]]] = {}
+        if self._groups.states:
+            # The states in vLLM's prefix cache, by request, as (group, block, tokens).
+            state = getattr(output, "kv_connector_block_state", None)
+            offered = getattr(state, "boundary_state_offloads", offered)
+        # Running requests first: new requests may hit the blocks that they write in this step.
+        names, resumed = cached.req_ids, cached.resumed_req_ids
+        all_tracked, counts = map(requests.get, names), map(scheduled.__getitem__, names)
+        known = names, all_tracked, cached.num_computed_tokens, counts, cached.new_block_ids
+        # Every running request passes here in every step: keep it short.
+        for name, tracked, computed, tokens, added in zip(*known, strict=True):
+            reached = computed + tokens
+            if added is not None:
+                meta.fresh += added
+            elif tracked is not None and reached < tracked.store.idle_until and not resumed:
+                # Most steps of a running request complete neither a block nor a chunk.
+                continue
+            if tracked is None:
+                continue
+            tables = tracked.store.block_tables
+            if name in resumed:
+                self._begin(tracked, added if added is not None else [[] for _ in tables], computed)
+            elif added is not None:
+                for own, more in zip(tables, added, strict=True):
+                    own.extend(more)
+            self._compute(tracked, computed, reached, meta, offered)
+        for new in output.scheduled_new_reqs:
+            meta.fresh += new.block_ids
+            if (tracked := requests.get(new.req_id)) is not None:
+                computed = new.num_computed_tokens
+                self._begin(tracked, new.block_ids, computed)
+                self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
+
+    def stop(self, tracked: Tracked) -> None:
+        """Store nothing more of the request, whose blocks may not hold what they should."""
+        tracked.params = replace(tracked.params, store=False)
+        tracked.store.complete_at = inf
+        if self._publications is not None:
+            self._publications.stop(tracked)
+
+    def mark_stored(self, tracked: Tracked, chunks: int) -> None:
+        """Note that the request's first `chunks` chunks are stored or being stored."""
+        store, size = tracked.store, self._size
+        store.stored, store.idle_until = chunks, 0.0
+        prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
+        stores = self._may_store(tracked) and prompt >= (chunks + 1) * size
+        store.complete_at = (chunks + 1) * size if stores else inf
+
+    # ---- inside
+
+    def _may_store(self, tracked: Tracked) -> bool:
+        return self._context.stores and tracked.params.store and not self._context.refused
+
+    def _begin(
+        self, tracked: Tracked, block_tables: Sequence[Sequence[int]], computed: int
+    ) -> None:
+        """Note a request's blocks, in place of all earlier ones."""
+        tracked.store.block_tables = [array(NUMBERS, table) for table in block_tables]
+        if self._publications is not None:
+            blocks, rest = divmod(computed, self._groups.block)
+            self._publications.begin(tracked, blocks, rest > 0)
+            self.mark_stored(tracked, 0)
+
+    def _compute(
+        self,
+        tracked: Tracked,
+        computed: int,
+        reached: int,
+        meta: StepMetadata,
+        offered: Mapping[str, list[tuple[int, int, int]]],
+    ) -> None:
+        """Handle a request that computes the tokens [computed, reached) in the step."""
+        store, block, in_place = tracked.store, self._groups.block, tracked.in_place
+        # Speculative tokens may be taken back.
+        store.written = min(reached, tracked.request.num_tokens)
+        if reached < store.idle_until:
+            return
+        if self._publications is not None and in_place.publishes:
+            # As vLLM counts them: speculative tokens do not count.
+            filled = min(store.written // block, len(store.block_tables[0]))
+            if filled > in_place.filled:
+                self._publications.fill(tracked, filled)
+        trusted = store.trusted_after <= self.trusted
+        if reached >= store.complete_at and trusted:
+            self._complete(tracked, computed, meta)
+        if self._groups.states:
+            if trusted:
+                self._keep_states(tracked, reached, meta, offered)
+        elif self._publications is None or not in_place.publishes:
+            store.idle_until = store.complete_at
+        else:
+            store.idle_until = min(store.complete_at, (in_place.filled + 1) * block)
+
+    def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
+        """Store or publish the chunks that the step completes. before: the tokens before the step.
+
+        Speculative tokens do not count: vLLM may take them, and the tokens after them, back."""
+        request, size, first = tracked.request, self._size, tracked.store.stored
+        tables, groups = tracked.store.block_tables, self._groups
+        length = len(tables[0]) * groups.block if groups.plain else groups.length(tables)
+        tokens = min(tracked.store.written, length)
+        if self._context.prompts_only:
+            tokens = min(tokens, request.num_prompt_tokens)
+        ready = min(tokens // size, len(request.block_hashes) // self._context.hashes)
+        if ready <= first or not self._context.open() or not self._lookups.name(tracked, ready):
+            return
+        if not groups.plain:
+            # Skip chunks behind a window, whose blocks vLLM has freed.
+            first = groups.alive_from(tables, before, first, ready)
+        self._announce(tracked, first, ready)
+        if self._publications is not None:
+            loaded = ready * size <= tracked.supplied
+            meta.publications += self._publications.complete(tracked, first, ready, loaded)
+        elif keys := tracked.lookup.keys[first:ready]:
+            blocks = groups.chunks(tables, first, ready)
+            meta.stores.append(StoreSpec(keys, blocks, tracked.lookup.keys[:first]))
+        self.mark_stored(tracked, ready)
+
+    def _keep_states(
+        self,
+        tracked: Tracked,
+        reached: int,
+        meta: StepMetadata,
+        offered: Mapping[str, list[tuple[int, int, int]]],
+    ) -> None:
+        """Store the layers' states at all ends of chunks in the step, except the loaded state."""
+        request, groups = tracked.request, self._groups
+        if not self._may_store(tracked):
+            return
+        limit = request.num_prompt_tokens if self._context.prompts_only else request.num_tokens
+        states = offered.get(request.request_id, ())
+        for tokens, blocks in groups.ended(tracked.store.block_tables, reached, states).items():
+            chunks = tokens // self._size
+            if (
+                tracked.supplied < tokens <= limit
+                and chunks <= len(request.block_hashes) // self._context.hashes
+                and self._context.open()
+                and self._lookups.name(tracked, chunks)
+            ):
+                # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
+                blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
+                keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
+                meta.stores.append(StoreSpec(keys, blocks, tracked.lookup.keys[:chunks]))
+
+    def _announce(self, tracked: Tracked, first: int, stop: int) -> None:
+        """Prepare KV events, if anybody listens, for the request's chunks [first, stop), which may
+        be stored."""
+        context, size = self._context, self._size
+        if context.announcer is None:
+            return
+        for number in range(first, stop):
+            tokens = number * size, (number + 1) * size
+            event = block_stored(tracked.request, *tokens, context.hash_block, self._spec_kind)
+            context.announcer.expect(tracked.lookup.keys[number], event)

@@ -1,0 +1,267 @@
+"""Which requests load, compute, or wait for chunks that another instance computes. `decide` is the
+whole rule, and pure. See docs/adr/0022.
+
+A waiting request stays in vLLM's queue and holds no blocks. vLLM asks for hits again in every
+step."""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+from time import monotonic
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from vcache_backend.protocol.messages import ChunkKey
+
+from .instance import InstanceContext
+from .requests import Answer, AnswerState, Tracked, Wait
+from .telemetry.stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+AGAIN_SECONDS = 0.005
+"""The time between two look-ups of a waiting request."""
+MOST_WAITING = 256
+"""How many requests wait at once; further requests are computed. vLLM looks at every waiting
+request in every step, which takes some 0.05 ms."""
+LAST_SECONDS = 0.025
+"""How long after a wait's bound the server's last answer may come."""
+UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS = 0.05, 2.0
+"""The time for a chunk if the owner has measured none, and the longest that an owner may report."""
+SLACK_SECONDS = 0.1
+"""A part of each wait's bound: publication, look-up, and the owner's step under way."""
+STATE_SECONDS = 0.03
+"""How long the state of a model's layers may come after the last chunk. The chunk may have no
+state: states are stored at the ends of steps."""
+
+
+class LookupResult(Enum):
+    """MISS: compute. HIT: load. WAIT: another instance computes more chunks, so ask again in a
+    later step. RETRY: the answer is late, so ask again in the next step."""
+
+    MISS = 0
+    HIT = 1
+    WAIT = 2
+    RETRY = 3
+
+
+class LookupDecision(NamedTuple):
+    """What a look-up means for its request."""
+
+    result: LookupResult
+    tokens: int = 0
+    """Of a HIT: to load after those in vLLM's own cache."""
+    wait: Wait | None = None
+    """Of a WAIT by `decide`."""
+    end: str = ""
+    """How the request's wait ends with this decision (`Meter.waited`); empty: it does not."""
+
+    @property
+    def again(self) -> bool:
+        """Whether vLLM must ask again."""
+        return self.result in (LookupResult.WAIT, LookupResult.RETRY)
+
+    @property
+    def matched(self) -> tuple[int | None, bool]:
+        """vLLM's form (`get_num_new_matched_tokens`); all loads are asynchronous."""
+        return None if self.again else self.tokens, self.tokens > 0
+
+
+MISS, RETRY = LookupDecision(LookupResult.MISS), LookupDecision(LookupResult.RETRY)
+FOLLOW = LookupDecision(LookupResult.WAIT)
+"""Wait for another request of this instance, or for the next answer."""
+
+
+class Rules(NamedTuple):
+    """What all requests have in common."""
+
+    chunk_size: int
+    least: int
+    """The fewest tokens of a load."""
+    wait_factor: float
+    """A wait is at most this many times as long as the owner's computation."""
+    states: bool
+    """The model keeps states, which are stored behind their chunks."""
+
+
+class Asked(NamedTuple):
+    """What vLLM asks of a request."""
+
+    local: int
+    """Tokens in vLLM's own cache."""
+    most: int
+    """Tokens that may be loaded, from the prompt's start, in the first `chunks` chunks."""
+    chunks: int
+    wait_seconds: float | None
+    """An announced request's own bound; None: not announced."""
+    may_wait: bool
+    """The request has not waited, and not too many others wait."""
+    wait: Wait | None
+    """The present wait."""
+
+
+def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDecision:
+    """Decide about a request by the answer to its look-up. now: time.monotonic."""
+    wait = asked.wait
+    if answer.state is AnswerState.LATE:
+        over = wait is not None and _is_past(wait, now)
+        return LookupDecision(LookupResult.MISS, end="late") if over else RETRY
+    end = ""
+    if wait is None:
+        if (begun := _begun(rules, asked, answer, now)) is not None:
+            return LookupDecision(LookupResult.WAIT, wait=begun)
+    elif not (end := _end(rules, wait, answer, now)):
+        promised = answer.coming is not None
+        gone = wait.gone or now if wait.promised and not promised else None
+        on = replace(wait, promised=wait.promised or promised, gone=gone)
+        return LookupDecision(LookupResult.WAIT, wait=on)
+    tokens = min(answer.hits * rules.chunk_size, asked.most) - asked.local
+    if tokens < rules.least:
+        return LookupDecision(LookupResult.MISS, end=end)
+    return LookupDecision(LookupResult.HIT, tokens, end=end)
+
+
+def _is_past(wait: Wait, now: float) -> bool:
+    """Whether the wait's bound and the time for the server's last answer have passed."""
+    return now > wait.until + LAST_SECONDS
+
+
+def _begun(rules: Rules, asked: Asked, answer: Answer, now: float) -> Wait | None:
+    """The wait that begins; None if the request does not wait."""
+    coming, seconds = answer.coming, asked.wait_seconds
+    if answer.state is AnswerState.FAILED or not asked.may_wait:
+        return None
+    if seconds is not None:
+        target, bound = asked.chunks, seconds
+    elif coming is None or not rules.wait_factor:
+        return None
+    else:
+        target = min(asked.chunks, answer.comes_to)
+        chunk = min(coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS)
+        bound = rules.wait_factor * chunk * (target - answer.hits) + SLACK_SECONDS
+    worth = min(target * rules.chunk_size, asked.most) - asked.local >= rules.least
+    silent = coming is not None and coming.quiet > bound
+    if answer.hits >= target or not bound or not worth or silent:
+        return None
+    return Wait(now, bound, answer.hits, target, promised=coming is not None)
+
+
+def _end(rules: Rules, wait: Wait, answer: Answer, now: float) -> str:
+    """How the wait ends; empty if it goes on."""
+    coming = answer.coming
+    if answer.hits >= wait.target:
+        return "kept"
+    if answer.state is AnswerState.FAILED:
+        return "withdrawn"
+    if coming is not None and coming.quiet > wait.bound:
+        return "silent"
+    if now > wait.until:
+        return "late"
+    if coming is not None or not wait.promised:
+        return ""
+    if rules.states and now < (wait.gone or now) + STATE_SECONDS:
+        return ""
+    return "kept" if rules.states and answer.hits > wait.began else "withdrawn"
+
+
+class Waits:
+    """The waits of this instance's requests. Runs in the scheduler's thread, and never waits."""
+
+    def __init__(self, context: InstanceContext, meter: Meter) -> None:
+        connector, states = context.config.connector, bool(context.groups.states)
+        least, factor = connector.min_hit_tokens, connector.wait_factor
+        self._rules = Rules(context.chunk_size, least, factor, states)
+        self._context, self._meter = context, meter
+        self._leaders: dict[ChunkKey, Tracked] = {}
+        """The requests of this instance that load or wait, by the first chunk. Announced requests
+        only while they load."""
+        self._waiting = 0
+
+    def follows(self, tracked: Tracked, first: int) -> bool:
+        """Whether another request of this instance brings the request's chunks from `first` on into
+        vLLM's cache."""
+        keys = tracked.lookup.keys
+        leader = self._leaders.get(keys[first]) if self._leaders and first < len(keys) else None
+        if leader is None or leader is tracked:
+            return False
+        if leader.wait.load_started:
+            return True
+        wait = leader.wait.present
+        if wait is None or _is_past(wait, monotonic()):
+            # With priorities vLLM may not come to the leader for long, so the leader ends its wait
+            # late.
+            return False
+        # A leader that waits may wait for more chunks than this request needs.
+        last = wait.target - 1
+        return first <= last < len(keys) and leader.lookup.keys[last] == keys[last]
+
+    def is_due(self, tracked: Tracked) -> bool:
+        """Whether the server is to be asked again for a waiting request, which then counts as
+        asked."""
+        now = monotonic()
+        due = now >= tracked.wait.asked + AGAIN_SECONDS
+        if due:
+            tracked.wait.asked = now
+        return due
+
+    def decide(self, tracked: Tracked, most: int, chunks: int, answer: Answer) -> LookupDecision:
+        """Apply `decide` to a request: its wait begins, goes on, or ends. most, chunks: see
+        `Asked`."""
+        state, params = tracked.wait, tracked.params
+        bound = params.wait_seconds if params.announced else None
+        may_wait = state.wait is None and self._waiting < MOST_WAITING
+        asked = Asked(tracked.local, most, chunks, bound, may_wait, state.present)
+        decision = decide(self._rules, asked, answer, monotonic())
+        if decision.end:
+            self.over(tracked, decision.end, answer.hits)
+        elif decision.result is LookupResult.WAIT:
+            if state.wait is None:
+                self._waiting += 1
+                state.asked = monotonic()
+                if not params.announced:
+                    # No request follows an announced request, which may wait for long.
+                    self._lead(tracked)
+            state.wait = decision.wait
+        return decision
+
+    def on_load(self, tracked: Tracked) -> None:
+        """Note that the request loads the chunks behind vLLM's cached blocks."""
+        # In place of a leader that only waits.
+        self._leaders[self._lead(tracked)] = tracked
+        tracked.wait.load_started = True
+
+    def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
+        """End the request's wait, if any, and its lead. reached: how many leading chunks exist."""
+        state = tracked.wait
+        if (wait := state.present) is not None:
+            state.over = True
+            self._waiting -= 1
+            state.end = why
+            state.seconds = monotonic() - wait.since
+            state.tokens = max(0, reached - wait.began) * self._rules.chunk_size
+            self._meter.waited(why, state.tokens, state.seconds)
+            if self._context.client is not None:
+                ms = int(state.seconds * 1e3)
+                self._context.client.count(awaited=state.tokens, waited_ms=ms)
+            log.debug(
+                "request %s waited %.3f s for %d tokens: %s",
+                *(tracked.request.request_id, state.seconds, state.tokens, why),
+            )
+        if state.leads is not None:
+            self._leave(tracked)
+
+    # ---- inside
+
+    def _lead(self, tracked: Tracked) -> ChunkKey:
+        self._leave(tracked)
+        key = tracked.wait.leads = tracked.lookup.keys[tracked.local // self._rules.chunk_size]
+        self._leaders.setdefault(key, tracked)
+        return key
+
+    def _leave(self, tracked: Tracked) -> None:
+        state = tracked.wait
+        if state.leads is not None and self._leaders.get(state.leads) is tracked:
+            del self._leaders[state.leads]
+        state.leads, state.load_started = None, False
