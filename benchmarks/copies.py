@@ -19,7 +19,7 @@ from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import plan_blocks
+from vcache_backend.vram_pool.copies.plan import plan_blocks, slot_rows
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.regions import SlotView
 
@@ -63,10 +63,14 @@ def slots(owner: Device, reader: Device, nbytes: int) -> Case:
         SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start)
         for start in range(0, nbytes, chunk_bytes)
     ]
+    addresses = np.array([view.address for view in views], dtype=np.int64)
+    host = whole.device.type == "cpu"
     flat = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
     case = Case(
         nbytes,
-        lambda copier: copier.scatter(kv, plan, views),
+        lambda copier: copier.pull(
+            kv, *slot_rows(kv, plan, addresses), keep=views, local=local, host=host
+        ),
         lambda copier: copier.gather(kv, plan, views),
         lambda: flat.copy_(whole, non_blocking=True),
         lambda: whole.copy_(flat, non_blocking=True),

@@ -263,7 +263,7 @@ def two_servers(
 def write_model(folder: Path, tiny: bool) -> str:
     """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2
     GiB of disk."""
-    from benchmarks.vllm.scale import FULL, TINY
+    from benchmarks.vllm.scale import SCALES, TINY
     from benchmarks.vllm.weights import write_model
 
     sizes = {
@@ -273,7 +273,8 @@ def write_model(folder: Path, tiny: bool) -> str:
         "head_dim": 64,
         "vocab_size": 32768,
     }
-    small = msgspec.structs.replace(FULL, model={**FULL.model, **sizes}, cpu=True)
+    full = SCALES["full"]
+    small = msgspec.structs.replace(full, model={**full.model, **sizes}, cpu=True)
     return str(write_model(folder, TINY if tiny else small))
 
 

@@ -130,7 +130,6 @@ def install(engine: Any, backend: Any, worker: LMCacheWorker, adapter: Any) -> N
     WORKER.instead(engine, "lookup", worker.look_up, "hashes lookup_id pin request_configs")
     WORKER.instead(engine, "retrieve", worker.retrieve, "tokens mask kwargs")
     WORKER.instead(engine, "store", worker.store, "tokens mask kwargs")
-    WORKER.instead(engine, "lookup_unpin", worker.unpin, "lookup_id")
     # The engine's own methods then neither find nor store anything, in any tier.
     WORKER.on_off.append(engine.mark_init_failed)
     engine.gpu_connector = NoGPUConnector()

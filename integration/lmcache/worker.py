@@ -2,8 +2,8 @@
 
 LMCache computes a request's keys three times, makes an object for each chunk, and searches every
 tier for each chunk: 2 ms for 32k tokens before the copy begins. Here KV blocks move as opaque
-bytes, in one launch each way, and a look-up's hit is kept under the request's id, with the keys and
-the chunks' slots. LMCache's other tiers are neither asked nor filled, since their keys do not
+bytes, in one launch each way, and the keys that a look-up has found are kept under the request's
+id. LMCache's other tiers are neither asked nor filled, since their keys do not
 contain the layout of the bytes (ADR 0014)."""
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ import numpy.typing as npt
 import torch
 
 from vcache_backend.errors import VCacheError
+<<<<<<< HEAD
 from vcache_backend.protocol.messages import ChunkKey, SlotRun, of_rank
+=======
+from vcache_backend.protocol.messages import ChunkKey, of_rank
+from vcache_backend.transfer.arguments import as_slots
+>>>>>>> main
 from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces, as_slots
@@ -37,8 +42,6 @@ log = logging.getLogger(__name__)
 
 MOST_HITS = 1024
 """The most hits that are kept; the oldest go first. Requests that never run leave hits behind."""
-PIN_SECONDS = 2.0
-"""How long the server keeps the chunks of a look-up from eviction."""
 MOST_SECONDS, PAUSE_SECONDS = 5.0, 0.02
 """How long a store waits for the steps that confirm it, and how often it checks."""
 _UNSCOPED = (
@@ -67,8 +70,8 @@ class LMCacheWorker:
         self._size = session.chunk_size
         self._keys = TaggedHashKeys(session.namespace, session.rank)
         self._unscoped = False
-        self._hits: dict[str, tuple[list[ChunkKey], list[SlotRun]]] = {}
-        """By request: the keys of the chunks that a look-up has found, and where they were."""
+        self._hits: dict[str, list[ChunkKey]] = {}
+        """By request: the keys of the chunks that its last look-up has found."""
         self._storing = threading.Lock()
         self._launched: list[tuple[Load, npt.NDArray[np.int64], Sequence[int], int]] = []
         """The loads to be settled: load, slots of the request's tokens, first token of each chunk,
@@ -105,34 +108,28 @@ class LMCacheWorker:
         configs = asked.get("request_configs") or {}
         if RESET in configs:
             return 0 if self.clear(configs[RESET]) is None else WAS_RESET
-        names, runs = self._ask(self._lookup, hashes, configs) or ([], [])
-        self.unpin(request)
+        names: list[ChunkKey] = self._ask(self._lookup, hashes, configs) or []
+        self._hits.pop(request, None)
         if names:
-            self._hits[request] = names, runs
-        for oldest in list(self._hits)[:-MOST_HITS]:
-            self.unpin(oldest)
+            self._hits[request] = names
+        if len(self._hits) > MOST_HITS:
+            del self._hits[next(iter(self._hits))]
         return len(names) * self._size
 
-    def unpin(self, lookup_id: str) -> Any:
-        """Forget a look-up, retrieved or not."""
-        self._hits.pop(lookup_id, None)
-        return THEIRS
-
-    def _lookup(
-        self, hashes: Sequence[int], configs: Mapping[str, Any]
-    ) -> tuple[list[ChunkKey], list[SlotRun]]:
+    def _lookup(self, hashes: Sequence[int], configs: Mapping[str, Any]) -> list[ChunkKey]:
         """Look up the leading chunks that every rank can load, and pin this rank's part."""
         names, session, ranks = self._names(hashes, configs), self.session, self._instance.ranks
         asked = len(names)
         if names and ranks > 1:
             names = names[: session.client.lookup(of_rank(names, 0), ranks)]
-        runs = session.client.pin(names, PIN_SECONDS).runs if names else []
+        # Until the load, a few steps later.
+        runs = session.client.pin(names, 2.0).runs if names else []
         # The chunks that this worker can read; maps their segments.
         readable = list(takewhile(lambda run: session.pool.segment(run.segment) is not None, runs))
         names = names[: readable[-1].stop] if readable else []
         if session.rank == 0:  # every rank looks up
             session.client.count(asked * self._size, len(names) * self._size)
-        return names, readable
+        return names
 
     # ---- loads
 
@@ -156,20 +153,16 @@ class LMCacheWorker:
         """Launch the load of the chunks from number `first` on. Returns how many are being
         copied."""
         size = self._size
-        hit = self._hits.pop(kwargs.get("req_id") or "", None)
-        if hit is None:
-            # No look-up was made, or the hit was dropped.
-            hit = self._names(self._hashes(tokens), kwargs.get("request_configs")), []
-        names, runs = hit
+        names = self._hits.pop(kwargs.get("req_id") or "", None)
+        if names is None:  # No look-up was made, or it is forgotten.
+            names = self._names(self._hashes(tokens), kwargs.get("request_configs"))
         count = min(len(names), len(tokens) // size)
         if first >= count:
             return 0
-        found = [(run, max(run.first, first), min(run.stop, count)) for run in runs]
-        here = [run.cut(at, end).numbered(at - first) for run, at, end in found if at < end]
         slots, skip = _slots(kwargs), int(kwargs.get("vllm_cached_tokens") or 0)
         starts = range(first * size, count * size, size)
         places = SlotPlaces(self._kv, size, slots, starts, skip, whole=True)
-        load = Load(self.session, places, names[first:count], runs=here)
+        load = Load(self.session, places, names[first:count])
         reached = load.launch(COPY_SECONDS)
         self._launched.append((load, slots, starts[:reached], skip))
         return reached

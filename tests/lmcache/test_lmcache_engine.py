@@ -98,17 +98,15 @@ def kept(inside: Inside) -> int:
     return len(inside.worker._hits)
 
 
-def test_a_look_up_is_kept_until_it_is_unpinned_made_again_or_one_of_too_many(served: Pool) -> None:
+def test_a_look_up_is_kept_until_it_is_loaded_made_again_or_one_of_too_many(served: Pool) -> None:
     engine = served.engine()
     engine.store(chunks(3))
     for length in (3, 2):
         assert engine.lookup(chunks(length), "r") == length * CHUNK
         assert engine.ask(kept) == 1
-    engine.ask("unpin", "r")
-    assert engine.ask(kept) == 0
     assert engine.lookup(chunks(3), "vLLM has it") == 3 * CHUNK
     assert engine.retrieve(chunks(3), request="vLLM has it", cached=3 * CHUNK) == all_of(0)
-    assert engine.ask(kept) == 0
+    assert engine.ask(kept) == 1
     engine.ask(remember_at_most, 2)
     for request in ("1", "2", "3", "4"):
         assert engine.lookup(chunks(3), request) == 3 * CHUNK

@@ -176,7 +176,7 @@ class Parts:
         """The answers of the first `most` rounds, and the tokens of the last that were cached."""
         answers = []
         for number, batch in enumerate(ROUNDS[:most]):
-            prompts = [Prompt(PROMPTS[each], max_tokens=3, salt=salt) for each in batch]
+            prompts = [Prompt(PROMPTS[each], max_tokens=2, salt=salt) for each in batch]
             answers += self.serving.run(prompts, together=True)
             if reset and number == 2:
                 self.serving.reset()

@@ -13,6 +13,7 @@ import runpy
 import shlex
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -131,7 +132,8 @@ def _module(words: list[str], place: Place) -> None:
     name, arguments = words[2], words[3:]
     found = find_spec(name)
     package = found is not None and found.submodule_search_locations
-    main = import_module(f"{name}.__main__" if package else name).main
+    with warnings.catch_warnings(action="ignore"):  # vLLM's imports warn
+        main = import_module(f"{name}.__main__" if package else name).main
     _understands(main, [name, *arguments], place)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import plan_blocks
+from vcache_backend.vram_pool.copies.plan import plan_blocks, slot_rows
 from vcache_backend.vram_pool.regions import SlotView
 
 BLOCK, BLOCKS = 4, 12
@@ -98,7 +98,7 @@ def caches(blocks: int = BLOCKS, block_size: int = BLOCK) -> dict[str, Tensor]:
 
 
 def comes_back(kv: PagedKV, chunk_size: int) -> bool:
-    """Whether a chunk of random bytes, gathered into a slot and scattered from it, is as before, and
+    """Whether a chunk of random bytes, gathered into a slot and pulled from it, is as before, and
     all other blocks are, too. Last block first: a copy that ignores block ids then shows.
     """
     slot = SlotView.over(torch.zeros(kv.chunk_bytes(chunk_size), dtype=torch.uint8), local=True)
@@ -108,5 +108,5 @@ def comes_back(kv: PagedKV, chunk_size: int) -> bool:
     copier.gather(kv, plan, [slot])
     for page in pages:
         page[:count] = ~page[:count]
-    copier.scatter(kv, plan, [slot])
+    copier.pull(kv, *slot_rows(kv, plan, np.array([slot.address])))
     return all(map(torch.equal, pages, before))

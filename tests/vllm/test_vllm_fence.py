@@ -124,7 +124,7 @@ def test_a_model_with_states_waits_for_each_store_before_its_next_step(here: Nod
 def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(threading.Event()), threading.Event()
-    monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
+    monkeypatch.setattr(worker.copier, "pull", lambda *_, **__: begun.set() or copy)
     loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
     eventually(lambda: loads.ends(idle=False).over == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
@@ -138,7 +138,7 @@ def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.Mo
 def test_no_step_waits_for_a_loads_end(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one that runs no model here: other expert parallel ranks wait for it."""
     worker, end = Worker(here), threading.Event()
-    monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: Copied(end))
+    monkeypatch.setattr(worker.copier, "pull", lambda *_, **__: Copied(end))
     loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
     assert not any(loads.ends(idle=True).over for _ in range(3))
     end.set()

@@ -14,7 +14,7 @@ from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, plan_blocks
+from vcache_backend.vram_pool.copies.plan import CopyPlan, plan_blocks, slot_rows
 from vcache_backend.vram_pool.regions import SlotView
 
 POISON = 0xA5
@@ -78,7 +78,8 @@ def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Mak
     mine = layers(device, 2)
     before, here = [cache.clone() for cache in mine], PagedKV.describe(mine, BLOCK)
     chosen = plan_blocks(here, CHUNK, np.array([1, 9, 0, 2]), 1)
-    assert copier.scatter(here, chosen, views(slots)).wait(10)
+    addresses = np.array([slot.data_ptr() for slot in slots])
+    assert copier.pull(here, *slot_rows(here, chosen, addresses), keep=slots).wait(10)
     # The other KV cache's blocks lie elsewhere in each kind of layers.
     rows = [[0, 5 * BLOCK * 656, 8, 5 * BLOCK * 132], [1, 7 * BLOCK * 656, 6, 7 * BLOCK * 132]]
     third = layers(device, 3)

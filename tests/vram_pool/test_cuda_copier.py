@@ -19,7 +19,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.vram_pool.copies.copier import NOTHING, Completion, Mark
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import plan_blocks
+from vcache_backend.vram_pool.copies.plan import plan_blocks, slot_rows
 from vcache_backend.vram_pool.regions import SlotView
 
 LONG = 1_000_000_000
@@ -126,8 +126,10 @@ class Room:
     def gather(self, after: Mark | None = None) -> Completion:
         return self.copier.gather(self.kv, self.plan, self.views, after)
 
-    def scatter(self, after: Mark | None = None) -> Completion:
-        return self.copier.scatter(self.kv, self.plan, self.views, after)
+    def pull(self, after: Mark | None = None) -> Completion:
+        addresses = np.array([slot.data_ptr() for slot in self.slots])
+        rows = slot_rows(self.kv, self.plan, addresses)
+        return self.copier.pull(self.kv, *rows, after, self.slots)
 
 
 @pytest.mark.gpu
@@ -168,7 +170,7 @@ def test_a_load_leaves_earlier_readers_the_old_bytes_and_gives_later_ones_the_ne
     room = Room()
     torch.cuda._sleep(LONG)
     earlier = [cache.clone() for cache in room.caches]
-    completion = room.scatter()
+    completion = room.pull()
     later = [cache.clone() for cache in room.caches]
     assert completion.wait(10)
     assert all_are(earlier, OLD)
@@ -223,7 +225,7 @@ def test_slots_on_another_gpu_are_read_and_written_from_a_thread_on_the_first() 
     assert room.gather().wait(10)
     fill(room.caches, 0)
     torch.cuda.synchronize(1)
-    assert room.scatter().wait(10)
+    assert room.pull().wait(10)
     assert all(torch.equal(*pair) for pair in zip(room.caches, before, strict=True))
 
 
@@ -236,7 +238,7 @@ def test_a_load_after_a_mark_is_not_waited_for_by_the_current_stream() -> None:
     with torch.cuda.stream(busy):
         torch.cuda._sleep(LONG)
         mark = room.copier.mark()
-    completion = room.scatter(mark)
+    completion = room.pull(mark)
     seen = room.caches[0].clone()
     torch.cuda.current_stream().record_event().synchronize()
     assert not completion.done()
@@ -251,7 +253,7 @@ def test_a_load_comes_after_the_work_before_its_mark() -> None:
     room = Room()
     torch.cuda._sleep(LONG)
     fill(room.caches, OLD + 2)
-    completion = room.scatter(room.copier.mark())
+    completion = room.pull(room.copier.mark())
     assert not completion.done()
     assert completion.wait(10)
     assert all_are(room.caches, NEW)
@@ -266,7 +268,7 @@ def test_a_load_does_not_wait_for_what_comes_after_its_mark(early: bool) -> None
     mark = NOTHING if early else room.copier.mark()
     torch.cuda._sleep(LONG)
     model_run = torch.cuda.current_stream().record_event()
-    completion = room.scatter(mark)
+    completion = room.pull(mark)
     assert completion.wait(10)
     assert not model_run.query()
     assert all_are(room.caches, NEW)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
@@ -250,6 +250,8 @@ def test_words_are_as_wide_as_addresses_allow(
 
 
 @settings(max_examples=60)
+@example(sizes=[1 << 16], gaps=[0], chosen=6, to_origin=False)
+@example(sizes=[1 << 16], gaps=[0], chosen=6, to_origin=True)
 @given(
     sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     gaps=st.lists(st.integers(0, 40), min_size=1, max_size=4),

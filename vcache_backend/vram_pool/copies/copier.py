@@ -64,7 +64,7 @@ class CopyJob(NamedTuple):
 class Copier(ABC):
     """Moves bytes into and out of one KV cache. One worker uses it, in any thread.
 
-    slots: the request's, in the order of the plan's slot indices. `gather`, `scatter` and `pull`
+    slots: the request's, in the order of the plan's slot indices. `gather` and `pull`
     raise LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or if the
     plan or the device does not match the KV cache. After a VCacheError no part of the copy runs.
     After another error (torch's RuntimeError, a Triton error) the copy may be running, and the
@@ -79,14 +79,12 @@ class Copier(ABC):
     ) -> Completion:
         """Copy KV blocks into slots, with the bytes that work queued before this call writes. Work
         queued afterwards may overwrite the blocks."""
-        return self._run(_slot_job(kv, plan, slots, to_origin=True), after)
-
-    def scatter(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Completion:
-        """Copy slots into KV blocks. Work queued before this call reads the old bytes; work queued
-        afterwards reads the new bytes."""
-        return self._run(_slot_job(kv, plan, slots), after)
+        _check_slots(kv, plan, slots)
+        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
+        rows, origins = slot_rows(kv, plan, addresses)
+        local = all(slot.local for slot in slots)
+        host = any(slot.whole.device.type == "cpu" for slot in slots)
+        return self._run(CopyJob(kv, rows, origins, tuple(slots), local, host, True), after)
 
     def pull(
         self,
@@ -99,7 +97,8 @@ class Copier(ABC):
         local: bool = False,
         host: bool = False,
     ) -> Completion:
-        """Copy pages at any addresses into KV blocks, in one launch, ordered like `scatter`.
+        """Copy pages at any addresses into KV blocks, in one launch. Work queued before this call
+        reads the old bytes; work queued afterwards reads the new bytes.
 
         rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes)
         int64: the page of plane p of row r begins at address `origins[r's origin, p] + r's offset`.
@@ -164,10 +163,8 @@ class HostCopier(Copier):
         return Finished(time.perf_counter() - started)
 
 
-def _slot_job(
-    kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], *, to_origin: bool = False
-) -> CopyJob:
-    """Raises LayoutError unless every byte of the plan lies inside of its slot."""
+def _check_slots(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
+    """Raise LayoutError unless every byte of the plan lies inside of its slot."""
     if plan.block_size != kv.block_size:
         raise LayoutError(
             f"the plan has blocks of {plan.block_size} tokens, the cache {kv.block_size}"
@@ -179,11 +176,6 @@ def _slot_job(
     for number, slot in enumerate(slots):
         if slot.nbytes < need:
             raise LayoutError(f"a chunk needs {need:,} B but slot {number} has {slot.nbytes:,} B")
-    addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-    local = all(slot.local for slot in slots)
-    host = any(slot.whole.device.type == "cpu" for slot in slots)
-    rows, origins = slot_rows(kv, plan, addresses)
-    return CopyJob(kv, rows, origins, tuple(slots), local, host, to_origin)
 
 
 def _check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:

@@ -69,7 +69,7 @@ class CudaCompletion:
 
 class CudaCopier(Copier):
     """Copies with the Triton kernel on two streams of GPU `ordinal`: a stream for gathers, and a
-    stream for scatters and pulls.
+    stream for pulls.
 
     Each copy starts after the work of the caller's current stream, and the current stream then
     waits for the copy, unless the caller gave a mark. Both streams wait on the device; the host
@@ -79,7 +79,7 @@ class CudaCopier(Copier):
     def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
         self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
         with torch.cuda.device(self.device):
-            self._gathers, self._scatters = torch.cuda.Stream(), torch.cuda.Stream()
+            self._out, self._into = torch.cuda.Stream(), torch.cuda.Stream()
         self._tables: list[kernel.Table] = []
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
@@ -106,11 +106,11 @@ class CudaCopier(Copier):
             raise TypeError(f"a {type(copy).__name__} is not a copy of this copier: nothing waits")
 
     def drain(self) -> None:
-        for stream in (self._gathers, self._scatters):
+        for stream in (self._out, self._into):
             _poll(stream.query, 5.0)
 
     def _run(self, job: CopyJob, after: Mark | None) -> Completion:
-        kv, stream = job.kv, self._gathers if job.to_origin else self._scatters
+        kv, stream = job.kv, self._out if job.to_origin else self._into
         if kv.device != self.device:
             raise LayoutError(
                 f"the KV cache is on {kv.device}, but this copier is of {self.device}"
