@@ -21,12 +21,7 @@ import numpy.typing as npt
 import torch
 
 from vcache_backend.errors import VCacheError
-<<<<<<< HEAD
-from vcache_backend.protocol.messages import ChunkKey, SlotRun, of_rank
-=======
 from vcache_backend.protocol.messages import ChunkKey, of_rank
-from vcache_backend.transfer.arguments import as_slots
->>>>>>> main
 from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces, as_slots
