@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,21 +13,12 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.transfer.arguments import (
-    KVCaches,
-    SlotMapping,
-    as_key,
-    as_salt,
-    as_seconds,
-    as_slots,
-    first_wanted,
-)
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.keys import TokenHasher, as_tokens
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.load import COPY_SECONDS, Load
-from vcache_backend.transfer.places import SlotPlaces
-from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.places import SlotMapping, SlotPlaces, as_slots, first_wanted
+from vcache_backend.transfer.session import KVCaches, Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Copier
 
@@ -83,7 +75,7 @@ class VCacheEngine:
         multiple of the chunk size."""
         with self._stats.timed("lookup"):
             ids = as_tokens(tokens)
-            keys = self._hasher.keys(ids, as_salt(salt))
+            keys = self._hasher.keys(ids, _as_salt(salt))
             try:
                 chunks = self._session.lookup(keys, self._ranks)
             except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
@@ -117,7 +109,7 @@ class VCacheEngine:
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids)) // size
             slots = as_slots(slot_mapping, len(ids), offset)
-            keys = self._hasher.keys(ids, as_salt(salt))
+            keys = self._hasher.keys(ids, _as_salt(salt))
             places = self._placed("store", kvcaches, slots, first * size, len(keys))
             if places is None:
                 return
@@ -151,7 +143,7 @@ class VCacheEngine:
         with self._stats.timed("retrieve"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids))
-            start, keys = first // size, self._hasher.keys(ids, as_salt(salt))
+            start, keys = first // size, self._hasher.keys(ids, _as_salt(salt))
             slots = as_slots(slot_mapping, len(ids), 0)
             places = self._placed("retrieve", kvcaches, slots, first, len(keys))
             if places is None:
@@ -162,7 +154,7 @@ class VCacheEngine:
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
         as known."""
-        key = as_key(cache_key)
+        key = _as_key(cache_key)
         try:
             return self._session.contains(key)
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
@@ -202,12 +194,12 @@ class VCacheEngine:
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
         """The keys of the whole chunks of `tokens`, as `contains` takes them."""
-        return self._hasher.keys(tokens, as_salt(salt))
+        return self._hasher.keys(tokens, _as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up; False after `timeout` seconds.
         through: also wait until the chunks are offloaded or dropped."""
-        return self._session.flush(as_seconds(timeout), through)
+        return self._session.flush(_as_seconds(timeout), through)
 
     def close(self) -> None:
         """Finish stores, unmap, disconnect. Segments and chunks stay in the pool. Idempotent."""
@@ -235,3 +227,28 @@ class VCacheEngine:
         except LayoutError as error:
             self._session.miss(call, error)
             return None
+
+
+def _as_salt(salt: object) -> bytes:
+    """Convert the salt to bytes; empty for None: no salt, as in vLLM and LMCache. ValueError."""
+    if salt is None:
+        return b""
+    if not isinstance(salt, bytes | bytearray | memoryview):
+        raise ValueError(f"salt is a {type(salt).__name__}; expected bytes, or None for none")
+    return bytes(salt)
+
+
+def _as_key(cache_key: object) -> ChunkKey:
+    if isinstance(cache_key, bytes) and len(cache_key) == KEY_BYTES:
+        return ChunkKey(cache_key)
+    size = f"{len(cache_key)} " if isinstance(cache_key, bytes) else "a "
+    given = f"{size}{type(cache_key).__name__}"
+    raise ValueError(f"cache_key is {given}; expected {KEY_BYTES} bytes, one of `keys(tokens)`")
+
+
+def _as_seconds(timeout: object) -> float:
+    """Convert a timeout to seconds, limited to the longest wait of a lock. ValueError for NaN and
+    for values that are no number."""
+    if not isinstance(timeout, int | float) or timeout != timeout:
+        raise ValueError(f"timeout is {timeout!r}; expected seconds")
+    return min(max(timeout, 0.0), threading.TIMEOUT_MAX / 2)

@@ -22,10 +22,9 @@ import torch
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, of_rank
-from vcache_backend.transfer.arguments import as_slots
 from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.load import COPY_SECONDS, Load
-from vcache_backend.transfer.places import SlotPlaces
+from vcache_backend.transfer.places import SlotPlaces, as_slots
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.geometry import PagedKV

@@ -15,7 +15,7 @@ from vcache_backend.metadata_server import start
 from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.resident.tables import Tables
+from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier

@@ -26,7 +26,7 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.offload import objects, tier, transfers
 from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, Present
-from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store

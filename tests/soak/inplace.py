@@ -30,9 +30,8 @@ from vcache_backend.protocol.messages import (
     Publish,
     ResidentRun,
 )
-from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.mappings import Neighbours, Tables
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
-from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces

@@ -25,7 +25,7 @@ from vllm_inside import Serving
 import vcache_backend
 from vcache_backend.integration.vllm.connector import VCacheConnector
 from vcache_backend.integration.vllm.worker import worker
-from vcache_backend.resident import neighbours, tables
+from vcache_backend.resident import mappings
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
@@ -82,8 +82,8 @@ class Injecting(Serving):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         # A part that has raised may never end: nobody waits long for it.
-        neighbours.CLOSE_SECONDS = worker.CLOSE_SECONDS = neighbours.MAP_SECONDS = CLOSE_SECONDS
-        tables.RETRY_SECONDS = neighbours.RETRY_SECONDS = RETRY_SECONDS
+        mappings.CLOSE_SECONDS = worker.CLOSE_SECONDS = mappings.MAP_SECONDS = CLOSE_SECONDS
+        mappings.RETRY_SECONDS = RETRY_SECONDS
         for close in (Outbox.close, Publisher.close, Session.flush):
             close.__defaults__ = CLOSE_SECONDS, *(close.__defaults__ or ())[1:]
         self._caches: dict[str, Any] = {}

@@ -24,9 +24,8 @@ from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, ResidentRun
-from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.resident.mappings import Neighbour, Neighbours, open_instance
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
-from vcache_backend.resident.tables import open_instance
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
@@ -52,7 +51,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """KV caches are mapped from now on once the event is set."""
     opens = threading.Event()
     monkeypatch.setattr(
-        "vcache_backend.resident.neighbours.open_instance",
+        "vcache_backend.resident.mappings.open_instance",
         lambda *given: opens.wait(SECONDS) and open_instance(*given),
     )
     return opens

@@ -18,7 +18,7 @@ from processes import PATIENT, Worker, eventually
 from torch import Tensor
 
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun
-from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces

@@ -299,7 +299,7 @@ class Place:
         return pickle.loads(self._file.read_bytes())
 
 
-NO_SEGMENTS = "vcache-slots", "vcache-kv", "vcache-generations"
+NO_SEGMENTS = "vcache-slots", "vcache-resets", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.protocol.client:Client"

@@ -22,7 +22,7 @@ from resident_cases import Reader, owner, owner_apart
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import InstanceId, ResidentRun
-from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer import load as loads
 from vcache_backend.vram_pool.generations import GenerationView
 

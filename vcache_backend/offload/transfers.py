@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 4096
 """The most chunks that wait to be written. Further chunks are dropped and counted."""
-PIN_SECONDS = 5.0
+PIN_SECONDS = 0.25
 """How long the server keeps chunks from eviction while they are copied."""
 DROPPED = ("backlog", "down", "gone", "full", "failed")
 """The reasons why a chunk was not written."""

@@ -13,7 +13,7 @@ from time import perf_counter
 from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
-from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import (

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 from vcache_backend.vram_pool.copies.plan import CopyPlan, plan_blocks, whole_blocks
+
+SlotMapping = torch.Tensor | npt.NDArray[np.int64]
 
 
 class BlockPlaces:
@@ -121,3 +125,50 @@ class SlotPlaces(BlockPlaces):
             blocks = np.repeat(self.there(chunks), self.kv.block_size)
             mask[self._begin : self._begin + chunks * self._size] = blocks
         return mask
+
+
+# ---- arguments of calls
+
+
+def first_wanted(mask: object, size: int) -> int:
+    """Find the first wanted token of the mask; `size` without one. The mask None wants all.
+    ValueError if False comes after True."""
+    if mask is None:
+        return 0
+    expected = f"expected ({size},) torch.bool, one for each token"
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(f"mask is {type(mask).__name__}; {expected}")
+    if mask.shape != (size,) or mask.dtype != torch.bool:
+        raise ValueError(f"mask is {tuple(mask.shape)} {mask.dtype}; {expected}")
+    try:
+        wanted = int(mask.sum())
+        prefix_only = bool(mask[size - wanted :].all())
+    except RuntimeError as error:  # a meta tensor, for example
+        raise ValueError(f"mask cannot be read: {error}") from error
+    if not prefix_only:
+        raise ValueError("mask must be False on a prefix and then True; it has False after True")
+    return size - wanted
+
+
+def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[np.int64]:
+    """Convert a slot mapping to shape (size,), int64, with -1 before `offset`. slot_mapping: the
+    slots of tokens [offset, size). ValueError."""
+    try:
+        offset = operator.index(offset)
+        if isinstance(slot_mapping, torch.Tensor):
+            slot_mapping = (slot_mapping.cpu() if slot_mapping.is_cuda else slot_mapping).numpy()
+        given = np.asarray(slot_mapping)
+    except Exception as error:  # whatever a foreign object raises
+        raise ValueError(
+            f"slot_mapping or offset {offset!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"slot_mapping has type {given.dtype}; expected integers")
+    if given.size and given.dtype == np.uint64 and int(given.max()) >= 1 << 63:
+        raise ValueError(f"slot_mapping names slot {given.max()}; expected 64-bit signed integers")
+    slots = np.ascontiguousarray(given, dtype=np.int64)
+    if slots.ndim != 1 or len(slots) != size - offset or offset < 0:
+        raise ValueError(
+            f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)"
+        )
+    return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])

@@ -17,7 +17,7 @@ from vcache_backend.backoff import Backoff
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import NUMBER_BYTES, InstanceId, Publish
-from vcache_backend.resident.tables import Tables
+from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox, polled
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Mark

@@ -15,7 +15,6 @@ from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey, Location, of_rank
-from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from vcache_backend.offload.transfers import Fetch
 
 log = logging.getLogger(__name__)
+
+KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
 class Session:
@@ -221,3 +222,13 @@ def make_copier(device: devices.Device, config: Config) -> Copier:
     from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 
     return CudaCopier(device.ordinal, config.pool.max_ctas)
+
+
+def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
+    """The KV caches, a tensor for each layer, in the given order. ValueError unless dense."""
+    if isinstance(kvcaches, Sequence):
+        given = list(kvcaches)
+        if all(isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in given):
+            return given
+    wanted = "one dense torch.Tensor a layer, in a list or by name"
+    raise ValueError(f"kvcaches is a {type(kvcaches).__name__}; expected {wanted}")

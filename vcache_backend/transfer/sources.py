@@ -18,7 +18,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
-from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.resident.mappings import Neighbour, Neighbours
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats, Origin
@@ -36,7 +36,7 @@ CHANGED = "changed"
 """The cause of a load that ended because a chunk's generations had changed after its copy."""
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """A load's cause, by the cause of a fetch that ended early. All other causes: `store`."""
-PIN_SECONDS = 1.0
+PIN_SECONDS = 0.25
 """How long the server keeps the chunks of a load from eviction. A copy begins at once, and takes
 milliseconds."""
 
@@ -130,7 +130,7 @@ class LoadContext:
             )
             started = perf_counter()
             moving = session.copier.pull(
-                self.kv, rows, origins, self.mark, parts, local=local, host=host
+                self.kv, rows, origins, self.mark, tuple(parts), local=local, host=host
             )
         except VCacheError:
             for part in parts:

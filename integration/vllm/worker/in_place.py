@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from vcache_backend.protocol.messages import InstanceId, Publish
-from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store

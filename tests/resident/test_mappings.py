@@ -1,11 +1,12 @@
-"""KV caches of others as a reader maps them: when a mapping goes, what is refused. What is read:
-test_resident_loads. Real processes, a real server.
+"""Generation tables and KV caches of others as this process opens them: when a mapping goes, what is
+refused. What is read: test_resident_loads. Real processes, a real server.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -14,11 +15,17 @@ import pytest
 from engine_cases import said
 from kv_cases import SMALL
 from neighbour_cases import EACH, Reader, enters, kv_mapped, mapped, owner, read, still, threads
-from processes import QUICK, Stage, asked, eventually, make_memfd
+from processes import PATIENT, QUICK, Stage, asked, eventually, hung, make_memfd
 from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.resident.neighbours import Neighbour
+from vcache_backend.resident.mappings import (
+    ENDS_SECONDS,
+    MAX_REFUSED,
+    Neighbour,
+    Refusals,
+    Tables,
+)
 from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.vram_pool.generations import Generations, GenerationView
 
@@ -122,7 +129,7 @@ def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) 
 
 
 def test_who_is_unknown_is_asked_for_once(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 1000.0)
+    monkeypatch.setattr("vcache_backend.resident.mappings.RETRY_SECONDS", 1000.0)
     assert [mapped(reader.neighbours, ONE) for _ in range(50)] == [None] * 50
     assert asked(reader.client, "OpenInstance") == 1
 
@@ -133,8 +140,8 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
     """Wherever in the opening that happens; and nothing is left of what was begun."""
     # It keeps what it is told, an error and all that its frames refer to. The level of a logger
     # above may have been set by others.
-    caplog.set_level("CRITICAL", "vcache_backend.resident.tables")
-    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
+    caplog.set_level("CRITICAL", "vcache_backend.resident.mappings")
+    monkeypatch.setattr("vcache_backend.resident.mappings.RETRY_SECONDS", 0.0)
     with owner(stage, regions=3) as there:
         there.ask("write", [3], 40)
         eventually(lambda: [one for one in reader.client.stats().instances if not one.missing])
@@ -202,7 +209,7 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
 def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("vcache_backend.resident.mappings.CLOSE_SECONDS", 1.0)
     with owner(stage) as there:
         there.ask("write", [1], 3)
         reader = Reader(stage.client())
@@ -237,3 +244,71 @@ def test_without_its_thread_nobody_reads(
         assert not neighbour.enter()
         assert reader.neighbours.get(ONE) is None
         assert "is tried again later" in caplog.text
+
+
+# ---- generation tables, as a scheduler looks at them
+
+
+def there(tables: Tables, name: bytes = ONE) -> GenerationView:
+    return eventually(lambda: tables.view(name))
+
+
+def test_a_killed_owners_table_is_forgotten(stage: Stage) -> None:
+    """Once, though somebody else holds the same pidfd, as the server does: epoll would go on
+    telling of it, under a number that is another's by then."""
+    client = stage.client()
+    with owner(stage) as part, owner(stage, 2), closing(Tables(client)) as tables:
+        _, held = client.open_instance(ONE)
+        before = neighbour_cases.descriptors()
+        there(tables)
+        part.kill()
+        eventually(lambda: tables.view(ONE) is None)
+        assert not neighbour_cases.added_to(before)
+        count = asked(client, "OpenInstance")
+        assert [tables.view(ONE) for _ in range(9)] == [None] * 9
+        assert asked(client, "OpenInstance") == count
+        again = there(tables, TWO)
+        for _ in range(3):
+            time.sleep(2 * ENDS_SECONDS)  # so that it looks for ends again
+            assert tables.view(TWO) is again
+        assert tables.view(ONE) is None
+        for fd in held:
+            os.close(fd)
+
+
+def test_a_table_outlives_the_server_and_an_owner_s_death_is_noticed(stage_: Stage) -> None:
+    server = stage_.server()
+    with owner(stage_, 1, QUICK) as part, closing(Tables(client := stage_.client(QUICK))) as tables:
+        view = there(tables)
+        server.kill()
+        eventually(lambda: not client.connected)
+        assert tables.view(ONE) is view
+        assert tables.view(TWO) is None
+        part.kill()
+        eventually(lambda: tables.view(ONE) is None)
+
+
+def test_a_hung_server_is_a_miss_for_a_while(
+    stage_: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vcache_backend.resident.mappings.RETRY_SECONDS", 1000.0)
+    server = stage_.server()
+    with owner(stage_), closing(Tables(client := stage_.client(PATIENT))) as tables:
+        # By a call: no heartbeat notices before.
+        with hung(server, client):
+            assert tables.view(ONE) is None
+        eventually(lambda: client.connected)
+        assert tables.view(ONE) is None
+        with closing(Tables(stage_.client())) as others:
+            there(others)
+
+
+def test_what_was_refused_is_remembered_but_not_without_bound() -> None:
+    refused = Refusals()
+    for number in range(MAX_REFUSED + 1):
+        refused.add(neighbour_cases.instance(number))
+    refused.add(neighbour_cases.instance(5), 0.0)
+    expected = [False, True, False, True]
+    assert [
+        neighbour_cases.instance(number) in refused for number in (0, 1, 5, MAX_REFUSED)
+    ] == expected
