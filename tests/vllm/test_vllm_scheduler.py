@@ -518,12 +518,15 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) ->
     assert loaded(engine) == CHUNKS
 
 
-def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine: Engine) -> None:
+def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(make: Make) -> None:
     """Requests run, so vLLM resets nothing; whoever resets changes the weights all the same. vLLM's
     own cache finds nothing of it, and nobody waits for it."""
-    tokens = new_tokens(3 * CHUNK)
+    engine, tokens = (
+        make(share="pool", blocks=64, arguments={"max_num_seqs": 1}),
+        new_tokens(3 * CHUNK),
+    )
     request = engine.add(tokens, max_tokens=CHUNK)
-    waiting = engine.add(new_tokens(20 * BLOCK))
+    waiting = engine.add(new_tokens(18 * BLOCK))
     engine.step()
     assert engine.stored(request) == [0, 1, 2]
     before, asking = len(engine.metas), engine.here.client()
@@ -533,12 +536,16 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(engine
     engine.finish(request)
     assert not any(engine.stored(request, meta) for meta in engine.metas[before:])
     engine.finish(waiting)
-    # What is computed anew is stored.
+    # What is computed anew is stored, and nothing of before is found behind it.
+    anew = engine.add([*tokens, 5])
+    engine.step()
+    assert engine.hit(anew) == 0
+    engine.finish(anew)
     longer = engine.add([*tokens, *[7] * CHUNK, 5])
     engine.step()
-    assert engine.hit(longer) == 0
+    assert engine.hit(longer) == 3 * CHUNK
     engine.finish(longer)
-    for one, count in ((waiting, 10), (longer, 4)):
+    for one, count in ((waiting, 9), (anew, 3), (longer, 4)):
         stored = [chunk for meta in engine.metas[before:] for chunk in engine.stored(one, meta)]
         assert stored == [*range(count)]
 
@@ -575,6 +582,7 @@ def test_who_shares_a_block_of_anothers_failed_load_stores_nothing_more(make: Ma
     report = WorkerReport(echoes=began.kv_connector_metadata.echoes)
     engine.end(began, invalid_block_ids={first}, kv_connector_worker_meta=report)
     engine.end(ahead)
+    assert not began.kv_connector_metadata.stores + ahead.kv_connector_metadata.stores
     for request in both:
         engine.finish(request)
     assert [meta.stores for meta in engine.metas] == [[]] * len(engine.metas)
