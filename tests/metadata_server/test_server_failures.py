@@ -113,6 +113,26 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
     assert writer.ask("reserve", [E], KIB)[3] == [m.Refusal.FULL]
 
 
+def test_slots_of_which_the_writer_has_not_read_are_free_once_it_has_hung_up(
+    stage_: Stage, memfd: int
+) -> None:
+    """The process lives on: a call of its was interrupted between request and answer."""
+    stage_.server()
+    client = stage_.client()
+    client.add_segment(info("s0", 4 * KIB), memfd)
+    raw = stage_.raw()
+    raw.send("reserve", [A, B, C, D], KIB)
+    assert eventually(lambda: client.stats().reservations) == 1
+    raw.close()
+    eventually(lambda: has_room(client), 5)
+    # Who has read it may write, although the connection is gone.
+    raw = stage_.raw()
+    assert raw.ask("reserve", [A, B, C, D], KIB)[1]
+    raw.close()
+    eventually(lambda: client.stats().quarantined)
+    assert not has_room(client)
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
 def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_enough(
     stage_: Stage, memfd: int, again: bool
