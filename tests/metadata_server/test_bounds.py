@@ -16,13 +16,15 @@ from typing import Any
 import msgspec
 import pytest
 from instance_cases import NAMESPACE, chunk_generations, instance_id, keys, numbers
-from model import FakeClock
-from processes import Raw, Stage
+from model import FakeClock, chunk_key
+from processes import Raw, Stage, info
+from server_cases import add_region, asked
 
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
 from vcache_backend.metadata_server import residents
+from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
-from vcache_backend.metadata_server.processes import is_pidfd
+from vcache_backend.metadata_server.processes import Peer, ProcessId, is_pidfd
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
@@ -128,6 +130,23 @@ def test_what_is_void_counts_while_in_memory(monkeypatch: pytest.MonkeyPatch, do
     while service.backlog:
         service.backlog.run(1000)
     assert service.residents.nbytes == 0
+
+
+def test_resets_in_a_loop_are_swept_together() -> None:
+    """Each would look at all slots of the pool, while frees and rebuilds wait behind it."""
+    service, chunks = Service(1, now=FakeClock()), 2 * Backlog.AT_ONCE
+    add_region(service, info("s0", chunks * 256))
+    client = Peer(1, ProcessId(7, 8), "host", "host")
+    for first in range(0, chunks, m.MAX_SLOTS):
+        new = [chunk_key(first + number) for number in range(m.MAX_SLOTS)]
+        reserved = service.directory.reserve(client, new, 256)
+        service.directory.commit(client, reserved.reservation)
+    assert len(service.directory) == chunks
+    for _ in range(100):
+        service.directory.clear(chunk_key(0)[: m.NAMESPACE_BYTES], reset=True)
+    assert not asked(service, client, m.Contains([chunk_key(chunks - 1)])).present[0]
+    service.backlog.run(3 * chunks)
+    assert (len(service.directory), bool(service.backlog)) == (0, False)
 
 
 def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:

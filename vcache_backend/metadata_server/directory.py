@@ -152,6 +152,8 @@ class Directory:
         self._of_space = Counter[bytes]()
         """Chunks by namespace."""
         self._sweeps = 0
+        self._unswept = 0
+        """Resets since the running sweep began, and its own; 0 if none runs."""
         self._writes: dict[int, _Write] = {}
         """In order of deadlines: all last equally long."""
         self._pending: dict[m.ChunkKey, int] = {}
@@ -645,14 +647,22 @@ class Directory:
                 self._quarantine(number)
         for name in [b""] if b"" in changed else changed:
             self._on_reset(name)
-        self._sweeps += 1
-        self._backlog.begin(self._sweep(list(self.regions.values())))
+        self._unswept += 1
+        if self._unswept == 1:
+            self._sweeps += 1
+            self._backlog.begin(self._sweep())
 
-    def _sweep(self, regions: list[SlotRegion]) -> Steps:
-        """Forget the chunks of before a reset."""
-        for region in regions:
+    def _sweep(self) -> Steps:
+        """Forget the chunks of before the last reset. One sweep runs at a time: however many resets
+        come meanwhile, one more follows."""
+        self._unswept = 1
+        for region in list(self.regions.values()):
             yield from self._forget_in(region)
-        self._sweeps -= 1
+        self._unswept -= 1
+        if self._unswept:
+            self._backlog.later(self._sweep())
+        else:
+            self._sweeps -= 1
 
     def _empty(self, number: int) -> Steps:
         """Forget the chunks of a segment that was dropped, then the segment."""
