@@ -247,7 +247,9 @@ class Service:
                 undo.callback(table.close)
                 region, own = SlotRegion(info, table), Descriptor(os.dup(table.fd))
             except OSError as error:
-                ended = str(error) if error.errno != EAGAIN else "the server that had it has not ended"
+                ended = (
+                    str(error) if error.errno != EAGAIN else "the server that had it has not ended"
+                )
                 raise Refused(f"segment {id_}, its table: {ended}") from error
             undo.pop_all()
         self.fds[id_] = Descriptor(fds.pop(0)), own
