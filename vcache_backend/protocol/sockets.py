@@ -56,8 +56,8 @@ class Receiver:
     """Receives from many sockets into one buffer, without allocating. One thread at a time.
 
     lacks_fds: the last message had more fds than this process had free descriptors. too_long: the
-    message was longer than MAX_MESSAGE_BYTES, and is cut. reset: the peer has closed its socket, and
-    has not read the last message sent to it."""
+    message was longer than MAX_MESSAGE_BYTES, and is cut. reset: the peer has closed its socket,
+    and has not read the last message sent to it."""
 
     def __init__(self) -> None:
         self.lacks_fds = self.too_long = self.reset = False
