@@ -515,16 +515,16 @@ class Directory:
                 taken.append(place)
             self.counters["evicted"] += len(equal)
             looks -= max(len(passed), MAX_SEARCH // 8)
-            if equal:
+            if equal and looks > 0:
                 continue
-            for at in others:
+            before = len(taken)
+            for at in () if equal else others:
                 slots -= self.regions[at // SLABS].slabs[at % SLABS].place.slots
                 if self._resized(at, size):
                     taken += islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken))
+                if len(taken) > before or slots <= 0:
                     break
-                if slots <= 0:
-                    break
-            else:  # let the next search begin behind them
+            if len(taken) == before:  # let the next search begin behind them
                 passed.reverse()
                 self._use([key for key, _ in passed], [place for _, place in passed])
                 if len(passed) >= len(self.chunks):
