@@ -16,16 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 from instance_cases import NAMESPACE, chunk_generations, instance_id, keys, numbers
-from model import FakeClock
-from processes import Raw, Stage
+from model import FakeClock, chunk_key
+from processes import Raw, Stage, info
+from server_cases import A_TURN, add_region, asked, work_of
 
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
 from vcache_backend.metadata_server import residents
+from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
-from vcache_backend.metadata_server.processes import is_pidfd
+from vcache_backend.metadata_server.processes import Peer, ProcessId, is_pidfd
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
+from vcache_backend.protocol.slot_layout import SLAB_SLOTS
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -128,6 +131,92 @@ def test_what_is_void_counts_while_in_memory(monkeypatch: pytest.MonkeyPatch, do
     while service.backlog:
         service.backlog.run(1000)
     assert service.residents.nbytes == 0
+
+
+# ---- what writers ask for
+
+
+def stored(service: Service, client: Peer, first: int, count: int, nbytes: int = 256) -> int:
+    """How many of so many new chunks get into the pool."""
+    done = 0
+    for start in range(first, first + count, m.MAX_SLOTS):
+        stop = min(start + m.MAX_SLOTS, first + count)
+        new = [chunk_key(number) for number in range(start, stop)]
+        reserved = service.directory.reserve(client, new, nbytes)
+        done += len(service.directory.commit(client, reserved.reservation))
+    return done
+
+
+CHUNKS = 5000
+
+
+def pinned(service: Service, client: Peer, count: int = 4000) -> tuple[Peer, int]:
+    add_region(service, info("s0", CHUNKS * 256))
+    stored(service, client, 0, CHUNKS)
+    for first in range(0, count, 1000):
+        service.directory.pin([chunk_key(first + number) for number in range(1000)], 60.0)
+    service.directory.touch([chunk_key(number) for number in range(count, CHUNKS)])
+    return client, 256
+
+
+def in_other_memory(service: Service, client: Peer) -> tuple[Peer, int]:
+    add_region(service, info("s0", CHUNKS * 256))
+    add_region(service, m.SegmentInfo(m.SegmentId("s1"), "gpu-0", "cuda", 100 * 256))
+    stored(service, client, 0, CHUNKS)
+    on_gpu = Peer(2, client.process, "gpu-0", "cuda")
+    assert stored(service, on_gpu, CHUNKS, 100) == 100
+    return on_gpu, 256
+
+
+def in_slabs_that_are_too_small(service: Service, client: Peer) -> tuple[Peer, int]:
+    add_region(service, info("s0", 64 * 4096))
+    stored(service, client, 0, 100)
+    return client, 4 * 4096
+
+
+STAYS = pinned, in_other_memory, in_slabs_that_are_too_small
+
+
+@pytest.mark.parametrize("what", STAYS)
+def test_chunks_that_stay_keep_no_younger_one_from_eviction(what: Any) -> None:
+    service = Service(1, now=FakeClock())
+    client, nbytes = what(service, Peer(1, ProcessId(7, 8), "host", "host"))
+    done = [stored(service, client, 2 * CHUNKS + number, 1, nbytes) for number in range(40)]
+    assert sum(done) >= 38, "one or two searches end behind some of them"
+
+
+def test_a_request_passes_over_few_chunks_however_many_it_evicts() -> None:
+    service = Service(1, now=FakeClock())
+    client, nbytes = pinned(service, Peer(1, ProcessId(7, 8), "host", "host"), 2000)
+    new = [chunk_key(2 * CHUNKS + number) for number in range(900)]
+    for _ in range(3):
+        assert work_of(lambda: service.directory.reserve(client, new, nbytes)) < 3 * A_TURN
+
+
+def test_a_request_empties_few_slabs_of_other_sizes() -> None:
+    """Where slots are small, a slab has 16,384 of them."""
+    service = Service(1, now=FakeClock())
+    client = Peer(1, ProcessId(7, 8), "host", "host")
+    add_region(service, info("s0", 64 * 4096 * 256))
+    count = 64 * 4096
+    assert stored(service, client, 0, count) == count
+    new = [chunk_key(count + number) for number in range(64)]
+    before = len(service.directory)
+    service.directory.reserve(client, new, 4096 * 256)
+    assert before - SLAB_SLOTS <= len(service.directory) < before
+
+
+def test_resets_in_a_loop_are_swept_together() -> None:
+    """Each would look at all slots of the pool, while frees and rebuilds wait behind it."""
+    service, chunks = Service(1, now=FakeClock()), 2 * Backlog.AT_ONCE
+    add_region(service, info("s0", chunks * 256))
+    client = Peer(1, ProcessId(7, 8), "host", "host")
+    assert stored(service, client, 0, chunks) == len(service.directory) == chunks
+    for _ in range(100):
+        service.directory.clear(chunk_key(0)[: m.NAMESPACE_BYTES], reset=True)
+    assert not asked(service, client, m.Contains([chunk_key(chunks - 1)])).present[0]
+    service.backlog.run(3 * chunks)
+    assert (len(service.directory), bool(service.backlog)) == (0, False)
 
 
 def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:

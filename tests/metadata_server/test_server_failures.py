@@ -17,7 +17,17 @@ import msgspec
 import processes
 import pytest
 from model import chunk_key
-from processes import IN_A_CONTAINER, QUICK, SECONDS, Child, Stage, containers, eventually, info
+from processes import (
+    IN_A_CONTAINER,
+    QUICK,
+    SECONDS,
+    Child,
+    Raw,
+    Stage,
+    containers,
+    eventually,
+    info,
+)
 from server_cases import KIB, RESERVE_AND_WAIT, has_room
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
@@ -101,6 +111,51 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
     time.sleep(0.2)  # some ticks
     assert writer.ask("stats")[6] == 1, "quarantined"
     assert writer.ask("reserve", [E], KIB)[3] == [m.Refusal.FULL]
+
+
+def test_slots_of_which_the_writer_has_not_read_are_free_once_it_has_hung_up(
+    stage_: Stage, memfd: int
+) -> None:
+    """The process lives on: a call of its was interrupted between request and answer."""
+    stage_.server()
+    client = stage_.client()
+    client.add_segment(info("s0", 4 * KIB), memfd)
+    raw = stage_.raw()
+    raw.send("reserve", [A, B, C, D], KIB)
+    assert eventually(lambda: client.stats().reservations) == 1
+    raw.close()
+    eventually(lambda: has_room(client), 5)
+    # Who has read it may write, although the connection is gone.
+    raw = stage_.raw()
+    assert raw.ask("reserve", [A, B, C, D], KIB)[1]
+    raw.close()
+    eventually(lambda: client.stats().quarantined)
+    assert not has_room(client)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_enough(
+    stage_: Stage, memfd: int, again: bool
+) -> None:
+    """They run out at each place in turn. Nothing stays open, above all not the table's lock."""
+    server = stage_.server()
+    with Raw(stage_.path) as first:
+        first.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))
+        table = os.dup(first.fds[-1])
+    server.kill()
+    server, raw = stage_.server(), stage_.raw()
+    used, refused = server.descriptors(), 0
+    free = [number for number in range(max(used) + 20) if number not in used]
+    request = ["add_segment", "s0", "host", "host", 4 * KIB, again]
+    for limit in free:
+        server.descriptors(limit=limit)
+        if raw.ask(*request, fds=(memfd, table)[: 1 + again])[0] == "added":
+            break
+        refused += 1
+        server.descriptors(limit=1000)
+        eventually(lambda: server.descriptors() == used)
+    assert 3 < refused < len(free)
+    os.close(table)
 
 
 def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) -> None:

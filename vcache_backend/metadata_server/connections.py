@@ -40,6 +40,10 @@ class Connection:
         """The present request's fds."""
         self.unsent: deque[tuple[bytes, Sequence[Descriptor | SlotsTable], int]] = deque()
         """Answers, the owners of their fds, and the granted reservations."""
+        self.granted = 0
+        """The reservation that the last sent answer grants."""
+        self.reset = False
+        """Whether the client has hung up without reading the last sent answer."""
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
 
@@ -55,8 +59,9 @@ class Connection:
         self.unsent.append((sockets.encode(reply), held, reservation))
 
     def untold(self) -> list[int]:
-        """Reservations whose answers have not left: no client writes to these slots."""
-        return [reservation for _, _, reservation in self.unsent if reservation]
+        """Reservations of which the client has not read: it does not write to these slots."""
+        unread = [self.granted] if self.reset else []
+        return [one for one in (*unread, *(each[2] for each in self.unsent)) if one]
 
     def flush(self) -> None:
         """Send as much as the socket takes now. OSError if the client is gone."""
@@ -74,7 +79,7 @@ class Connection:
                     raise
                 self.unsent[0] = sockets.encode(m.Error(TOO_MANY_FDS)), (), 0
                 continue
-            self.unsent.popleft()
+            self.granted = self.unsent.popleft()[2]
 
     def close_fds(self) -> None:
         """Close a request's unused fds in the background: an fd may be the last of much memory."""
@@ -200,7 +205,8 @@ class Clients:
                 continue
             try:
                 connection.flush()
-            except OSError:
+            except OSError as error:
+                connection.reset |= isinstance(error, ConnectionResetError)
                 self._disconnect(connection)
                 continue
             if connection.closing:
@@ -251,6 +257,7 @@ class Clients:
     def _serve(self, connection: Connection) -> None:
         """Read a request and answer it."""
         data, connection.fds = self._receiver.receive(connection.sock)
+        connection.reset |= self._receiver.reset
         if not data:
             self._disconnect(connection)
             return

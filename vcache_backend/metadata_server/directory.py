@@ -26,7 +26,7 @@ go, 200 ms for a million entries; equal parts would all grow in the same turns."
 SEARCH = 64
 """How many chunks of other sizes may be older before a slab changes its size."""
 MAX_SEARCH = 2048
-"""The most chunks that one request looks at to evict some: a few milliseconds."""
+"""The most chunks that one request passes over to evict others: a few milliseconds."""
 MAX_WRITTEN = 1 << 16
 """About the most slots that are being written or in quarantine: a clearing voids all at once."""
 MAX_DONE = 4096
@@ -152,6 +152,8 @@ class Directory:
         self._of_space = Counter[bytes]()
         """Chunks by namespace."""
         self._sweeps = 0
+        self._unswept = 0
+        """Resets since the running sweep began, and its own; 0 if none runs."""
         self._writes: dict[int, _Write] = {}
         """In order of deadlines: all last equally long."""
         self._pending: dict[m.ChunkKey, int] = {}
@@ -322,7 +324,7 @@ class Directory:
                 self._evict(key)
             region, slot = self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
             region.table.fill(slot, number)
-            region.pins[slot], region.uses[slot] = 0.0, use
+            region.uses[slot] = use
             region.chunks += 1
             self._of_space[key[: m.NAMESPACE_BYTES]] += 1
             part[key] = place
@@ -474,6 +476,7 @@ class Directory:
         place = self.chunks.pop(key)
         region, slot = self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
         region.table.void(slot)
+        region.pins[slot] = 0.0
         region.chunks -= 1
         self._of_space[key[: m.NAMESPACE_BYTES]] -= 1
         return region, slot
@@ -503,19 +506,29 @@ class Directory:
     def _room(self, client: Peer, size: int, most: int) -> list[int]:
         """Take up to so many slots of this size, which the caller grants at once."""
         taken = list(islice(self._free_slots(client, size), most))
-        while len(taken) < most:
-            equal, others = self._victims(client, size, most - len(taken))
+        looks, slots = MAX_SEARCH, SLAB_SLOTS
+        while len(taken) < most and looks > 0 and slots > 0:
+            equal, others, passed = self._victims(client, size, most - len(taken), looks)
             for key, place in equal:
                 self._forget(key)
                 self.regions[place >> _SLOT_BITS].evictions += 1
                 taken.append(place)
             self.counters["evicted"] += len(equal)
-            if equal:
+            looks -= max(len(passed), MAX_SEARCH // 8)
+            if equal and looks > 0:
                 continue
-            at = next((at for at in others if self._resized(at, size)), None)
-            if at is None:
-                break
-            taken += islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken))
+            before = len(taken)
+            for at in () if equal else others:
+                slots -= self.regions[at // SLABS].slabs[at % SLABS].place.slots
+                if self._resized(at, size):
+                    taken += islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken))
+                if len(taken) > before or slots <= 0:
+                    break
+            if len(taken) == before:  # let the next search begin behind them
+                passed.reverse()
+                self._use([key for key, _ in passed], [place for _, place in passed])
+                if len(passed) >= len(self.chunks):
+                    break
         return taken
 
     def _free_slots(self, client: Peer, size: int) -> Iterator[int]:
@@ -543,35 +556,34 @@ class Directory:
             yield number << _SLOT_BITS | slab_number << SLAB_BITS | slab.free.pop()
 
     def _victims(
-        self, client: Peer, size: int, most: int
-    ) -> tuple[list[tuple[m.ChunkKey, int]], list[int]]:
-        """The least recently used chunks of this size. None if `SEARCH` chunks of other sizes were
-        used before: then the slabs of these."""
-        now, equal, others, passed = (
-            self._now(),
-            list[tuple[m.ChunkKey, int]](),
-            dict[int, None](),
-            0,
-        )
+        self, client: Peer, size: int, most: int, looks: int
+    ) -> tuple[list[tuple[m.ChunkKey, int]], list[int], list[tuple[m.ChunkKey, int]]]:
+        """The least recently used chunks of this size, until `SEARCH` chunks of other sizes or
+        `looks` of any kind that stay were used before; the slabs of those of other sizes; all that
+        stay."""
+        now, equal, others = self._now(), list[tuple[m.ChunkKey, int]](), dict[int, None]()
+        passed, since = list[tuple[m.ChunkKey, int]](), 0
         sizes = {
             number * SLABS + at: slab.place.slot_bytes
             for number, region in self.regions.items()
             if _usable(region, client)
             for at, slab in enumerate(region.slabs)
+            if slab.place.nbytes >= size
         }
-        for key, place in self.chunks.oldest(most if most > SEARCH else MAX_SEARCH, self._used()):
-            at = place >> SLAB_BITS
-            if at not in sizes or self.regions[at // SLABS].pins[place & _SLOT_MASK] > now:
-                continue
-            if sizes[at] == size:
-                equal.append((key, place))
-                passed = 0
+        for chunk in self.chunks.oldest(most if most > SEARCH else MAX_SEARCH, self._used()):
+            place, at = chunk[1], chunk[1] >> SLAB_BITS
+            usable = at in sizes and self.regions[at // SLABS].pins[place & _SLOT_MASK] <= now
+            if usable and sizes[at] == size:
+                equal.append(chunk)
+                since = 0
             else:
-                others[at] = None
-                passed += 1
-            if len(equal) == most or passed == SEARCH:
+                passed.append(chunk)
+                if usable:
+                    others[at] = None
+                    since += 1
+            if len(equal) == most or since == SEARCH or len(passed) == looks:
                 break
-        return equal, list(others)
+        return equal, list(others), passed
 
     def _resized(self, at: int, size: int) -> bool:
         """Evict all chunks of a slab, unless one is pinned or being written, and change its slots'
@@ -581,8 +593,10 @@ class Directory:
         slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
         if slab.place.nbytes < size or not region.rebuilt:
             return False
+        if max(region.pins[first : first + slab.place.slots]) > self._now():
+            return False
         used = list(region.table.occupied(first, slab.place.slots))
-        if any(not one.committed or region.pins[one.slot] > self._now() for one in used):
+        if not all(one.committed for one in used):
             return False
         for one in used:
             self._evict(one.key)
@@ -645,14 +659,22 @@ class Directory:
                 self._quarantine(number)
         for name in [b""] if b"" in changed else changed:
             self._on_reset(name)
-        self._sweeps += 1
-        self._backlog.begin(self._sweep(list(self.regions.values())))
+        self._unswept += 1
+        if self._unswept == 1:
+            self._sweeps += 1
+            self._backlog.begin(self._sweep())
 
-    def _sweep(self, regions: list[SlotRegion]) -> Steps:
-        """Forget the chunks of before a reset."""
-        for region in regions:
+    def _sweep(self) -> Steps:
+        """Forget the chunks of before the last reset. One sweep runs at a time: however many resets
+        come meanwhile, one more follows."""
+        self._unswept = 1
+        for region in list(self.regions.values()):
             yield from self._forget_in(region)
-        self._sweeps -= 1
+        self._unswept -= 1
+        if self._unswept:
+            self._backlog.later(self._sweep())
+        else:
+            self._sweeps -= 1
 
     def _empty(self, number: int) -> Steps:
         """Forget the chunks of a segment that was dropped, then the segment."""

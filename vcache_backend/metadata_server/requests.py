@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from errno import EAGAIN
 from typing import assert_never
 
@@ -237,18 +238,23 @@ class Service:
         if self._spare() <= 1:
             kept = f"{len(self.fds)} segments and {self.instances.descriptors} fds of instances"
             raise Refused(f"{kept} are kept; raise ulimit -n")
-        try:
-            if request.again:
-                table = SlotsTable.take_over(fds[1], id_, nbytes)
-            else:
-                table = SlotsTable.create(id_, nbytes)
-            own = Descriptor(os.dup(table.fd))
-        except OSError as error:
-            whose = "the server that had it has not ended" if error.errno == EAGAIN else str(error)
-            raise Refused(f"segment {id_}, its table: {whose}") from error
+        with ExitStack() as undo:
+            try:
+                if request.again:
+                    table = SlotsTable.take_over(fds[1], id_, nbytes)
+                else:
+                    table = SlotsTable.create(id_, nbytes)
+                undo.callback(table.close)
+                region, own = SlotRegion(info, table), Descriptor(os.dup(table.fd))
+            except OSError as error:
+                ended = (
+                    str(error) if error.errno != EAGAIN else "the server that had it has not ended"
+                )
+                raise Refused(f"segment {id_}, its table: {ended}") from error
+            undo.pop_all()
         self.fds[id_] = Descriptor(fds.pop(0)), own
         self.claims.end(client.id)
-        return m.Added(self.directory.add(SlotRegion(info, table))), [own]
+        return m.Added(self.directory.add(region)), [own]
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         region = self.directory.region(id_)

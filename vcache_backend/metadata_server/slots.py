@@ -94,24 +94,30 @@ class SlotsTable:
     def __init__(self, file: int, memory: mmap.mmap) -> None:
         """Use `create` or `take_over`."""
         self._file, self.memory = file, memory
-        self.words = memoryview(memory).cast("Q")
-        self.generations = self.words[layout.GENERATIONS : layout.GENERATIONS + SLOTS]
-        self.fd = os.open(_reopened(file), os.O_RDONLY | os.O_CLOEXEC)
         self._same_pids = memory[layout.SCOPE_AT : layout.SCOPE_AT + 16] == _scope()[:16]
         """Whether a pid means the same process here as in the records."""
+        self.fd = os.open(_reopened(file), os.O_RDONLY | os.O_CLOEXEC)
+        # Views come last: the caller could not close the memory if a step above failed.
+        self.words = memoryview(memory).cast("Q")
+        self.generations = self.words[layout.GENERATIONS : layout.GENERATIONS + SLOTS]
 
     @classmethod
     def create(cls, segment: str, nbytes: int) -> SlotsTable:
         """The table of a new segment: all slots are free. OSError if there is no memory."""
-        file, memory = seals.sealed("slots", layout.TABLE_BYTES)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.fchmod(file, 0o600)
-        layout.HEADER.pack_into(
-            memory, 0, layout.MAGIC, layout.VERSION, 0, layout.owner(segment), SLOTS
-        )
-        struct.pack_into("<Q", memory, layout.NBYTES_AT, nbytes)
-        memory[layout.SCOPE_AT : layout.SCOPE_AT + 32] = _scope()
-        return cls(file, memory)
+        with ExitStack() as undo:
+            file, memory = seals.sealed("slots", layout.TABLE_BYTES)
+            undo.callback(os.close, file)
+            undo.enter_context(memory)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.fchmod(file, 0o600)
+            layout.HEADER.pack_into(
+                memory, 0, layout.MAGIC, layout.VERSION, 0, layout.owner(segment), SLOTS
+            )
+            struct.pack_into("<Q", memory, layout.NBYTES_AT, nbytes)
+            memory[layout.SCOPE_AT : layout.SCOPE_AT + 32] = _scope()
+            table = cls(file, memory)
+            undo.pop_all()
+        return table
 
     @classmethod
     def take_over(cls, fd: int, segment: str, nbytes: int) -> SlotsTable:
@@ -123,8 +129,8 @@ class SlotsTable:
         with ExitStack() as undo:
             file, memory = _opened(fd, segment, nbytes, undo)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            table = cls(file, memory)
             undo.pop_all()
-        table = cls(file, memory)
         try:
             _check(list(table.slabs()), nbytes)
         except OSError:

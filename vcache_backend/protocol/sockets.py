@@ -56,10 +56,11 @@ class Receiver:
     """Receives from many sockets into one buffer, without allocating. One thread at a time.
 
     lacks_fds: the last message had more fds than this process had free descriptors. too_long: the
-    message was longer than MAX_MESSAGE_BYTES, and is cut."""
+    message was longer than MAX_MESSAGE_BYTES, and is cut. reset: the peer has closed its socket,
+    and has not read the last message sent to it."""
 
     def __init__(self) -> None:
-        self.lacks_fds = self.too_long = False
+        self.lacks_fds = self.too_long = self.reset = False
         self._buffer = bytearray(m.MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
@@ -71,9 +72,11 @@ class Receiver:
         this process reaches its limit of descriptors: the caller counts them. OSError from
         recvmsg."""
         given = [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
+        self.reset = False
         try:
             size, ancillary, flags, _address = sock.recvmsg_into(*given)
         except ConnectionResetError:  # raised once, before the peer's last message can be read
+            self.reset = True
             size, ancillary, flags, _address = sock.recvmsg_into(*given)
         self.lacks_fds, self.too_long = flags & _LACKS_FDS != 0, flags & _TRUNCATED != 0
         if not ancillary:
