@@ -167,7 +167,9 @@ class Resets:
         blocks = self._context.blocks
         held = blocks.held if blocks is not None else set[int]()
         for tracked in self._requests.values():
-            if held and (tracked.store.block_tables or tracked.load):
+            # A request whose load is over has blocks, too, before its first step.
+            has = tracked.store.block_tables or tracked.load or tracked.request.num_computed_tokens
+            if held and has:
                 self._keep_out(tracked)
             else:
                 self._planner.mark_stored(tracked, 0)

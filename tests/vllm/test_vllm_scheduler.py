@@ -276,6 +276,28 @@ def test_a_request_that_waits_while_the_weights_change_loads_nothing_of_before(m
     assert loaded(engine) == 0
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_what_is_loaded_when_the_weights_change_is_of_no_version(make: Make, over: bool) -> None:
+    """Nor what is computed behind it. over: the load has ended, and the request has not begun."""
+    engine = make(share="pool", weights="old")
+    tokens = pooled(engine)
+    request = engine.add(tokens, max_tokens=2 * CHUNK, name="r")
+    assert loaded(engine) == CHUNKS
+    if over:
+        engine.step(finished_recving={"r"})
+    engine.scheduler.connector.weights_are("new")
+    if not over:
+        engine.step(finished_recving={"r"})
+    engine.step()
+    assert request.num_computed_tokens > CHUNKS * CHUNK
+    same = engine.add([*tokens, 5], max_tokens=CHUNK)
+    engine.step()
+    assert engine.hit(same) == 0
+    engine.finish(request)
+    assert [engine.stored(request, meta) for meta in engine.metas] == [[]] * len(engine.metas)
+    assert any(engine.stored(same, meta) for meta in engine.metas), "it is computed anew"
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, ahead: bool

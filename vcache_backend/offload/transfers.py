@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 4096
 """The most chunks that wait to be written. Further chunks are dropped and counted."""
-PIN_SECONDS = 0.25
-"""How long the server keeps chunks from eviction while they are copied."""
 DROPPED = ("backlog", "down", "gone", "full", "failed")
 """The reasons why a chunk was not written."""
 
@@ -343,7 +341,8 @@ class Writer:
         found = zip(keys, pool.present, stored, strict=True)
         wanted = [key for key, here, there in found if here and not there]
         sealed = list[tuple[str, Place]]()
-        pinned = self._client.pin(wanted, PIN_SECONDS) if wanted else Pinned([])
+        # Recent, but not kept from eviction: nobody ends a pin once the chunks are copied.
+        pinned = self._client.pin(wanted, 0.0) if wanted else Pinned([])
         names = [objects.name(key, pinned.epoch) for key in wanted]
         for run in pinned.runs:
             sealed += self._copied_run(run, names)
