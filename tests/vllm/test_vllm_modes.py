@@ -190,8 +190,8 @@ def test_the_kv_of_a_draft_comes_with_its_targets(
     assert hit.agrees(computed)
     assert hit.agrees(own)
     assert kinds or reader.ask("written", True) == reader.ask("written") > LENGTH // BLOCK
-    drafted, right = guessed
-    assert right > drafted / 5 > 0
+    # How many are right depends on the prompt: none, if the head's KV is not what it should be.
+    assert guessed[1] > 0
     # With AMX the last bits depend on how many tokens a step computes, and a guess may.
     assert guessed == guessed_after_own or hit.said != own.said
 

@@ -280,8 +280,8 @@ def test_a_router_hears_that_old_weights_kv_is_gone(two: Two, router: vllm_cases
 
 
 def test_what_runs_over_an_update_goes_into_no_version(two: Two) -> None:
-    """Nothing was paused, and vLLM's own cache was not emptied: its answers are its own affair, but
-    no other instance finds what builds on them."""
+    """Nothing was paused, and vLLM's own cache was not emptied. Nobody finds what a request has
+    computed with old weights, or behind them; what is computed anew may be found."""
     old, new = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     keep(two.a, old)
     two.a.add("over", new[: 2 * CHUNK + 1], max_tokens=2 * CHUNK)
@@ -292,16 +292,32 @@ def test_what_runs_over_an_update_goes_into_no_version(two: Two) -> None:
     answer = two.a.finish("over")["over"]
     whole = new[: 2 * CHUNK + 1] + answer.tokens
     longer = old + new_tokens(2 * CHUNK)
-    two.a.run(Prompt(longer), Prompt(whole))
-    assert two.a.ask("told")
     two.b.ask(update, two.models[1], two.new)
+    finds_nothing(two.a, two.b, whole, longer)
+    # Of vLLM's own cache: in place it keeps what is old, and nothing behind it is shared.
+    computed = two.a.run(Prompt(longer), Prompt(whole))
+    if two.a.in_place:
+        finds_nothing(two.a, two.b, whole, longer)
+    else:
+        assert [one.cached for one in computed] == [0, 0]
+    assert two.a.ask("told")
     for tokens in (whole, longer):
-        # What it may have computed anew since then is of the new weights alone.
-        assert two.b.one(tokens).agrees(fresh(two.b, tokens))
+        found = two.b.one(tokens)
+        assert (found.cached > 0, found.agrees(fresh(two.b, tokens))) == (not two.a.in_place, True)
     assert two.b.ask("told")
     two.a.forget()
     hit = two.a.one(longer)
     assert (hit.cached, hit.agrees(fresh(two.b, longer))) == (6 * CHUNK, True)
+
+
+def finds_nothing(there: Instance, reader: Instance, *prompts: list[int]) -> None:
+    """Whether `reader`, of the same version, finds nothing of these prompts, though all that
+    `there` has computed is known."""
+    assert there.ask("told")
+    for tokens in prompts:
+        found = reader.one(tokens, params={"vcache": {"store": False}})
+        assert (found.cached, found.agrees(fresh(reader, tokens))) == (0, True)
+        reader.forget()
 
 
 def test_a_session_that_waits_over_an_update_goes_into_no_version(two: Two) -> None:
@@ -345,7 +361,7 @@ def test_what_an_update_that_fails_halfway_leaves_is_shared_with_nobody(two: Two
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_a_load_under_way_over_an_update(two: Two, mode: str) -> None:
     """Of a request that vLLM keeps, the prefix is the old one, as vLLM's own hit would be; nobody
-    finds what it computes, but what is computed anew."""
+    finds what it computes, but what is computed anew may be found."""
     tokens, first = new_tokens(4 * CHUNK + 1), new_tokens(2 * CHUNK + 1)
     keep(two.a, tokens)
     keep(two.a, first)
@@ -366,12 +382,17 @@ def test_a_load_under_way_over_an_update(two: Two, mode: str) -> None:
         whole = tokens + two.b.finish("over")["over"].tokens
     else:
         whole = tokens
-    assert two.b.one(tokens).agrees(fresh(two.b, tokens)) or mode == "keep"
+    two.a.ask(update, two.models[1], two.new)
+    finds_nothing(two.b, two.a, whole, tokens)
+    # vLLM's own cache has the old prefix if it has kept the request, and shows it to others in
+    # place alone, where none of it is published.
+    stale = mode == "keep" and two.b.in_place
+    again = two.b.one(tokens)
+    assert again.agrees(fresh(two.b, tokens)) or stale
     two.b.run(Prompt(whole))
     assert two.b.ask("told")
-    two.a.ask(update, two.models[1], two.new)
     found = two.a.one(whole)
-    assert found.agrees(fresh(two.a, whole))
+    assert (found.cached > 0, found.agrees(fresh(two.a, whole))) == (not stale, True)
 
 
 @pooled
