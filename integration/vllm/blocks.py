@@ -22,7 +22,7 @@ class KVBlocks:
     blocks. Runs in the scheduler's thread."""
 
     def __init__(self, pool: Any, fail: Callable[[str, Exception], None] = lambda *_: None) -> None:
-        """pool: vLLM's; four of its methods are replaced. fail: called with a reason and the
+        """pool: vLLM's; five of its methods are replaced. fail: called with a reason and the
         exception if a callback raises, before vLLM goes on. Then no other instance may read this KV
         cache."""
         self.pool, self._fail = pool, fail
@@ -45,6 +45,10 @@ class KVBlocks:
         self._evict, self._reset = pool.evict_blocks, pool.reset_prefix_cache
         pool.get_new_blocks, pool.cache_full_blocks = self._get_new_blocks, self._cache_full_blocks
         pool.evict_blocks, pool.reset_prefix_cache = self._evict_blocks, self._reset_prefix_cache
+        # Not every supported vLLM caches parts of blocks.
+        self._cache_part = getattr(pool, "cache_partial_block", None)
+        if self._cache_part is not None:
+            pool.cache_partial_block = self._cache_partial_block
 
     @property
     def count(self) -> int:
@@ -155,6 +159,12 @@ class KVBlocks:
     def _cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if request.request_id not in self.kept_out:
             self._cache(request, *args, **kwargs)
+
+    def _cache_partial_block(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """None: nothing was cached."""
+        if request.request_id in self.kept_out or self._cache_part is None:
+            return None
+        return self._cache_part(request, *args, **kwargs)
 
 
 class TrackedBlockPool:

@@ -49,6 +49,17 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     assert made.get_stats()["failures"] == {"fetch: ServerTimeout": 1, "late": 1}
 
 
+def test_what_was_just_written_makes_room_for_others(
+    nodes: list[Node], depot: Depot, model: str
+) -> None:
+    cache, (first, second) = Cache(), [prompt(LENGTH, number) for number in (1, 2)]
+    made = engine(nodes[0], depot, model, room=LENGTH // CHUNK * cache.chunk_bytes)
+    for tokens in (first, second):
+        through(made, cache, tokens)
+    assert [made.contains(key) for key in made.keys(second)] == [0] * (LENGTH // CHUNK)
+    assert made.lookup(first) == LENGTH, "it is below"
+
+
 def test_a_bad_object_is_removed(nodes: list[Node], depot: Depot, model: str, raw: Raw) -> None:
     """What is bad: test_offload_objects."""
     one, two = (engine(at, depot, model) for at in nodes)

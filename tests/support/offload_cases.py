@@ -41,12 +41,13 @@ def engine(
     model: str,
     cache: Cache | None = None,
     device: str = "host",
+    room: int = ROOMY,
     **offload: Any,
 ) -> VCacheEngine:
-    """An engine of `at` whose tier is open."""
+    """An engine of `at` whose tier is open. room: bytes that it lends to the pool."""
     cache = cache or Cache()
     tier = store.offload(**(TIER | offload))
-    config = msgspec.structs.replace(at.config(device, ROOMY), offload=tier)
+    config = msgspec.structs.replace(at.config(device, room), offload=tier)
     made = VCacheEngine(config, layout_of(cache, model=model))
     at.undo.enter_context(made)
     made.register(cache.tensors)

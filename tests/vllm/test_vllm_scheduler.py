@@ -572,6 +572,21 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(make: 
         assert stored == [*range(count)]
 
 
+@pytest.mark.parametrize("states", [None, 0, 1])
+def test_what_goes_on_over_a_refused_reset_is_not_cached(make: Make, states: int | None) -> None:
+    """Nor is the state at the end of its prompt, which vLLM caches by another call than whole
+    blocks."""
+    steps = {"max_num_batched_tokens": CHUNK}
+    engine = make(share="pool", states=states, blocks=64, arguments=steps)
+    request = engine.add(new_tokens(4 * CHUNK + BLOCK + 3), max_tokens=CHUNK)
+    engine.step()
+    reset(engine)
+    blocks = engine.half.context.blocks.pool.blocks
+    while request.num_output_tokens <= BLOCK:
+        engine.step()
+        assert not any(block.block_hash for block in blocks)
+
+
 def test_what_others_load_after_a_refused_reset_is_not_built_on(engine: Engine) -> None:
     """The other connector may have it from a request of before."""
     running = engine.add(new_tokens(CHUNK), max_tokens=CHUNK)
