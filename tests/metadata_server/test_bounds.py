@@ -28,7 +28,7 @@ from vcache_backend.metadata_server.processes import Peer, ProcessId, is_pidfd
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
-from vcache_backend.protocol.slot_layout import SLAB_SLOTS
+from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -204,6 +204,26 @@ def test_a_request_empties_few_slabs_of_other_sizes() -> None:
     before = len(service.directory)
     service.directory.reserve(client, new, 4096 * 256)
     assert before - SLAB_SLOTS <= len(service.directory) < before
+
+
+def test_a_segment_full_of_tiny_chunks_has_room_for_large_ones_later() -> None:
+    """Its table has no more slabs, and a slab's place never changes."""
+    service, nbytes = Service(1, now=FakeClock()), 1 << 33
+    client = Peer(1, ProcessId(7, 8), "host", "host")
+    region = add_region(service, info("s0", nbytes))
+    while region.cut(256) is not None:
+        pass
+    assert stored(service, client, 0, 64, nbytes // SLABS) == SLABS
+
+
+@pytest.mark.parametrize("nbytes", [128, 4096])
+def test_what_is_free_has_room_for_chunks_of_any_size(nbytes: int) -> None:
+    """Chunks of another size were there, and none is any more that could be evicted."""
+    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
+    add_region(service, info("s0", 32 * 4096))
+    assert stored(service, client, 0, 64, 2048) == 64
+    service.directory.clear(b"")
+    assert stored(service, client, 100, 32, nbytes) == 32
 
 
 def test_resets_in_a_loop_are_swept_together() -> None:

@@ -546,6 +546,9 @@ class Directory:
             for slab in count():
                 if slab == len(region.slabs) and region.cut(size) is None:
                     break
+                place = region.slabs[slab].place
+                if place.slot_bytes != size <= place.nbytes and region.slabs[slab].empty:
+                    region.resize(slab, size)
                 yield from self._of_slab(number, slab, size)
 
     def _of_slab(self, number: int, slab_number: int, size: int) -> Iterator[int]:

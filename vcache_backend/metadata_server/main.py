@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import os
 import secrets
 import select
@@ -113,9 +112,6 @@ PATH_SECONDS = 0.01
 EVENTS_A_TURN = 16
 """The most connections to answer in one turn, one request each. Epoll then reports the others
 first. A request takes a few milliseconds at most; no answer leaves before the turn's last."""
-SPARE_BYTES = 64 << 20
-"""The address space that must be free. Without free address space, CPython's handling of a
-MemoryError may never end."""
 BACKLOG_STEPS = 256
 """About how many steps of the backlog each turn does."""
 
@@ -229,10 +225,10 @@ class Server:
 
 
 def _check_address_space() -> None:
-    """ConfigError if less than `SPARE_BYTES` is left until RLIMIT_AS. The map takes no memory."""
-    what = f"less than {SPARE_BYTES >> 20} MiB of address space left; raise ulimit -v"
+    """ConfigError if too little is left until RLIMIT_AS."""
+    what = f"less than {processes.SPARE_BYTES >> 20} MiB of address space left; raise ulimit -v"
     with raising_as(ConfigError, what, OSError):
-        mmap.mmap(-1, SPARE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0).close()
+        processes.check_address_space()
 
 
 def serve(config: ServerConfig) -> None:

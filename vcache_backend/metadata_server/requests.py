@@ -246,6 +246,7 @@ class Service:
                     table = SlotsTable.create(id_, nbytes)
                 undo.callback(table.close)
                 region, own = SlotRegion(info, table), Descriptor(os.dup(table.fd))
+                processes.check_address_space(2 * processes.SPARE_BYTES)  # else the server ends
             except OSError as error:
                 ended = (
                     str(error) if error.errno != EAGAIN else "the server that had it has not ended"

@@ -294,6 +294,11 @@ class Slab:
         self.place = place
         self.free = list(range(place.slots - 1, -1, -1) if free is None else free)
 
+    @property
+    def empty(self) -> bool:
+        """Whether all slots are free."""
+        return len(self.free) == self.place.slots
+
 
 class SlotRegion:
     """A segment with its table.
@@ -331,7 +336,9 @@ class SlotRegion:
         last = self.slabs[-1].place if self.slabs else SlabPlace(0, 0, 0)
         start = last.offset + last.nbytes
         left = self.nbytes - start
-        slots = min(max(self.nbytes // SLABS_WANTED // size, 1), left // size, SLAB_SLOTS)
+        # `SLABS` slabs take up the segment even if its first chunks are tiny and later ones large.
+        most = max(SLAB_SLOTS, -(-self.nbytes // SLABS // size))
+        slots = min(max(self.nbytes // SLABS_WANTED // size, 1), left // size, most)
         if not slots or len(self.slabs) == SLABS:
             return None
         place = SlabPlace(start, size, slots * size)
