@@ -115,18 +115,13 @@ class LMCacheScheduler:
         from ..vllm.blocks import KVBlocks  # numpy, which few processes need
 
         self._blocks = KVBlocks(pool)
-        # Also while nothing is shared.
-        SCHEDULER.instead(pool, "cache_full_blocks", self._enter, "request", off=self._enter)
-
-    def _enter(self, request: Any, *_: Any, **__: Any) -> Any:
-        """Keep a distrusted request's blocks out of vLLM's prefix cache."""
-        return None if request.request_id in self._distrusted else THEIRS
 
     def _distrust(self) -> None:
         """Distrust all KV that vLLM has, and that the requests alive now go on to compute."""
         self._voided += 1
-        self._distrusted = self._distrusted.union(self._adapter._request_trackers)
         assert self._blocks is not None, "vLLM has not shown its block pool"
+        self._distrusted = self._distrusted.union(self._adapter._request_trackers)
+        self._blocks.kept_out = set(self._distrusted)
         self._blocks.evict(self._blocks.held)
 
     def _hear(self, connector_output: Any) -> Any:
@@ -138,6 +133,8 @@ class LMCacheScheduler:
     def _tell(self, meta: Any, _: Any) -> Any:
         """Add our message to the step's metadata."""
         self._distrusted = self._distrusted.intersection(self._adapter._request_trackers)
+        if self._blocks is not None:
+            self._blocks.kept_out = set(self._distrusted)
         meta.vcache = Word(self._number, self._voided, None if self.stopped else self._distrusted)
         self._number += 1
         return meta

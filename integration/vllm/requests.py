@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -22,7 +22,8 @@ from vcache_backend.protocol.messages import (
     ResidentRun,
 )
 
-from .metadata import LoadSpec
+if TYPE_CHECKING:
+    from .metadata import LoadSpec
 
 FRESH_SECONDS, PROMISED_SECONDS = 0.5, QUEUED_SECONDS + 0.02
 """How long an answer counts: chunks are stored after it was made. The second number is for a

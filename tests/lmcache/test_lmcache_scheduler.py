@@ -115,6 +115,9 @@ def test_nothing_that_a_request_computes_after_it_reaches_a_later_request(how: s
     later = vllm.begin("later", tokens)
     vllm.compute(later, 0, 2)
     vllm.compute(before, 2, 3)
+    if hasattr(vllm.pool, "cache_partial_block"):  # not in every supported vLLM
+        part = {"num_tokens": 3 * BLOCK, "kv_cache_group_id": 0, "block_size": BLOCK}
+        vllm.pool.cache_partial_block(before, before.blocks[2], **part)
     assert vllm.cached(later) == [True, True, False]
     assert vllm.word()[1:] == (1, {"before"})
     del vllm.adapter._request_trackers["before"]

@@ -68,6 +68,7 @@ OUTERMOST = (
     "KVBlocks._evict_blocks",
     "KVBlocks._reset_prefix_cache",
     "KVBlocks._cache_full_blocks",
+    "KVBlocks._cache_partial_block",
     "_harmless.",
 )
 CLOSE_SECONDS, RETRY_SECONDS = 0.2, 0.02

@@ -150,7 +150,8 @@ class Parts:
         for owner in (self.connector, theirs, self.pool):
             ours = "build_connector_meta request_finished get_num_new_matched_tokens reset_cache "
             ours += "update_connector_output bind_gpu_block_pool weights_change weights_are "
-            for name in (ours + "get_new_blocks cache_full_blocks").split():
+            ours += "get_new_blocks cache_full_blocks cache_partial_block evict_blocks "
+            for name in (ours + "reset_prefix_cache").split():
                 vars(owner).pop(name, None)
         threading.settrace(tracer)
         sys.settrace(tracer)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
+
 from vcache_backend.integration.vllm.requests import FAILED, LATE, Answer, Wait
 from vcache_backend.integration.vllm.waits import (
     LAST_SECONDS,
