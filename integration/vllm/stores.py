@@ -30,6 +30,11 @@ class StorePlanner:
         self._size, self._groups = context.chunk_size, context.groups
         self._publications = context.publications
         self._load_numbers = count(1)
+        self._idle: list[str] = []
+        self._idle_tokens: float = 0
+        """Most steps of running requests complete neither a block nor a chunk: the requests of the
+        last step that `_plan_running` has planned, and the tokens that none of them has computed
+        since before it completes something."""
         self.trusted = 0
         """The last echo behind which no load of another connector has failed (see `Resets`)."""
 
@@ -85,26 +90,14 @@ class StorePlanner:
             state = getattr(output, "kv_connector_block_state", None)
             offered = getattr(state, "boundary_state_offloads", offered)
         # Running requests first: new requests may hit the blocks that they write in this step.
-        names, resumed = cached.req_ids, cached.resumed_req_ids
-        all_tracked, counts = map(requests.get, names), map(scheduled.__getitem__, names)
-        known = names, all_tracked, cached.num_computed_tokens, counts, cached.new_block_ids
-        # Every running request passes here in every step: keep it short.
-        for name, tracked, computed, tokens, added in zip(*known, strict=True):
-            reached = computed + tokens
-            if added is not None:
-                meta.fresh += added
-            elif tracked is not None and reached < tracked.store.idle_until and not resumed:
-                # Most steps of a running request complete neither a block nor a chunk.
-                continue
-            if tracked is None:
-                continue
-            tables = tracked.store.block_tables
-            if name in resumed:
-                self._begin(tracked, added if added is not None else [[] for _ in tables], computed)
-            elif added is not None:
-                for own, more in zip(tables, added, strict=True):
-                    own.extend(more)
-            self._compute(tracked, computed, reached, meta, offered)
+        self._idle_tokens -= max(scheduled.values(), default=0)
+        if (
+            self._idle_tokens <= 0
+            or cached.req_ids != self._idle
+            or any(cached.new_block_ids)
+            or cached.resumed_req_ids
+        ):
+            self._plan_running(scheduled, cached, requests, meta, offered)
         for new in output.scheduled_new_reqs:
             meta.fresh += new.block_ids
             if (tracked := requests.get(new.req_id)) is not None:
@@ -122,12 +115,41 @@ class StorePlanner:
     def mark_stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or being stored."""
         store, size = tracked.store, self._size
-        store.stored, store.idle_until = chunks, 0.0
+        store.stored, store.idle_until, self._idle_tokens = chunks, 0.0, 0
         prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
         stores = self._may_store(tracked) and prompt >= (chunks + 1) * size
         store.complete_at = (chunks + 1) * size if stores else inf
 
     # ---- inside
+
+    def _plan_running(
+        self,
+        scheduled: Mapping[str, int],
+        cached: Any,
+        requests: Mapping[str, Tracked],
+        meta: StepMetadata,
+        offered: Mapping[str, list[tuple[int, int, int]]],
+    ) -> None:
+        """Plan the step of requests that ran before. scheduled, cached: vLLM's arrays."""
+        resumed, idle_tokens = cached.resumed_req_ids, inf
+        known = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for name, computed, added in known:
+            tracked, reached = requests.get(name), computed + scheduled[name]
+            if added is not None:
+                meta.fresh += added
+            if tracked is None:
+                continue
+            store = tracked.store
+            if added is not None or resumed or reached >= store.idle_until:
+                if name in resumed:
+                    tables = added if added is not None else [[] for _ in store.block_tables]
+                    self._begin(tracked, tables, computed)
+                elif added is not None:
+                    for own, more in zip(store.block_tables, added, strict=True):
+                        own.extend(more)
+                self._compute(tracked, computed, reached, meta, offered)
+            idle_tokens = min(idle_tokens, store.idle_until - reached)
+        self._idle, self._idle_tokens = cached.req_ids, idle_tokens
 
     def _may_store(self, tracked: Tracked) -> bool:
         return self._context.stores and tracked.params.store and not self._context.refused

@@ -128,6 +128,13 @@ def test_a_later_request_of_a_name_is_seen_though_the_earlier_had_far_to_go(engi
     assert [engine.stored(later, engine.step()) for _ in range(3)] == [[], [0], []]
 
 
+def test_a_block_for_a_step_that_completes_nothing_is_known(engine: Engine) -> None:
+    running = engine.add(new_tokens(CHUNK + 1), max_tokens=2 * CHUNK)
+    metas = [engine.step() for _ in range(CHUNK)]
+    assert sum(len(row) for meta in metas for row in meta.fresh) == 2 * CHUNK // BLOCK
+    assert [number for meta in metas for number in engine.stored(running, meta)] == [0, 1]
+
+
 def test_a_load_whose_end_is_reported_and_written_at_once_counts_once(engine: Engine) -> None:
     """So the report of the next load of that request counts, too."""
     ends(engine)
