@@ -103,33 +103,6 @@ def test_without_a_master_everything_else_works(
         assert alone.get_stats()["offload"]["dropped"]["backlog"] == 2
 
 
-def test_a_hung_provider_costs_a_deadline(nodes: list[Node], hung_depot: Depot, model: str) -> None:
-    """The library's call goes on for half a minute: its buffers are not used again, and nobody
-    waits for it but its thread.
-    """
-    one, two = (engine(at, hung_depot, model, failures=1, get_seconds=0.5) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH)
-    through(one, cache, tokens)
-    (provider,) = hung_depot.providers
-    provider.stop()
-    assert get(two, cache, tokens) == 0
-    stats = two.get_stats()
-    assert (stats["offload"]["late"], stats["failures"]["offload_get"]) == (1, 1)
-    provider.cont()
-    eventually(lambda: two.get_stats()["offload"]["usable"])
-    # Half a second is not long everywhere.
-    eventually(lambda: two.lookup(tokens) == get(two, cache, tokens) == LENGTH)
-    # From now on it is in the pool.
-    assert two.flush(SECONDS)
-    # They end with calls that hang.
-    provider.stop()
-    put(one, cache, prompt(LENGTH, 2))
-    assert get(two, cache, tokens) == LENGTH
-    one.close()
-    two.close()
-    provider.cont()
-
-
 def test_vcache_clear_reaches_below_where_it_is_told_to(
     nodes: list[Node], own_depot: Depot, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
