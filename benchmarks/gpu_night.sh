@@ -17,7 +17,7 @@
 #   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
-#   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool promises"   7 minutes
+#   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes
 #
 # `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
 # (ARMS=alone:turn,alone:cache_aware16, then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is
@@ -146,7 +146,7 @@ models() {
 which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
 copies() { "$python" -m benchmarks --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 soak() {
-  local levels=${LEVELS:-death death_pool promises} level
+  local levels=${LEVELS:-death death_pool} level
   for level in $levels; do
     PYTHONPATH=tests:tests/support:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level "$level" --seconds "${SOAK_SECONDS:-180}" > "$out/soak-$level.txt" 2>&1 &
   done

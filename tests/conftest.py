@@ -50,15 +50,15 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "integration_failures monitor injector_lmcache offload_process vllm_processes integrations documents "
-    "disaggregated_prefill examples offload_tier vllm_sharing vllm_groups "
-    "vllm_waits vllm_weights vllm_offload vllm_benchmarks server_socket directory_stateful "
-    "bounds soak vllm_modes deploy resident_loads start_server demo "
-    "vllm_connector lmcache_failures cli vllm_sleep vllm_in_place neighbours "
-    "doctor_offload pinned_pool doctor_model lmcache_engine resident_stateful"
+    "injector monitor_metrics offload_process injector_lmcache integration_failures "
+    "vllm_processes integrations documents disaggregated_prefill examples offload_tier "
+    "vllm_sharing vllm_groups vllm_waits vllm_versions vllm_in_place vllm_offload "
+    "vllm_benchmarks server_socket directory_stateful bounds soak vllm_modes deploy "
+    "resident_loads start_server demo vllm_connector vllm_sleep doctor_offload pinned_pool "
+    "doctor_model lmcache_backend lmcache_worker residents_stateful mappings monitor_web"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. Two of the
-first need no vLLM, which the nursery imports meanwhile."""
+first three need no vLLM, which the nursery imports meanwhile."""
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
 PROCESS = os.environ.get("PYTEST_XDIST_WORKER", "")
 """The name of this process, if pytest has several."""

@@ -27,7 +27,7 @@ def test_instances_share_again_after_every_reset() -> None:
 @pytest.mark.parametrize("control", INPLACE.controls)
 def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
     level = INPLACE._replace(counts=FEW, stops=0.01)
-    assert run_control(control, 7, level).caught(control)
+    assert run_control(control, 7, level).outcomes.wrong
 
 
 def test_it_is_seen_where_readers_of_the_pool_do_not_compare_generations() -> None:

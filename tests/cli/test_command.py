@@ -18,7 +18,6 @@ import pytest
 from processes import ROOT, SECONDS, Child, Stage, ran
 from typer.testing import CliRunner
 
-from vcache_backend import config
 from vcache_backend.cli import app, command
 
 VCACHE = [sys.executable, "-m", "vcache_backend"]
@@ -83,14 +82,6 @@ def test_config_init_writes_a_whole_file_over_none_and_check_tells_mistakes(tmp_
     assert said == f"vcache: {path}: {wrong}; did you mean `segment_bytes`?\n"
 
 
-def test_config_show_writes_every_default_out_and_can_be_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "shown.yaml"
-    path.write_text(vcache("config", "show", "--socket", "/run/x.sock").stdout)
-    loaded = config.load(path)
-    assert loaded.server.path == Path("/run/x.sock")
-    assert loaded.pool == config.Config().pool
-
-
 def test_a_socket_is_meant_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = vcache("config", "show", "--socket", "here.sock").stdout
@@ -99,29 +90,6 @@ def test_a_socket_is_meant_from_the_folder(tmp_path: Path, monkeypatch: pytest.M
     for given in ("/", ""):
         said = vcache("serve", "--socket", given, expect=1).stderr
         assert said == f"vcache: --socket: socket must be the path of a file, got {given!r}\n"
-
-
-LOSES_SIGINT = """
-import os, runpy, signal, sys
-loses = sys.argv.pop()
-class Finder:
-    def find_spec(self, name, *more):
-        if name == loses:
-            Loses()
-class Loses:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-runpy.run_module("vcache_backend", run_name="__main__")
-"""
-"""Ctrl-C while `typer`, say, is imported, where an exception is lost: in a destructor."""
-
-
-@pytest.mark.parametrize("module", ["typer", "vcache_backend.metadata_server.main"])
-def test_no_ctrl_c_is_lost_while_the_server_is_imported(tmp_path: Path, module: str) -> None:
-    arguments = "serve", f"--socket={tmp_path / 'run' / 'vcache.sock'}", module
-    with Child([sys.executable, "-c", LOSES_SIGINT, *arguments]) as child:
-        assert child.wait() == (-signal.SIGINT, "")
 
 
 def test_a_runtime_folder_that_is_no_text_path_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import vllm_cases
+from injector_cases import Case, Outcome
 from processes import eventually
 from vllm_cases import Instance, Node, here
 
@@ -24,11 +25,9 @@ pytestmark = pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.mi
 ALL = os.environ.get("VCACHE_INJECT") == "all"
 WAYS = list(product((1, 3), (False, True)))
 """The number of the call, and whether it raises behind its work."""
-FILES = {"integration/lmcache/worker.py", "integration/lmcache/hooks.py"}
-FILES |= {"vcache_backend/transfer/load.py", "vcache_backend/protocol/client.py"}
+FILES = {"lmcache/worker.py", "lmcache/hooks.py", "transfer/load.py", "protocol/client.py"}
 """Some of whose functions raise."""
 SAID = "shares nothing any more", "stepped aside"
-Case = tuple[str, int, bool]
 
 
 def inside(serving: Any, name: str, *given: Any) -> Any:
@@ -42,24 +41,19 @@ def chosen(calls: dict[str, int]) -> Iterator[Case]:
     for number, (name, count) in enumerate(sorted(calls.items())):
         ways = [way for way in WAYS if way[0] <= count]
         for call, behind in ways if ALL else [ways[number % len(ways)]]:
-            yield name, call, behind
+            yield Case(name, behind, call)
 
 
 def outcome_of(here: Node, instance: Instance, case: Case) -> str:
     """What came of it; a fault begins with `FAULT`."""
-    name, _, behind = case
-    raised, wrong, off = instance.ask(inside, "run", case)
-    if wrong:
-        return f"FAULT: {wrong} wrong answers"
-    if not raised:
-        return "not reached"
-    if not off:
-        return "shares again"
-    if not any(said in off for said in SAID):
-        return f"FAULT: shares nothing, and nobody says so: {off}"
-    text = f"{'behind' if behind else 'in'} {name}"
-    eventually(lambda: text in str(here.stats().reports))
-    return "stepped aside" if SAID[1] in off else "off, and said"
+    outcome: Outcome = instance.ask(inside, "run", case)
+    if outcome.kind == "wrong":
+        return f"FAULT: {outcome.wrong or 'shares nothing, and nobody says so'}"
+    if outcome.kind == "off, and said":
+        if not any(said in outcome.off for said in SAID):
+            return f"FAULT: shares nothing, and nobody says why: {outcome.off}"
+        eventually(lambda: str(case) in str(here.stats().reports))
+    return "stepped aside" if SAID[1] in outcome.off else outcome.kind
 
 
 @pytest.mark.timeout(3600)
@@ -78,14 +72,10 @@ def test_an_exception_of_ours_behind_lmcache_is_no_wrong_answer_and_no_end(
         line = f"injector, LMCache: {len(outcomes)} cases of {len(calls)} functions: {said}"
         record_property("summary", line)
         if table := os.environ.get("VCACHE_INJECT_TABLE"):
-            rows = [
-                f"| {name} | {call} | {'behind' if behind else 'before'} | {outcome} |"
-                for (name, call, behind), outcome in outcomes.items()
-            ]
-            head = ["| function | call | raises | outcome |", "| --- | --- | --- | --- |"]
-            Path(table).write_text("\n".join([line, "", *head, *rows, ""]))
+            rows = [f"| {case} | {outcome} |" for case, outcome in outcomes.items()]
+            Path(table).write_text("\n".join([line, "", *rows, ""]))
     faults = {case: outcome for case, outcome in outcomes.items() if "FAULT" in outcome}
     assert not faults
-    assert {name.partition(":")[0] for name, _, _ in outcomes} >= FILES
+    assert {case.function.partition(":")[0] for case in outcomes} >= FILES
     # A few depend on the order of threads.
     assert counted["not reached"] <= len(outcomes) // 20

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 from model import chunk_key
-from processes import QUICK, Child, Raw, Stage, containers, eventually, info, make_memfd
+from processes import QUICK, Child, Raw, Stage, eventually, info, make_memfd
 from server_cases import KIB, few_descriptors, has_room, offer, offering, put, reserving
 
 from vcache_backend.metadata_server.endpoint import beside
@@ -87,28 +85,6 @@ def test_what_cannot_be_a_table_ends_no_server(stage_: Stage, memfd: int) -> Non
     server.expect("not a server's table of resets")
 
 
-def test_who_missed_a_server_brings_nothing_back_that_it_has_reset(
-    stage_: Stage, memfd: int
-) -> None:
-    """A client holds the table of a segment, and was stopped while the next server reset it."""
-    server = stage_.server()
-    client = stage_.client(QUICK)
-    table = os.dup(offer(client, info("s0", 4 * KIB), memfd))
-    put(client, A, B)
-    server = restart_with(stage_, client, server)
-    client.clear(A[:8], reset=True)
-    put(client, C)
-    epoch = client.present([A]).epoch
-    client.close()
-    server.kill()
-    stage_.server()
-    with Raw(stage_.path) as raw:
-        added = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd, table))
-        assert added == ["added", 1]
-        assert raw.ask("contains", [A, B, C]) == ["present", [False, False, True], epoch]
-    os.close(table)
-
-
 def test_what_came_before_the_news_of_a_reset_is_forgotten(stage_: Stage, memfd: int) -> None:
     """A new client is quicker than those of before, and could have it from the offload tier."""
     server = stage_.server()
@@ -156,18 +132,6 @@ def test_slots_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd
     assert client.stats().quarantined_slots == {writer.pid: 4}
     writer.signal(signal.SIGKILL)  # not reaped: a zombie writes nothing
     eventually(lambda: has_room(client))
-
-
-@pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
-def test_a_server_in_another_namespace_takes_nobody_for_gone(stage_: Stage, memfd: int) -> None:
-    """The table has the writer's pid of before, which here is nobody's, or somebody else's."""
-    server = stage_.server()
-    client = offering(stage_, memfd)
-    reserving(stage_)
-    restart_with(stage_, client, server, within=processes.IN_A_CONTAINER)
-    time.sleep(0.2)  # some ticks
-    assert client.stats().quarantined == 1
-    assert not has_room(client)
 
 
 # ---- descriptors

@@ -5,7 +5,6 @@ providers.
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,10 +14,8 @@ from engine_cases import Node, get, put
 from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, layout_of, places, prompt
 from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_depot, raw
 from mooncake_store import Depot
-from neighbour_cases import held_up
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through
 from processes import SECONDS, eventually, leaving_nothing
-from resident_cases import owner
 from test_command import vcache
 
 from vcache_backend.config import ByteSize
@@ -26,7 +23,6 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.offload import objects, tier, transfers
 from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, Present
-from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
@@ -89,37 +85,6 @@ def test_a_store_that_is_slower_than_computing_is_tried_now_and_then(
     assert [two.lookup(other) for _ in range(3)] == [LENGTH, 0, 0]
 
 
-def test_a_load_whose_fetch_is_over_sleeps_while_the_next_chunks_kv_cache_is_mapped(
-    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that maps it needs the interpreter, too."""
-    one, two = (engine(at, depot, model) for at in nodes)
-    tokens, session = prompt(2 * CHUNK), two._session
-    through(one, Cache(), tokens)
-    cache = Cache()
-    kv = session.bind(cache.tensors)
-    neighbours = Neighbours(session.client, session.device, kv, 0)
-    nodes[1].undo.callback(neighbours.close)
-    blocks = list(range(2 * CHUNK // kv.block_size))
-    there = owner(nodes[1]).compute(tokens, blocks).cut(1, 2)
-    opens = held_up(monkeypatch)
-    places = BlockPlaces(kv, CHUNK, blocks, kv.block_size)
-    load = Load(session, places, two.keys(tokens), runs=[there], neighbours=neighbours)
-    eventually(lambda: load.advance() or load.loaded == 1)
-    sleepers, sleep = set[int](), time.sleep
-
-    def noted(seconds: float) -> None:
-        sleepers.add(threading.get_ident())
-        sleep(seconds)
-
-    monkeypatch.setattr(time, "sleep", noted)
-    load.advance()
-    load.wait(SECONDS)
-    assert threading.get_ident() in sleepers
-    opens.set()
-    assert (load.run(SECONDS), load.cause) == (2, "")
-
-
 def test_without_a_master_everything_else_works(
     nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,33 +101,6 @@ def test_without_a_master_everything_else_works(
         assert alone.lookup(prompt(LENGTH, 2)) == 0
         assert alone.get_stats()["offload"]["usable"] is False
         assert alone.get_stats()["offload"]["dropped"]["backlog"] == 2
-
-
-def test_a_hung_provider_costs_a_deadline(nodes: list[Node], hung_depot: Depot, model: str) -> None:
-    """The library's call goes on for half a minute: its buffers are not used again, and nobody
-    waits for it but its thread.
-    """
-    one, two = (engine(at, hung_depot, model, failures=1, get_seconds=0.5) for at in nodes)
-    cache, tokens = Cache(), prompt(LENGTH)
-    through(one, cache, tokens)
-    (provider,) = hung_depot.providers
-    provider.stop()
-    assert get(two, cache, tokens) == 0
-    stats = two.get_stats()
-    assert (stats["offload"]["late"], stats["failures"]["offload_get"]) == (1, 1)
-    provider.cont()
-    eventually(lambda: two.get_stats()["offload"]["usable"])
-    # Half a second is not long everywhere.
-    eventually(lambda: two.lookup(tokens) == get(two, cache, tokens) == LENGTH)
-    # From now on it is in the pool.
-    assert two.flush(SECONDS)
-    # They end with calls that hang.
-    provider.stop()
-    put(one, cache, prompt(LENGTH, 2))
-    assert get(two, cache, tokens) == LENGTH
-    one.close()
-    two.close()
-    provider.cont()
 
 
 def test_vcache_clear_reaches_below_where_it_is_told_to(

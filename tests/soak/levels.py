@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,9 +26,7 @@ class Level(NamedTuple):
     at most so many seconds. seconds: the longest that the level itself takes. silence: seconds
     after which a silent process counts as ended. prepare: fills the shared folder. longest_stop:
     seconds that a process stays stopped, at most. lends: bytes that an instance lends to a pool,
-    through which it shares; 0: it shares in place. pause: seconds between two mishaps, on average.
-    states: in which an instance stops itself, and dies with the exit status `DIED`, `DIED` + 1 and
-    so on; such a level takes all of its time."""
+    through which it shares; 0: it shares in place. pause: seconds between two mishaps, on average."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -45,7 +43,6 @@ class Level(NamedTuple):
     pauses: float = 0.0
     lends: int = 0
     pause: float = 0.5
-    states: tuple[str, ...] = ()
 
 
 INPLACE = Level(
@@ -87,26 +84,19 @@ SOAK = Level(
 )
 
 
-def _vllms(on_cpu: int, **given: Any) -> Level:
-    """A level of real vLLMs: four on GPUs, else so many on the CPU."""
+def death(lends: int = 0) -> Level:
+    """Whole vLLMs around their loads: four on GPUs, else three on the CPU. lends: see `Level`."""
+    from . import whole
+
     on_gpus = torch.cuda.is_available()
     # What the processes inherit.
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     on_cpus = CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"}
     os.environ.update(ENVIRONMENT | own | ({} if on_gpus else on_cpus))
-    counts: dict[Role, int] = {"vllm": 4 if on_gpus else on_cpu}
-    seconds = 360.0 if on_gpus else 1200.0
-    return Level(counts=counts, seconds=seconds, silence=240.0, longest_stop=1.2, **given)
-
-
-def death(lends: int = 0) -> Level:
-    """Whole vLLMs around their loads. lends: see `Level`."""
-    from . import whole
-
-    return _vllms(
-        3,
+    return Level(
         life=whole.live,
         prepare=whole.prepare,
+        counts={"vllm": 4 if on_gpus else 3},
         mishaps={
             "vllm killed": 1,
             "vllm stopped": 20,
@@ -121,28 +111,9 @@ def death(lends: int = 0) -> Level:
         controls=("no comparison",),
         pauses=0.7,
         lends=lends,
-    )
-
-
-def promised() -> Level:
-    """Whole vLLMs in place that ask for the same prompts at the same time."""
-    from . import promises
-
-    return _vllms(
-        2,
-        life=promises.live,
-        prepare=promises.prepare,
-        mishaps={
-            "vllm killed": 1,
-            "vllm stopped": 10,
-            "vllm starved": 5,
-            "server killed": 2,
-            "server stopped": 3,
-        },
-        loads=100,
-        controls=("no bound",),
-        pause=3.0,
-        states=promises.STATES,
+        seconds=360.0 if on_gpus else 1200.0,
+        silence=240.0,
+        longest_stop=1.2,
     )
 
 
@@ -151,5 +122,4 @@ LEVELS: dict[str, Callable[[], Level]] = {
     "inplace": lambda: INPLACE,
     "death": death,
     "death_pool": lambda: death(lends=1 << 20),
-    "promises": promised,
 }

@@ -24,17 +24,15 @@ from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 from .forked import begin
 
 Role = Literal["owner", "reader", "worker", "vllm"]
-Control = Literal["", "no comparison", "counted late", "published early", "no bound"]
+Control = Literal["", "no comparison", "counted late", "published early"]
 REPORT_SECONDS = 0.2
-DIED = 64
-"""The first of the exit statuses of instances that end in a state on purpose."""
 
 
 class Settings(msgspec.Struct, frozen=True):
     """stops: share of the steps at which the instance stops itself. pauses: the same of the steps
     between a load's launch and the comparison; 0: as elsewhere. control: the rule of the protocol
     that is broken, see `__main__`; empty: none. shared: a folder that all instances use. number:
-    the instance's place among them. start: which of all starts this is."""
+    the instance's place among them."""
 
     config: Config
     role: Role
@@ -45,7 +43,6 @@ class Settings(msgspec.Struct, frozen=True):
     control: Control
     shared: str
     number: int
-    start: int
 
 
 class Outcomes(msgspec.Struct):
@@ -54,8 +51,7 @@ class Outcomes(msgspec.Struct):
     loads: loads that brought something, all of it compared; with whole vLLMs, requests for which
     something was loaded. reuse_hits: loads of which some chunks did not count, since a block or slot
     changed between launch and comparison. raised: calls. wrong: loads, or answers. answers:
-    vLLM's, to whole requests. waits: requests that waited for what others computed. overdue: those
-    that waited too long. steps: how often a process stopped itself, by the step of the protocol.
+    vLLM's, to whole requests. steps: how often a process stopped itself, by the step of the protocol.
     causes: why loads brought less."""
 
     loads: int = 0
@@ -63,8 +59,6 @@ class Outcomes(msgspec.Struct):
     raised: int = 0
     wrong: int = 0
     answers: int = 0
-    waits: int = 0
-    overdue: int = 0
     steps: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
 

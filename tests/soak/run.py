@@ -19,7 +19,7 @@ from vcache_backend import config
 
 from .forked import Forked, Waker, hear
 from .levels import INPLACE, Level
-from .living import DIED, Control, Outcomes, Role, Settings
+from .living import Control, Outcomes, Role, Settings
 from .memory import CHUNK_TOKENS
 from .mishaps import Mishaps, server
 
@@ -49,10 +49,6 @@ class Result(msgspec.Struct):
     wrong: list[str] = []
     seconds: float = 0.0
     ended: int = 0
-
-    def caught(self, control: Control) -> int:
-        """How often what this control breaks was seen."""
-        return self.outcomes.overdue if control == "no bound" else self.outcomes.wrong
 
 
 class Soak:
@@ -112,10 +108,7 @@ class Soak:
                 continue
             instance = self._here[number]
             instance.kill()
-            if instance.status >= DIED:
-                state = self._level.states[instance.status - DIED]
-                self._mishaps.counts[f"died: {state}"] += 1
-            elif instance.status != -signal.SIGKILL or instance.pid not in self._mishaps.killed:
+            if instance.status != -signal.SIGKILL or instance.pid not in self._mishaps.killed:
                 self._has_ended(instance)
             self._here[number] = self._start(instance.settings.role, number)
 
@@ -145,7 +138,6 @@ class Soak:
             control=self._control,
             shared=self._shared,
             number=number,
-            start=self._starts,
         )
         return Forked(level.life, settings, Path(settings.log))
 
@@ -160,12 +152,11 @@ class Soak:
 
 def run(seed: int, level: Level = INPLACE, shared: Path = NOWHERE) -> Result:
     """Run a level until so many loads have brought something, and as many were refused as it asks
-    for. A level with states takes all of its time.
+    for.
     """
 
     def over(result: Result, passed: float) -> bool:
-        enough = not level.states and not _too_few(result, level)
-        return passed > level.seconds or enough
+        return passed > level.seconds or not _too_few(result, level)
 
     with Soak(level, seed, shared) as made:
         return made.run(over)
@@ -177,7 +168,7 @@ def run_control(
     """Run a control until what it breaks was seen; at most for the level's time."""
     with Soak(level, seed, shared, control) as made:
         return made.run(
-            lambda seen, for_: bool(seen.caught(control)) or for_ > level.control_seconds
+            lambda seen, for_: bool(seen.outcomes.wrong) or for_ > level.control_seconds
         )
 
 
@@ -188,15 +179,8 @@ def faults(result: Result, level: Level) -> list[str]:
         "loads or answers were wrong": seen.wrong,
         "processes ended by themselves": result.ended,
         "calls raised": seen.raised,
-        "requests were overdue": seen.overdue,
     }
     found = [f"{count} {what}" for what, count in bad.items() if count] + _too_few(result, level)
-    for state in level.states:
-        stopped, died = seen.steps[state], result.mishaps[f"died: {state}"]
-        if not (stopped and died):
-            found.append(f"{state!r}: {stopped} stops and {died} ends in this state")
-    if level.states and not seen.waits:
-        found.append("no request waited")
     return found + [f"not once {what}" for what in level.mishaps if not result.mishaps[what]]
 
 

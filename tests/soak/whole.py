@@ -39,7 +39,7 @@ TAIL, ANSWER = 8, 6
 
 class Size(NamedTuple):
     """families: how many families of prompts, each of up to `chunks` chunks. at_once: requests in
-    flight. tokens: the KV cache's size. step: the most tokens of a step.
+    flight. tokens: the KV cache's size.
     """
 
     scale: Scale
@@ -47,7 +47,6 @@ class Size(NamedTuple):
     chunks: int
     at_once: int
     tokens: int
-    step: int = 256
 
     def prompt(self, family: int, chunks: int) -> list[int]:
         """Families differ from their first token on, and end alike."""
@@ -70,15 +69,13 @@ such a step come before its writes."""
 class Whole(Living):
     """A vLLM that always has requests."""
 
-    SIZE = WHOLE
-
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice)
-        self.size, self._count = self.SIZE, 0
+        self._count = 0
         answers = Path(settings.shared, "answers.json").read_bytes()
         self._right = msgspec.json.decode(answers, type=dict[str, Answer])
         self._loaded: dict[str, int] = defaultdict(int)
-        self.engine = make(settings.shared, _transfer(settings, self.size), self.size).llm_engine
+        self.engine = make(settings.shared, _transfer(settings)).llm_engine
         asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
         # vLLM never schedules so on CPUs.
         assert asynchronous or current_platform.is_cpu()
@@ -93,13 +90,12 @@ class Whole(Living):
         """Run one step of the engine, with as many requests as it takes. Ends the process if vLLM
         fails.
         """
-        size = self.size
-        while len(self.asked) < size.at_once:
+        while len(self.asked) < WHOLE.at_once:
             self._count += 1
             asked = self.asked[str(self._count)] = self.ask()
             self._asked_at[str(self._count)] = time.monotonic()
             self.engine.add_request(
-                str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling()
+                str(self._count), {"prompt_token_ids": WHOLE.prompt(*asked)}, _sampling()
             )
         if not current_platform.is_cpu() and self.dice.random() < LONG_STEP:
             torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
@@ -118,9 +114,9 @@ class Whole(Living):
 
     def ask(self) -> tuple[int, int]:
         """The family and the chunks of the next prompt."""
-        size = self.size
-        family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
-        return family, self.dice.randint(1, size.chunks)
+        families = WHOLE.families
+        family = min(self.dice.randrange(families), self.dice.randrange(families))
+        return family, self.dice.randint(1, WHOLE.chunks)
 
     def stops_behind(self, owner: Any, name: str, step: str) -> None:
         """Have the process stop itself now and then after this method of `owner` has returned."""
@@ -170,12 +166,12 @@ class Whole(Living):
         self.stops_behind(worker, "store", "step launched")
 
 
-def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
+def make(folder: str, transfer: dict[str, Any] | None) -> Any:
     """A vLLM of the model in the folder. transfer: `kv_transfer_config`."""
     own = {
-        "kv_cache_memory_bytes": size.tokens * size.scale.token_bytes,
-        "max_model_len": (size.chunks + 1) * size.scale.chunk,
-        "max_num_batched_tokens": size.step,
+        "kv_cache_memory_bytes": WHOLE.tokens * WHOLE.scale.token_bytes,
+        "max_model_len": (WHOLE.chunks + 1) * WHOLE.scale.chunk,
+        "max_num_batched_tokens": 256,
         "async_scheduling": True,
         "disable_log_stats": True,
         "kv_transfer_config": transfer,
@@ -189,8 +185,8 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
     else:
         # Engines start often, so nothing is compiled.
         own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    scale = msgspec.structs.replace(size.scale, cpu=on_cpu)
-    return vllm.LLM(**llm(scale, Path(folder, "model"), size.at_once) | own)
+    scale = msgspec.structs.replace(WHOLE.scale, cpu=on_cpu)
+    return vllm.LLM(**llm(scale, Path(folder, "model"), WHOLE.at_once) | own)
 
 
 def _sampling() -> Any:
@@ -199,7 +195,7 @@ def _sampling() -> Any:
     )
 
 
-def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
+def _transfer(settings: Settings) -> dict[str, Any]:
     client = {
         f"client.{name}": json.dumps(value)
         for name, value in msgspec.to_builtins(settings.config.client).items()
@@ -207,31 +203,30 @@ def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
     client["connector.share"] = "pool" if settings.config.pool.segment_bytes else "in_place"
     # Two lend, so that the pool holds fewer chunks than are asked for.
     lends = settings.config.pool.segment_bytes or 0 if settings.number < 2 else 0
-    return our_connector(settings.config.server.path, lends, size.scale.chunk, client)
+    return our_connector(settings.config.server.path, lends, WHOLE.scale.chunk, client)
 
 
-def answer_all(job: tuple[str, Size], pipe: Connection) -> None:
-    """The main function of the reference's process: vLLM alone answers each prompt of this size,
-    one at a time, into the folder's `answers.json`.
+def answer_all(folder: str, pipe: Connection) -> None:
+    """The main function of the reference's process: vLLM alone answers each prompt, one at a time,
+    into the folder's `answers.json`.
     """
     die_with_parent()
-    folder, size = job
     write_model(Path(folder, "model"), TINY)
-    llm, found = make(folder, None, size), {}
-    for family in range(size.families):
-        for chunks in range(1, size.chunks + 1):
+    llm, found = make(folder, None), {}
+    for family in range(WHOLE.families):
+        for chunks in range(1, WHOLE.chunks + 1):
             llm.reset_prefix_cache()
             (output,) = llm.generate(
-                [{"prompt_token_ids": size.prompt(family, chunks)}], [_sampling()], use_tqdm=False
+                [{"prompt_token_ids": WHOLE.prompt(family, chunks)}], [_sampling()], use_tqdm=False
             )
             found[f"{family} {chunks}"] = Answer.of(output)
     Path(folder, "answers.json").write_bytes(msgspec.json.encode(found))
     pipe.send(len(found))
 
 
-def prepare(folder: Path, size: Size = WHOLE) -> None:
+def prepare(folder: Path) -> None:
     """The model and its answers."""
-    made = Forked(answer_all, (str(folder), size), folder / "alone.log")
+    made = Forked(answer_all, str(folder), folder / "alone.log")
     try:
         made.pipe.recv()
     finally:
@@ -239,16 +234,11 @@ def prepare(folder: Path, size: Size = WHOLE) -> None:
 
 
 def live(settings: Settings, pipe: Connection) -> None:
-    """The main function of an instance's process."""
-    live_on_gpu(Whole, settings, pipe)
-
-
-def live_on_gpu(kind: type[Whole], settings: Settings, pipe: Connection) -> None:
-    """`live_as`, on one of the GPUs in turn."""
+    """The main function of an instance's process, on one of the GPUs in turn."""
     if not current_platform.is_cpu():
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[settings.number % len(gpus)]
-    live_as(kind, settings, pipe)
+    live_as(Whole, settings, pipe)
 
 
 if current_platform.is_cpu() and hasattr(current_platform, "register_triton_kernel_overrides"):

@@ -25,7 +25,6 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
-from vcache_backend.vram_pool.pool import PoolSegment
 from vcache_backend.vram_pool.regions import SlotView
 
 ROOMY = 1 << 20
@@ -112,27 +111,18 @@ class WrongCopier(HostCopier):
         return finished
 
 
-class TrustingEngine(VCacheEngine):
-    """A planted bug: this process does not compare generations."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        PoolSegment.right = lambda segment, slots, generations: len(slots) // 4  # type: ignore[method-assign]
-
-
 # ---- worker processes
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is started with. pauses: its copier is a `PausingCopier`. trusting: its
-    engine is a `TrustingEngine`. visible: the GPUs it sees; empty: those that this process sees.
+    """What a worker process is started with. pauses: its copier is a `PausingCopier`.
+    visible: the GPUs it sees; empty: those that this process sees.
     apart: see `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
 
     config: Config
     arrangement: Arrangement
     sizes: Sizes
     pauses: bool = False
-    trusting: bool = False
     visible: str = ""
     apart: processes.Apart | None = None
     kv_device: str = ""
@@ -154,8 +144,8 @@ class WorkerLoop:
         self.pausing = PausingCopier(self._wait)
         layout = layout_of(self.cache, setup.config.engine.chunk_size)
         copier = self.pausing if setup.pauses else None
-        kind = TrustingEngine if setup.trusting else VCacheEngine
-        self.engine = kind(setup.config, layout, copier=copier, kv_device=setup.kv_device)
+        given = {"copier": copier, "kv_device": setup.kv_device}
+        self.engine = VCacheEngine(setup.config, layout, **given)
 
     def pause(self) -> None:
         """In the next copy."""
@@ -285,7 +275,7 @@ class Node:
         chunk_size: int = CHUNK,
         **more: Any,
     ) -> Worker:
-        """A worker process on `device`. more: `pauses`, `trusting`, `visible`, `apart`, `kv_device`
+        """A worker process on `device`. more: `pauses`, `visible`, `apart`, `kv_device`
         (see Setup).
         """
         more |= {"config": self.config(device, segment_bytes, chunk_size), "sizes": sizes}

@@ -7,22 +7,15 @@ anew, and every block of the KV cache is overwritten."""
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
-from injector_cases import Case, Outcome
+from injector_cases import Case, Outcome, Scope, Watch, end
 from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm_cases import Answer, Prompt
 from vllm_inside import Serving
 
-import vcache_backend
 from vcache_backend.integration.vllm.connector import VCacheConnector
 from vcache_backend.integration.vllm.worker import worker
 from vcache_backend.resident import mappings
@@ -30,15 +23,6 @@ from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 
-ROOTS = tuple(
-    str(Path(folder).resolve())
-    for folder in (
-        vcache_backend.__path__[0],
-        Path(vcache_backend.__path__[0]).parent / "integration",
-    )
-)
-LAYER = ("boundary.py",)
-"""Modules whose functions do not raise here: the layer that the cases test."""
 OUTERMOST = (
     # What vLLM calls without a guard: attributes are set and read, and a guarded method called.
     "VCacheConnector.update_state_after_alloc",
@@ -71,6 +55,8 @@ OUTERMOST = (
     "KVBlocks._cache_partial_block",
     "_harmless.",
 )
+SCOPE = Scope(("",), ("boundary.py",), OUTERMOST)
+"""All but the layer that the cases test."""
 CLOSE_SECONDS, RETRY_SECONDS = 0.2, 0.02
 TRIES = 10
 """How often a last request may find nothing, while a neighbour is tried again."""
@@ -105,52 +91,28 @@ class Injecting(Serving):
     def functions(self, load: list[Prompt]) -> dict[str, int]:
         """How often each function of ours is called from the start to the end of a load in which
         nothing raises."""
-        calls, lock = Counter[str](), threading.Lock()
-
-        def seen(frame: FrameType, event: str, argument: object) -> None:
-            if event == "call" and (name := function(frame.f_code)):
-                with lock:
-                    calls[name] += 1
-
-        outcome = self._watched(seen, load, [])
+        watch = Watch(SCOPE)
+        outcome = self._watched(watch, load, [])
         assert not outcome, outcome
-        return dict(calls)
+        return dict(watch.calls)
 
     def inject(self, case: Case, load: list[Prompt], answers: list[Answer]) -> Outcome:
         """Run the load with one exception, and say what came of it. load: see `_load`."""
-        state, lock = {"calls": 0, "raised": False}, threading.Lock()
-        event_wanted = "return" if case.after else "call"
-
-        def raises(frame: FrameType, event: str, argument: object) -> None:
-            if event != event_wanted or function(frame.f_code) != case.function:
-                return
-            with lock:
-                state["calls"] += 1
-                if state["raised"] or state["calls"] < case.call:
-                    return
-                state["raised"] = True
-            raise RuntimeError("raised on purpose")
-
-        wrong = self._watched(raises, load, answers)
+        watch = Watch(SCOPE, case)
+        wrong = self._watched(watch, load, answers)
         connector = self._core.scheduler.connector
         if wrong:
-            return Outcome(state["raised"], wrong, connector.off, 0)
+            return Outcome(watch.raised, wrong, connector.off, 0)
         hit = 0
         for turn in range(TRIES if not connector.off else 0):
             assert self._core.scheduler.reset_prefix_cache()
             if hit := self._run([load[0]], turn)[0].cached:
                 break
             time.sleep(RETRY_SECONDS)
-        return Outcome(state["raised"], "", connector.off, hit)
+        return Outcome(watch.raised, "", connector.off, hit)
 
-    def _watched(
-        self,
-        watch: Callable[[FrameType, str, object], None],
-        load: list[Prompt],
-        answers: list[Answer],
-    ) -> str:
-        threading.setprofile(watch)
-        sys.setprofile(watch)
+    def _watched(self, watch: Watch, load: list[Prompt], answers: list[Answer]) -> str:
+        watch.begin()
         try:
             self.renew()
             return self._load(load, answers)
@@ -159,8 +121,7 @@ class Injecting(Serving):
 
             return f"vLLM got {error!r}: {traceback.format_exc(limit=-4)}"
         finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
+            end()
 
     def renew(self) -> None:
         """Replace vLLM's scheduler and both halves of the connector, as at vLLM's start."""
@@ -218,26 +179,6 @@ class Injecting(Serving):
             if done.keys() >= set(names):
                 return [done[name] for name in names]
         raise TimeoutError(f"{set(names) - done.keys()} hang")
-
-
-def function(code: CodeType) -> str:
-    """The name of a function of ours that may raise; empty for all others."""
-    if code not in _names:
-        _names[code] = _name(code)
-    return _names[code]
-
-
-_names: dict[CodeType, str] = {}
-
-
-def _name(code: CodeType) -> str:
-    path = str(Path(code.co_filename).resolve()) if code.co_filename[:1] != "<" else ""
-    root = next((root for root in ROOTS if path.startswith(root)), "")
-    if not root or path.endswith(LAYER) or code.co_qualname.startswith(OUTERMOST):
-        return ""
-    if code.co_name in ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"):
-        return ""
-    return f"{path[len(root) + 1 :]}:{code.co_qualname}"
 
 
 def _pages() -> list[Any]:

@@ -1,8 +1,20 @@
-"""An exception of ours that a test asks for, and what came of it; see injector.py."""
+"""An exception of ours that a test asks for, what raises it, and what came of it; see injector.py and
+lmcache_injector.py."""
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import NamedTuple
+
+import vcache_backend
+
+_PACKAGE = Path(vcache_backend.__path__[0]).resolve()
+ROOTS = tuple(f"{folder}/" for folder in (_PACKAGE, _PACKAGE.parent / "integration"))
+_MODULES = ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
 
 class Case(NamedTuple):
@@ -33,3 +45,57 @@ class Outcome(NamedTuple):
         if self.wrong or not (self.off or self.hit):
             return "wrong"
         return "off, and said" if self.off else "shares again"
+
+
+class Scope(NamedTuple):
+    """Functions that may raise: of files that begin with `within`, but for these files and, by the
+    beginning of their qualified names, the outermost ones."""
+
+    within: tuple[str, ...]
+    files: tuple[str, ...]
+    outermost: tuple[str, ...]
+
+    def name(self, code: CodeType) -> str:
+        """`file:qualified name`; empty for all others."""
+        path = str(Path(code.co_filename).resolve()) if code.co_filename[:1] != "<" else ""
+        file = next((path.removeprefix(root) for root in ROOTS if path.startswith(root)), "")
+        inside = bool(file) and file.startswith(self.within) and not file.endswith(self.files)
+        raises = inside and not code.co_qualname.startswith(self.outermost)
+        return f"{file}:{code.co_qualname}" if raises and code.co_name not in _MODULES else ""
+
+
+class Watch:
+    """A profile function that counts the calls of functions in a scope, or raises at one of them,
+    once: at its call, before its work, or at its return."""
+
+    def __init__(self, scope: Scope, case: Case | None = None) -> None:
+        self.case, self.raised, self.calls = case, False, Counter[str]()
+        self._event = "return" if case is not None and case.after else "call"
+        self._scope, self._names = scope, dict[CodeType, str]()
+        self._lock = threading.Lock()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event != self._event:
+            return
+        name, case = self._names.get(frame.f_code), self.case
+        if name is None:
+            name = self._names[frame.f_code] = self._scope.name(frame.f_code)
+        if not name or (case is not None and name != case.function):
+            return
+        with self._lock:
+            self.calls[name] += 1
+            if case is None or self.raised or self.calls[name] < case.call:
+                return
+            self.raised = True
+        raise RuntimeError(f"on purpose, {case}")
+
+    def begin(self) -> None:
+        """In this thread, and in those that begin from now on."""
+        threading.setprofile(self)
+        sys.setprofile(self)
+
+
+def end() -> None:
+    """Nothing is watched in this thread any more."""
+    sys.setprofile(None)
+    threading.setprofile(None)

@@ -1,112 +1,32 @@
-"""The inside of test_injector_lmcache: in one vLLM with LMCache, any function of ours raises at an
-exact call, before or behind its work, also a nested one.
-
-The interpreter's trace function raises. After that nothing is traced in this thread, so it raises
-once. Between two cases all objects of ours are made anew, as at the start of an instance."""
+"""The inside of test_injector_lmcache: in one vLLM with LMCache, any function of ours raises once.
+Between two cases all objects of ours are made anew, as at the start of an instance."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import threading
-from collections import Counter
 from contextlib import suppress
-from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
+from injector_cases import Case, Outcome, Scope, Watch, end
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_cases import CHUNK, Prompt
 from vllm_inside import POISON
 
-import vcache_backend
 from vcache_backend.integration import hooks as replaced
 from vcache_backend.integration.lmcache import boundary, hooks, worker
 
-ROOT = Path(vcache_backend.__file__).resolve().parent.parent
-WITHIN = ("integration/lmcache/", "integration/hooks.py", "vcache_backend/transfer/")
-WITHIN += tuple(f"vcache_backend/protocol/{name}.py" for name in ("client", "channel", "sockets"))
-LAST_LINES = ("integration/lmcache/boundary.py",)
-"""What keeps exceptions on our side cannot raise itself."""
-OUTERMOST = ("VCacheBackend.__init__",)
-"""LMCache calls it, logs what it raises, and goes on without a backend; it does all its work in a
-`try`."""
+WITHIN = "lmcache/", "hooks.py", "transfer/"
+WITHIN += tuple(f"protocol/{name}.py" for name in ("client", "channel", "sockets"))
+SCOPE = Scope(WITHIN, ("boundary.py",), ("VCacheBackend.__init__",))
+"""What keeps exceptions on our side cannot raise itself. LMCache calls the backend's `__init__`,
+logs what it raises, and goes on without a backend; it does all its work in a `try`."""
 PROMPTS = [
     [3 + (7 * at + family * at * at) % 80 for at in range(3 * CHUNK + 9)] for family in (1, 2)
 ]
 ROUNDS = ((0, 1), (0,), (1, 0), (0, 1))
 """The prompts of each batch. vLLM's prefix cache is emptied between two batches."""
 FLUSH_SECONDS = 5.0
-
-
-class Injected(RuntimeError):
-    """Raised on purpose."""
-
-
-class Case(NamedTuple):
-    """A function by file and qualified name, the number of its call, and where it raises."""
-
-    name: str
-    call: int
-    behind: bool
-
-
-class Outcome(NamedTuple):
-    """raised: whether the call came. wrong: answers that are not right. off: why nothing is shared;
-    empty: a hit came afterwards."""
-
-    raised: bool
-    wrong: int
-    off: str
-
-
-class Tracer:
-    """Counts the calls of our functions, or raises at one of them."""
-
-    def __init__(self, case: Case | None) -> None:
-        self.case, self.raised, self.left = case, False, case.call if case else 0
-        self.calls: Counter[str] = Counter()
-        self._names: dict[CodeType, str] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        name = self._names.get(frame.f_code)
-        if name is None:
-            name = self._names[frame.f_code] = name_of(frame.f_code)
-        if not name or self.raised:
-            return None
-        if self.case is None:
-            self.calls[name] += 1
-            return None
-        if name != self.case.name:
-            return None
-        with self._lock:
-            self.left -= 1
-            if self.left:
-                return None
-            self.raised = True
-        if not self.case.behind:
-            raise Injected(f"in {name}")
-        frame.f_trace_lines = False
-        return self._behind
-
-    def _behind(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "return":
-            raise Injected(f"behind {self.case.name}")
-        return self._behind
-
-
-def name_of(code: CodeType) -> str:
-    """`file:qualified name` of a function in question; otherwise empty."""
-    if not code.co_filename.startswith(str(ROOT)):
-        return ""
-    file = code.co_filename.removeprefix(f"{ROOT}/").replace(
-        "vcache_backend/integration", "integration"
-    )
-    within = file.startswith(WITHIN) and not file.startswith(LAST_LINES)
-    module = code.co_name in ("<module>", "<listcomp>", "<dictcomp>", "<genexpr>", "<setcomp>")
-    raises = within and not module and code.co_qualname not in OUTERMOST
-    return f"{file}:{code.co_qualname}" if raises else ""
 
 
 class Lines(logging.Handler):
@@ -137,9 +57,8 @@ class Parts:
     def worker(self) -> Any:
         return self.engine.storage_manager.storage_backends["vcache"].worker
 
-    def anew(self, tracer: Tracer | None) -> None:
-        sys.settrace(None)
-        threading.settrace(None)
+    def anew(self, watch: Watch) -> None:
+        end()
         with suppress(Exception):
             self.engine.storage_manager.storage_backends["vcache"].close()
         boundary.SCHEDULER.__init__("scheduler")
@@ -153,8 +72,7 @@ class Parts:
             ours += "get_new_blocks cache_full_blocks cache_partial_block evict_blocks "
             for name in (ours + "reset_prefix_cache").split():
                 vars(owner).pop(name, None)
-        threading.settrace(tracer)
-        sys.settrace(tracer)
+        watch.begin()
         self.engine.storage_manager.recreate_backend("vcache")
         boundary.SCHEDULER.config = theirs.config
         boundary.SCHEDULER.run(hooks._patch_scheduler, self.connector)
@@ -163,11 +81,11 @@ class Parts:
 
         def traced(*given: Any, **named: Any) -> Any:
             # In a thread of LMCache's.
-            sys.settrace(tracer)
+            sys.setprofile(watch)
             try:
                 return look_up(*given, **named)
             finally:
-                sys.settrace(None)
+                sys.setprofile(None)
 
         setattr(traced, replaced._THEIRS, getattr(look_up, replaced._THEIRS))
         self.engine.lookup = traced
@@ -191,10 +109,6 @@ class Parts:
         with suppress(Exception):
             self.worker.session.flush(FLUSH_SECONDS)
 
-    def close(self) -> None:
-        sys.settrace(None)
-        threading.settrace(None)
-
 
 _parts: list[Parts] = []
 
@@ -207,31 +121,27 @@ def parts(serving: Any) -> Parts:
 
 def count(serving: Any) -> dict[str, int]:
     """How often each function is called in a case."""
-    made, tracer = parts(serving), Tracer(None)
-    made.anew(tracer)
+    made, watch = parts(serving), Watch(SCOPE)
+    made.anew(watch)
     _, cached = made.rounds("counted", reset=True)
-    made.close()
+    end()
     # The pool was reset before the last round.
     assert cached == 0
     _, cached = made.rounds("hits")
     assert cached == 3 * CHUNK, cached
-    return dict(tracer.calls)
+    return dict(watch.calls)
 
 
-def run(serving: Any, given: tuple[str, int, bool]) -> Any:
+def run(serving: Any, case: Case) -> Outcome:
     """The function raises at the call; then whether anything is shared."""
-    made = parts(serving)
+    made, watch = parts(serving), Watch(SCOPE, case)
     made.cases += 1
-    case = Case(*given)
-    tracer = Tracer(case)
-    made.anew(tracer)
+    made.anew(watch)
     answers, _ = made.rounds(f"case {made.cases}", reset=True)
-    made.close()
+    end()
     after, cached = made.rounds(f"after {made.cases}", most=2)
     expected = [*made.expected, *made.expected[: len(after)]]
     pairs = zip([*answers, *after], expected, strict=True)
     wrong = sum(not one.agrees(right) for one, right in pairs)
-    off = ""
-    if not cached:
-        off = " ".join(made.lines.texts) or "nobody says why"
-    return tuple(Outcome(tracer.raised, wrong, off))
+    off = "" if cached else " ".join(made.lines.texts)
+    return Outcome(watch.raised, f"{wrong} wrong answers" if wrong else "", off, cached)

@@ -4,10 +4,9 @@ should be."""
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,17 +28,6 @@ def open_fds() -> int:
 def mappings() -> int:
     """Mappings of vcache's memfds in this process."""
     return sum("memfd:vcache-" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def left_behind(action: Callable[[], object], cycles: int) -> tuple[int, int]:
-    """(fds, mappings) that `cycles` runs of `action` leave in this process."""
-    action()
-    gc.collect()
-    before = open_fds(), mappings()
-    for _ in range(cycles):
-        action()
-    gc.collect()
-    return max(open_fds() - before[0], 0), max(mappings() - before[1], 0)
 
 
 def why_not_mapped(owned: OwnedSegment, reader: Device) -> str:

@@ -15,7 +15,7 @@ from kv_cases import CHUNK, FLASH, SMALL, Cache, layout_of, places, prompt
 from processes import QUICK, eventually, hung, leaving_nothing
 
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout
+from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 from vcache_backend.vram_pool import regions
@@ -143,46 +143,21 @@ def restarted(here: Node, *engines: VCacheEngine) -> None:
         eventually(lambda lost=lost: lost <= {one.id for one in client.list_segments()})
 
 
-def test_a_writer_that_is_paused_across_a_restart_commits_nothing(here: Node) -> None:
-    """Until it says that it has stopped writing, nobody else gets its slot."""
-    here.serve()
-    mine, theirs = Cache(), Cache()
-    other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", pauses=True)
-    writer.until_paused("store", prompt(CHUNK), places(SMALL, CHUNK))
-    with writer.stopped():
-        restarted(here, other)
-        client = here.client()
-        for family in (2, 3):
-            put(other, mine, prompt(CHUNK, family))
-        assert (client.list_segments()[0].chunks, counts(client)) == (1, (0, 1))
-        assert get(other, theirs, prompt(CHUNK, 3)) == CHUNK
-    writer.resume()
-    writer.answer()
-    assert writer.ask("flush")
-    assert writer.ask("stats")["tokens"]["stored"] == 0
-    assert other.lookup(prompt(CHUNK)) == 0
-    eventually(lambda: counts(client) == (0, 0))
-    put(other, mine, prompt(CHUNK, 4))
-    assert client.list_segments()[0].chunks == 2
-    assert get(other, theirs, prompt(CHUNK, 3)) == get(other, theirs, prompt(CHUNK, 4)) == CHUNK
-
-
 # ---- readers that die or hang
 
 
-@pytest.mark.parametrize("how", ["", "across a restart", "planted bug"])
-def test_a_late_reader_counts_nothing(here: Node, how: str) -> None:
-    """Hung between answer and copy, it wakes up over slots that hold other chunks. An engine that
-    did not compare generations would count wrong bytes: that is the planted bug."""
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_late_reader_counts_nothing(here: Node, restart: bool) -> None:
+    """Hung between answer and copy, it wakes up over slots that hold other chunks. That one which
+    did not compare generations would count wrong bytes: test_soak."""
     here.serve()
     mine = Cache()
     writer = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))
-    reader = here.worker("host:b", pauses=True, trusting=how == "planted bug")
+    reader = here.worker("host:b", pauses=True)
     reader.until_paused("retrieve", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
     with reader.stopped():
-        if how == "across a restart":
+        if restart:
             restarted(here, writer)
 
         def stored() -> bool:
@@ -193,9 +168,6 @@ def test_a_late_reader_counts_nothing(here: Node, how: str) -> None:
         eventually(stored)
     reader.resume()
     answer = reader.answer()
-    if how == "planted bug":
-        assert (answer.tokens, answer.wrong > 0) == (2 * CHUNK, True)
-        return
     assert answer.tokens == 0
     stats = reader.ask("stats")
     assert (stats["resident"]["refused"], stats["failures"]) == (1, {}), "at the first"
@@ -299,24 +271,6 @@ def test_an_engine_connects_by_itself_later(here: Node, caplog: pytest.LogCaptur
     eventually(lambda: devices() == ["host:a"])
     put(writer, mine, tokens)
     assert get(reader, theirs, tokens) == 3 * CHUNK
-
-
-def test_a_server_lost_at_start_is_no_error(served: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [ServerTimeout("planted")]
-    whole = Client.list_segments
-
-    def list_segments(client: Client) -> list[m.SegmentInfo]:
-        if answers:
-            raise answers.pop()
-        return whole(client)
-
-    monkeypatch.setattr(Client, "list_segments", list_segments)
-    mine = Cache()
-    engine = served.engine("host:a", ROOMY, layout_of(mine))
-    assert not answers
-    eventually(lambda: engine.get_stats()["server"]["segments"])
-    put(engine, mine, prompt(CHUNK))
-    assert engine.lookup(prompt(CHUNK)) == CHUNK
 
 
 def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(served: Node) -> None:

@@ -201,17 +201,6 @@ def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owne
     eventually(lambda: owner.publisher.holds(publication))
 
 
-def test_earlier_chunks_are_soon_told_again(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause may have grown to a minute while the scheduler was away."""
-    monkeypatch.setattr(publisher, "RETRY_SECONDS", 3600.0)
-    owner.publish(1, Step())
-    assert owner.publisher.outbox.flush(SECONDS)
-    owner.join()
-    monkeypatch.setattr(publisher, "RETRY_SECONDS", 0.05)
-    owner.publish(2, Step())
-    eventually(lambda: owner.found(1, 2) == [True, True])
-
-
 def test_who_refuses_is_not_told_all_each_time(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
-from neighbour_cases import Owner, enters, held_up, instance, kv_mapped, mapped
+from neighbour_cases import Owner, enters, held_up, instance, kv_mapped
 from processes import QUICK, SECONDS, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_apart
 
@@ -97,18 +97,6 @@ def test_a_kv_cache_whose_mapping_ends_between_two_looks_at_it_is_read(
     monkeypatch.setattr(neighbours, "expects", look)
     load = reader.load(tokens, [there], known=False)
     assert (load.run(SECONDS), load.cause) == (1, "")
-
-
-def test_a_second_owner_is_waited_for(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, reader, tokens, second = beside(here, 1)
-    assert mapped(reader.neighbours, instance(9)) is None
-    opens = held_up(monkeypatch)
-    first = second._replace(instance=instance(9))
-    load = reader.load(tokens, [first, second], known=False)
-    load.advance()
-    opens.set()
-    assert (load.run(SECONDS), load.cause) == (1, "")
-    assert reader.check(load, tokens) == 1
 
 
 def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:

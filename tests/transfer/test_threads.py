@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from vcache_backend.protocol import channel
 from vcache_backend.protocol.channel import Channel
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.outbox import Outbox
-from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.store import PendingStore
 
 __all__ = ["fresh", "pair"]
@@ -59,31 +57,6 @@ def of_thread(*classes: type) -> list[tuple[type, str, bool]]:
     methods = [(one, name) for one in classes for name in vars(one) if name not in others]
     named = [pair for pair in methods if callable(vars(pair[0])[pair[1]])]
     return [(*pair, behind) for pair, behind in product(named, (False, True))]
-
-
-def test_a_worker_goes_on_to_publish(fresh: Node) -> None:
-    owner = Owner(fresh)
-    owner.join()
-
-    def published() -> int:
-        return owner.stats.counted("chunks_").get("published", 0)
-
-    for where, name, behind in of_thread(Outbox, Publisher):
-        if name == "_pause":
-            continue  # while the server is away
-        failed = owner.stats.snapshot()["failures"].get("thread: vcache-outbox", 0)
-        with raising(where, name, behind):
-            owner.publisher.outbox.send(owner.client.stats)
-            owner.publish(1, Step())
-            owner.publisher._returned()
-        before = published()
-        owner.publish(2, Step())
-        eventually(lambda before=before: published() > before)
-        eventually(lambda: owner.publisher._due == math.inf)
-        after = owner.stats.snapshot()["failures"].get("thread: vcache-outbox", 0)
-        assert after > failed, name
-    assert owner.found(1, 2) == [True, True]
-    owner.close()
 
 
 class Endless(Step):

@@ -247,17 +247,6 @@ def test_another_process_reads_the_kv_cache_where_it_lies(memory: CudaExportable
 
 
 @pytest.mark.gpu
-def test_tensors_that_share_an_allocation_are_found_in_it(memory: CudaExportable) -> None:
-    with memory.context():
-        tensors = [on_gpu(size) for size in [3 * MIB] * 4 + [1000] * 4]
-    assert all(holder(tensor, memory.allocations()) for tensor in tensors)
-    for number, tensor in enumerate(tensors):
-        tensor.fill_(number)
-    sums = [int(tensor.sum(dtype=torch.int64)) // tensor.nbytes for tensor in tensors]
-    assert sums == list(range(8))
-
-
-@pytest.mark.gpu
 def test_memory_and_descriptor_are_gone_once_torch_gives_them_back(memory: CudaExportable) -> None:
     with memory.context():
         view = on_gpu().view(torch.bfloat16)[100:]

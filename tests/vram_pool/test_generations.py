@@ -9,9 +9,6 @@ import mmap
 import os
 import platform
 import struct
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -82,32 +79,6 @@ def test_void_and_outside_ends_are_not_chosen(table: Generations, view: Generati
     void = int(table.counters[1])
     for block, number in ((1, void), (BLOCKS, 2), ((1 << 32) - 1, 2)):
         assert view.leading_ends(u32(block), u64(number), 1) == 0
-
-
-def test_another_thread_does_not_run_while_the_scheduler_reads_and_writes_many_blocks() -> None:
-    """The scheduler would wait for the interpreter, which numpy lends out with many elements."""
-    blocks, counters = np.arange(60_000, dtype=np.uint32), np.zeros(60_000, np.uint64)
-    turns, over, switched = [0], threading.Event(), 0
-
-    def other() -> None:
-        while not over.is_set():
-            turns[0] += 1
-            time.sleep(0)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(100.0)
-    thread = threading.Thread(target=other)
-    thread.start()
-    try:
-        for _ in range(10):
-            seen = turns[0]
-            assert generations.packed(counters, blocks) == counters.tobytes()
-            switched += turns[0] != seen
-    finally:
-        over.set()
-        sys.setswitchinterval(before)
-        thread.join()
-    assert not switched
 
 
 def test_a_view_cannot_write(view: GenerationView) -> None:

@@ -38,19 +38,6 @@ def test_pool_and_utilization_share_95_percent(
     assert (shortfall(TOTAL, free, segment, segment, utilization) is None) == fits
 
 
-def test_a_segment_without_room_says_how_much_there_is() -> None:
-    said = "4 GiB of pool.segment_bytes are more than the 3 GiB that are free: "
-    said += "set pool.segment_bytes to 3 GiB or less, or gpu_memory_utilization lower"
-    found = shortfall(TOTAL, 3 * GIB + 1, 4 * GIB, 4 * GIB, 0.9)
-    assert found is not None
-    assert found.said == said
-
-
-def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> None:
-    assert shortfall(TOTAL, 0, 4 * GIB, 0, 0.9) is None
-    assert shortfall(TOTAL, 0, 8 * GIB, 0, 0.9) is not None
-
-
 @given(st.integers(GIB, 300 * GIB), st.floats(0.01, 1.0, exclude_max=True), st.floats(0.01, 1.0))
 def test_doing_what_a_message_says_helps(total: int, share: float, utilization: float) -> None:
     segment = int(total * share)

@@ -63,11 +63,6 @@ def test_a_place_outside_of_the_cache_is_refused_with_figures(bad: int) -> None:
             plan_blocks(KV, CHUNK, np.array(ids))
 
 
-def test_places_that_are_not_wanted_are_not_looked_at() -> None:
-    plan = SlotPlaces(KV, CHUNK, places(99, 3, 30, 4), [0], 4).load_plan(0, 1)
-    assert plan.blocks[:, 2].tolist() == [3, 30, 4]
-
-
 @pytest.mark.parametrize("starts", [[-1], [1], [0, 16], [1 << 40]])
 def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
     with pytest.raises(LayoutError, match="are not in a slot mapping of 16"):
