@@ -50,15 +50,14 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector monitor_metrics offload_process injector_lmcache integration_failures "
-    "vllm_processes integrations documents disaggregated_prefill examples offload_tier "
-    "vllm_sharing vllm_groups vllm_waits vllm_versions vllm_in_place vllm_offload "
-    "vllm_benchmarks server_socket directory_stateful bounds soak vllm_modes deploy "
-    "resident_loads start_server demo vllm_connector vllm_sleep doctor_offload pinned_pool "
-    "doctor_model lmcache_backend lmcache_worker residents_stateful mappings monitor_web"
+    "injector soak examples injector_lmcache directory_stateful vllm_processes vllm_waits "
+    "vllm_modes bounds integrations monitor_metrics vllm_versions vllm_offload threads "
+    "offload_process vllm_benchmarks disaggregated_prefill demo vllm_sharing offload_tier "
+    "start_server server_socket monitor_web server_failures integration_failures vllm_in_place "
+    "documents doctor_model vllm_groups promises resident_server publisher mappings"
 )
-"""Files of tests by the seconds that they take, the longest first; all others are short. Two of the
-first three need no vLLM, which the nursery imports meanwhile."""
+"""Files of tests by the seconds that they take, the longest first; all others are short. The
+second one needs no vLLM, which the nursery imports meanwhile."""
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
 PROCESS = os.environ.get("PYTEST_XDIST_WORKER", "")
 """The name of this process, if pytest has several."""

@@ -642,7 +642,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 SlotMachine.TestCase.settings = settings(
-    max_examples=5000 if THOROUGH else 150,
+    max_examples=5000 if THOROUGH else 60,
     stateful_step_count=80 if THOROUGH else 50,
     deadline=None,
     derandomize=not THOROUGH,
