@@ -257,10 +257,7 @@ class Directory:
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
         """Make chunks recent, the first most of all. Returns how many are in the pool."""
-        pairs = zip(keys, self.places(keys), strict=True)
-        here = {key: place for key, place in pairs if place is not None}
-        self._use(list(here), list(here.values()))
-        return len(here)
+        return len(self._touched(keys))
 
     # ---- writing
 
@@ -269,10 +266,8 @@ class Directory:
         key gets a refusal instead if its chunk is here or being written, or if it comes after the
         first `MAX_SLOTS` new ones."""
         size, epoch = padded(nbytes), self.epoch(keys)
-        places, wanted = self.places(keys), dict[m.ChunkKey, None]()
-        pairs = zip(keys, places, strict=True)
-        here = {key: place for key, place in pairs if place is not None}
-        self._use(list(here), list(here.values()))  # do not evict them for the others
+        # Recent, so that they are not evicted for the others.
+        here, wanted = self._touched(keys), dict[m.ChunkKey, None]()
         for key in keys:
             if key not in here and key not in self._pending:
                 wanted[key] = None
@@ -440,6 +435,13 @@ class Directory:
             array("Q", [generations[at] for at in slots]).tobytes(),
         )
         return m.SlotRun(first, region.id, base, place.offset, place.slot_bytes, *packed)
+
+    def _touched(self, keys: list[m.ChunkKey]) -> set[m.ChunkKey]:
+        """Make chunks recent, the first most of all. Returns those that are in the pool."""
+        pairs = zip(keys, self.places(keys), strict=True)
+        here = {key: place for key, place in pairs if place is not None}
+        self._use(list(here), list(here.values()))
+        return set(here)
 
     def _use(self, keys: list[m.ChunkKey], places: list[int], until: float = 0.0) -> None:
         """Make chunks recent, the first most of all, and keep them until a time."""

@@ -37,8 +37,8 @@ CHANGED = "changed"
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """A load's cause, by the cause of a fetch that ended early. All other causes: `store`."""
 PIN_SECONDS = 0.25
-"""How long the server keeps the chunks of a load from eviction. A copy begins at once, and takes
-milliseconds."""
+"""How long the server keeps the chunks of a load from eviction: until the copy, which waits for the
+steps under way and takes milliseconds, is mostly over. After that a reused slot is a miss."""
 
 OFFLOADED = Origin("store", "offload", "offload", "the offload tier")
 Run = ResidentRun | SlotRun
