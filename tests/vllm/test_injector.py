@@ -71,7 +71,10 @@ def test_one_exception_of_ours_ends_nothing(
     mode, outcomes = Mode(here, share), dict[Case, Outcome]()
     try:
         for case in mode.cases():
-            outcomes[case] = mode.reader.ask("inject", case, mode.load, mode.answers)
+            for _ in range(2):  # a few functions are called in some orders of threads only
+                outcomes[case] = mode.reader.ask("inject", case, mode.load, mode.answers)
+                if outcomes[case].reached:
+                    break
     finally:
         kinds = Counter(outcome.kind for outcome in outcomes.values())
         said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
@@ -88,5 +91,4 @@ def test_one_exception_of_ours_ends_nothing(
     ]
     assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong[:20]])
     assert {case.function.partition(":")[0] for case in outcomes} >= FILES
-    # A few depend on the order of threads.
     assert kinds["not reached"] <= len(outcomes) // 20
