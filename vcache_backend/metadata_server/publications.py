@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice, repeat
 from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,6 +33,9 @@ The last pays for `holders`, `places`, the table, which never shrinks, and the i
 table."""
 MOST_KEPT = 2
 """The blocks of all of an instance's runs, forgotten blocks included, in an instance's blocks."""
+
+COMPARED = 16
+"""As many blocks of a run are compared in the time of a look into the tables."""
 
 Numbers = tuple[int, ...]
 Chunk = tuple[int, int, int]
@@ -80,6 +84,16 @@ class Run(msgspec.Struct, gc=False, eq=False):
             self.blocks[first * m.NUMBER_BYTES : stop * m.NUMBER_BYTES],
             self.generations[first * m.GENERATION_BYTES : stop * m.GENERATION_BYTES],
         )
+
+
+class Followed(NamedTuple):
+    """See `InstancePublications.follow`: where the blocks end, their packed numbers and
+    generations, and the remaining looks."""
+
+    stop: int
+    blocks: list[bytes]
+    generations: list[bytes]
+    looks: int
 
 
 class ForeignTable:
@@ -206,20 +220,71 @@ class InstancePublications:
         run = self.holders[block]
         return (run, self.places[block]) if run is not None and run.life == self.life else None
 
-    def following(self, run: Run, at: int, hashes: bytes, first: int) -> int:
-        """Count the blocks of `run` from `at` on that have the packed `hashes` from `first` on, and
-        that are unchanged. Forgets changed blocks."""
-        count = min(_alive(run, at) - at, len(hashes) // m.HASH_BYTES - first)
-        count = _common(run.hashes, at, hashes, first, count)
-        return count if self._unchanged(run, at, at + count) else _alive(run, at) - at
+    def follow(self, table: int, hashes: bytes, first: int, stop: int, looks: int) -> Followed:
+        """Collect the blocks of a table with the packed `hashes` from number `first` on, up to
+        `stop`, as long as they are here and unchanged. Forgets changed blocks. looks: how many runs
+        to look for; comparing `COMPARED` blocks counts as one more."""
+        named, counters, end, size = self.named, self.table.counters, suffix(table), m.HASH_BYTES
+        blocks, generations, at = list[bytes](), list[bytes](), first
+        while at < stop and looks > 0:
+            looks -= 1
+            name = hashes[at * size : (at + 1) * size]
+            block = named.get(name + end if end else name, -1)
+            run = self.holders[block] if block >= 0 else None
+            if run is None or run.life != self.life:
+                break
+            if len(run.numbers) == 1:  # most runs of a generated text
+                if counters[block] != run.expected[0]:
+                    self._vacate(block)
+                    break
+                blocks.append(run.blocks)
+                generations.append(run.generations)
+                at += 1
+                continue
+            place = self.places[block]
+            count = min(_alive(run, place) - place, stop - at)
+            count = _common(run.hashes, place, hashes, at, count)
+            if not self._unchanged(run, place, place + count):
+                count = _alive(run, place) - place
+                if not count:
+                    break
+            looks -= count // COMPARED
+            packed = run.packed(place, place + count)
+            blocks.append(packed[0])
+            generations.append(packed[1])
+            at += count
+        return Followed(at, blocks, generations, looks)
 
-    def preceding(self, run: Run, at: int, hashes: bytes, stop: int, most: int) -> int:
-        """Like `following`, for at most `most` blocks up to `at`, and the hashes before `stop`."""
-        count = min(at - run.alive.rfind(0, 0, at + 1), most)
-        count = _common_end(run.hashes, at + 1, hashes, stop, count)
-        if not self._unchanged(run, at + 1 - count, at + 1):
-            count = min(count, at - run.alive.rfind(0, 0, at + 1))
-        return count
+    def follow_back(
+        self, table: int, hashes: bytes, first: int, stop: int, looks: int
+    ) -> tuple[int, int]:
+        """Where the blocks begin that are here and unchanged without a gap up to `stop`, and the
+        remaining looks. Like `follow`, but goes back to `first`."""
+        named, counters, end, size = self.named, self.table.counters, suffix(table), m.HASH_BYTES
+        at = stop
+        while at > first and looks > 0:
+            looks -= 1
+            name = hashes[(at - 1) * size : at * size]
+            block = named.get(name + end if end else name, -1)
+            run = self.holders[block] if block >= 0 else None
+            if run is None or run.life != self.life:
+                break
+            if len(run.numbers) == 1:
+                if counters[block] != run.expected[0]:
+                    self._vacate(block)
+                    break
+                at -= 1
+                continue
+            place = self.places[block] + 1
+            count = min(place - 1 - run.alive.rfind(0, 0, place), at - first)
+            count = _common_end(run.hashes, place, hashes, at, count)
+            if not self._unchanged(run, place - count, place):
+                count = place - 1 - run.alive.rfind(0, 0, place)
+                if not count:
+                    break
+            looks -= count // COMPARED
+            at -= count
+        return at, looks
 
     def has(self, hash_: bytes) -> bool:
         """Whether the leading table has a block of this hash."""
