@@ -178,7 +178,9 @@ class InstancePublications:
     def retract(self, sequence: int) -> tuple[int, list[dict[Run, None]]]:
         """Void runs with a lower sequence. Returns how many blocks became void, and the void runs,
         for `forget`."""
-        self._floor = max(self._floor, sequence)
+        if sequence <= self._floor:
+            return 0, []
+        self._floor = sequence
         before, self.life = self.live, self.life + 1
         void = [self.runs, self._waiting]
         self.runs, self._waiting, self.live = self._split(self.runs), self._split(self._waiting), 0
@@ -337,8 +339,7 @@ class InstancePublications:
     def _agree(self, new: Run) -> tuple[int, Run | None]:
         """Note that a rank has published a run; take what all ranks have published of it. Returns
         how many blocks count, and the run if it is complete."""
-        here = self.at(new.hash(0) + suffix(new.table))
-        if here is not None and _key(here[0]) == _key(new) and here[0].numbers[0] == new.numbers[0]:
+        if self._same(new) is not None:
             return len(new), None
         old = self._awaited.get(_key(new))
         if old is not None:
@@ -349,6 +350,14 @@ class InstancePublications:
         if new.agreed == (1 << self.ranks) - 1:
             return self._take(new), new
         return self._await(new), None
+
+    def _same(self, new: Run) -> Run | None:
+        """The run that has been taken before, if `new` is the same or its beginning."""
+        here = self.at(new.hash(0) + suffix(new.table))
+        if here is None or _key(here[0]) != _key(new):
+            return None
+        alike = _agreed(here[0], new)
+        return here[0] if len(alike) == len(new) else None
 
     def _await(self, run: Run) -> int:
         if not self._room(run):
@@ -364,6 +373,8 @@ class InstancePublications:
         """Take a run's blocks, but for those that a newer run holds, or whose hash a newer run has.
         Returns how many. Takes none if a block or a hash comes twice."""
         end, count = suffix(run.table), len(run)
+        if (here := self._same(run)) is not None and 0 not in here.alive[:count]:
+            return count
         names = [name + end for (name,) in struct.iter_unpack(f"{m.HASH_BYTES}s", run.hashes)]
         if len(set(run.numbers)) < count or len(set(names)) < count or not self._room(run):
             return 0
