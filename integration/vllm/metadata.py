@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.protocol.messages import ChunkKey, Publish, ResidentRun
+from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
 
 from .model.spec import ShardSpec
 
@@ -39,11 +39,13 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
 class LoadSpec(_Spec, frozen=True):
     """A load: fill blocks of one request from consecutive chunks.
 
-    keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
-    on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
+    keys: the keys of rank 0; empty: only `residents` are read. blocks: vLLM's block numbers from
+    the first block of the first chunk on, with several block tables in place by `Groups.spans`; -1:
+    leave out. offload: also read from the offload tier. promote: store chunks from the
     offload tier in the pool again. prefix: see `StoreSpec`, if `offload`. residents: chunks in
     other instances' KV caches, numbered within the load. number: of the load, never used again;
-    0: load nothing and report a failure."""
+    0: load nothing and report a failure. tokens: how many leading blocks count as tokens, in place;
+    0: as many as chunks have."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -53,6 +55,7 @@ class LoadSpec(_Spec, frozen=True):
     prefix: list[ChunkKey] = []
     residents: list[ResidentRun] = []
     number: int = 0
+    tokens: int = 0
 
 
 class StoreSpec(_Spec, frozen=True):
@@ -67,14 +70,27 @@ class StoreSpec(_Spec, frozen=True):
 
 
 class PublicationSpec(msgspec.Struct, frozen=True):
-    """A publication: chunks that other instances may read in this KV cache after the step.
+    """A publication: blocks that other instances may read in this KV cache after the step.
 
-    publish: keys of rank 0, perhaps of more chunks than a message holds. loaded: the request loaded
-    or hit all of these chunks, so no other instance waits for them."""
+    epoch: see `Publish`. loaded: the requests loaded or hit all of these blocks, so no other
+    instance waits for them."""
 
-    # Not a `_Spec`: MessagePack would refuse to decode more chunks.
-    publish: Publish
+    # Not a `_Spec`: MessagePack would take longer for few runs.
+    runs: list[BlockRun]
+    epoch: int
     loaded: bool = False
+
+
+class SavedChunks(msgspec.Struct, frozen=True):
+    """Chunks to save in the pool before their blocks are used again, if the blocks were published
+    with these generations.
+
+    keys: of rank 0. blocks, generations: of all chunks in order, packed as in `BlockRun`."""
+
+    keys: list[ChunkKey]
+    blocks: bytes
+    generations: bytes
+    epoch: int
 
 
 @KVConnectorMetadata.register
@@ -98,7 +114,7 @@ class StepMetadata(msgspec.Struct):
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = []
-    victims: Publish | None = None
+    victims: SavedChunks | None = None
     echoes: set[int] = set()
     ends: tuple[str, str] = "", ""
 
