@@ -749,8 +749,9 @@ class ResidentRun(NamedTuple):
         return self if first == self.first else self._replace(first=first)
 
     def fits(self) -> bool:
-        """Whether there is one generation for each block."""
-        return len(self.generations) == self.count * GENERATION_BYTES
+        """Whether there is one generation for each block, and at least one block."""
+        whole = len(self.blocks) == self.count * NUMBER_BYTES
+        return whole and len(self.generations) == self.count * GENERATION_BYTES > 0
 
 
 def _part(

@@ -35,7 +35,7 @@ class Loading(transfer.Load):
         session = worker.session
         super().__init__(
             session,
-            worker.places(spec.blocks),
+            worker.places(spec.blocks, spec.tokens),
             session.own(spec.keys),
             mark=mark,
             offload=spec.offload,
@@ -51,9 +51,7 @@ class Loading(transfer.Load):
         """The blocks (vLLM's numbers) that the finished load has not filled; empty if cancelled."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        kv, size = self.worker.kv, self.worker.session.chunk_size
-        filled = self.loaded * kv.blocks_in(size) * kv.block_size // self.worker.block_size
-        return [block for block in self.spec.blocks[filled:] if block >= 0]
+        return [block for block in self.spec.blocks[self.filled :] if block >= 0]
 
     @property
     def failure(self) -> str:
@@ -66,8 +64,7 @@ class Loading(transfer.Load):
         """The finished load, for its span."""
         stats = self.stats
         said: dict[str, Any] = {
-            f"vcache.bytes.{tier}": tokens * stats.token_bytes
-            for tier, tokens in stats.tokens.items()
+            f"vcache.bytes.{tier}": nbytes for tier, nbytes in stats.nbytes.items()
         }
         said["vcache.metadata_seconds"] = stats.metadata_seconds
         said["vcache.data_seconds"] = stats.data_seconds
