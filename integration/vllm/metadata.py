@@ -56,7 +56,6 @@ class LoadSpec(_Spec, frozen=True):
     prefix: list[ChunkKey] = []
     residents: list[ResidentRun] = []
     number: int = 0
-    tokens: int = 0
 
 
 class StoreSpec(_Spec, frozen=True):
