@@ -114,7 +114,9 @@ class Publications:
         self.whole = False
         """Whether every part of the instance is shown. Look-ups skip the instance until then."""
         self.named: dict[bytes, int] = {}
-        """The number of each block by name, its hash and `suffix`."""
+        """The number of a block by name, its hash and `suffix`."""
+        self._spare: dict[bytes, list[int]] = {}
+        """Further blocks of a name, which two requests have computed at a time."""
         self.holders: list[Run | None] = [None] * self.blocks
         self.places = array("H", bytes(2 * self.blocks))
         """For each block its run, and its place there."""
@@ -296,8 +298,8 @@ class Publications:
         return len(run)
 
     def _take(self, run: Run) -> int:
-        """Take a run's blocks, but for those that a newer run holds, or whose hash a newer run has.
-        Returns how many. Takes none if a block or a hash comes twice."""
+        """Take a run's blocks, but for those that a newer run holds. Returns how many. Takes none
+        if a block or a hash comes twice."""
         end, count = suffix(run.table), len(run)
         names = [name + end for (name,) in struct.iter_unpack(f"{m.HASH_BYTES}s", run.hashes)]
         if len(set(run.numbers)) < count or len(set(names)) < count or not self._room(run):
@@ -306,11 +308,12 @@ class Publications:
         for at, (name, block) in enumerate(zip(names, run.numbers, strict=True)):
             other = named.get(name, block)
             if holders[block] is not None or other != block:
-                if self._is_newer(block, sequence) or self._is_newer(other, sequence):
+                if self._is_newer(block, sequence):
                     run.alive[at] = 0
                     continue
                 self._vacate(block)
-                self._vacate(other)
+                if other != block:
+                    self._spare.setdefault(name, []).append(other)
             named[name], holders[block], places[block] = block, run, at
             run.left += 1
         if run.left:
@@ -370,13 +373,25 @@ class Publications:
             return
         at = self.places[block]
         self.holders[block] = None
-        del self.named[run.hash(at) + suffix(run.table)]
+        self._unname(run.hash(at) + suffix(run.table), block)
         run.alive[at] = 0
         run.left -= 1
         if run.life == self.life:
             self.live -= 1
         if not run.left and run in run.home:
             self._remove(run)
+
+    def _unname(self, name: bytes, block: int) -> None:
+        """A block has its name no more; another block may have it still."""
+        spare = self._spare.get(name, [])
+        if self.named[name] != block:
+            spare.remove(block)
+        elif spare:
+            self.named[name] = spare.pop()
+        else:
+            del self.named[name]
+        if not spare:
+            self._spare.pop(name, None)
 
     def _drop(self, run: Run) -> None:
         """Forget a run."""
