@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from vcache_backend.metadata_server.publications import Publications, suffix
+from vcache_backend.metadata_server.publications import InstancePublications, suffix
 from vcache_backend.protocol import messages as m
 
 MAX_LOOKS = 16_384
@@ -64,7 +64,7 @@ class Piece(msgspec.Struct):
     first: int
     stop: int
     instance: m.InstanceId
-    there: Publications
+    there: InstancePublications
     blocks: list[bytes]
     generations: list[bytes]
 
@@ -84,10 +84,10 @@ class Covered(NamedTuple):
     cut: bool = False
 
 
-Others = Sequence[tuple[m.InstanceId, Publications]]
+Others = Sequence[tuple[m.InstanceId, InstancePublications]]
 
 
-class Question:
+class HitSearch:
     """One look-up among instances that have the same block tables."""
 
     def __init__(self, hashes: bytes, tables: Sequence[m.Table]) -> None:
@@ -198,7 +198,9 @@ class Question:
                 best, whose = end, pieces
         return best, whose
 
-    def _pieces(self, end: int, instance: m.InstanceId, there: Publications) -> list[Piece] | None:
+    def _pieces(
+        self, end: int, instance: m.InstanceId, there: InstancePublications
+    ) -> list[Piece] | None:
         """What a hit needs of the instance's tables that are not full; None if it has just gone."""
         made = list[Piece]()
         for number, table in enumerate(self.tables):
@@ -213,7 +215,9 @@ class Question:
                 made.append(piece)
         return made
 
-    def _bound(self, there: Publications, best: int, table: int, first: int, stop: int) -> int:
+    def _bound(
+        self, there: InstancePublications, best: int, table: int, first: int, stop: int
+    ) -> int:
         """See `Bound`. best: a hit that is not longer than so many hashes is not looked for."""
         if self.left <= 0 or stop * self.tables[table].scale <= best:
             return 0
@@ -230,7 +234,7 @@ class Question:
             at -= count
         return -1
 
-    def _below(self, there: Publications, table: int, stop: int) -> int:
+    def _below(self, there: InstancePublications, table: int, stop: int) -> int:
         """Behind how many of the first `stop` blocks a hit can end."""
         if self.tables[table].kind == "local":  # its hits need nothing at the end of a chunk
             return stop

@@ -51,8 +51,8 @@ class Memory:
 class Run(msgspec.Struct, gc=False, eq=False):
     """Consecutive blocks of one block table, as published. `numbers`, `expected`: the numbers and
     the generations once more. `alive`: a byte for each block, 0 once look-ups must leave it out.
-    `left`: how many are alive. `life`: see `Publications.life`. `home`: where the run is kept.
-    `agreed`: a bit for each rank that has published the run."""
+    `left`: how many are alive. `life`: see `InstancePublications.life`. `home`: where the run is
+    kept. `agreed`: a bit for each rank that has published the run."""
 
     table: int
     first: int
@@ -102,7 +102,7 @@ def suffix(table: int) -> bytes:
     return bytes([table]) if table else b""
 
 
-class Publications:
+class InstancePublications:
     """All publications of one instance. A block is in at most one run, and a name at most once, so
     the number of blocks bounds the tables. All runs together have at most `MOST_KEPT`
     times as many blocks."""

@@ -14,13 +14,13 @@ from operator import itemgetter
 
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server.directory import Backlog, Directory
-from vcache_backend.metadata_server.hits import MAX_LOOKS, Others, Piece, Question
+from vcache_backend.metadata_server.hits import MAX_LOOKS, HitSearch, Others, Piece
 from vcache_backend.metadata_server.publications import (
     BLOCK_BYTES,
     Chunk,
     ForeignTable,
+    InstancePublications,
     Memory,
-    Publications,
     Run,
 )
 from vcache_backend.protocol import messages as m
@@ -54,7 +54,7 @@ class ResidentDirectory:
     ) -> None:
         """arrived: called with chunks (keys of rank 0) that all ranks have published."""
         self._backlog, self._counters, self._arrived = backlog, counters, arrived
-        self._of: dict[m.InstanceId, Publications] = {}
+        self._of: dict[m.InstanceId, InstancePublications] = {}
         self._news: dict[m.InstanceId, deque[News]] = {}
         """For each instance, the oldest first."""
         self.memory = Memory()
@@ -81,7 +81,7 @@ class ResidentDirectory:
         if new or self.joined(join.instance) != join:
             if not self.memory.has(join.blocks * BLOCK_BYTES):
                 raise Refused(f"the server has no memory for {join.blocks:,} more blocks")
-            made = Publications(join, table(), self.memory)
+            made = InstancePublications(join, table(), self.memory)
             self.close(join.instance)
             self._of[join.instance] = made
             self._news[join.instance] = deque(maxlen=MAX_COPIES)
@@ -135,7 +135,7 @@ class ResidentDirectory:
                 self._forget(publications, void)
         return dropped
 
-    def _forget(self, publications: Publications, void: list[dict[Run, None]]) -> None:
+    def _forget(self, publications: InstancePublications, void: list[dict[Run, None]]) -> None:
         """Remove void runs from memory in later turns. Until then the runs count."""
         if any(void):  # an empty task would let clients fill the backlog for nothing
             self._backlog.later(publications.forget(void))
@@ -157,7 +157,7 @@ class ResidentDirectory:
         return told
 
     def _note_copies(
-        self, instance: m.InstanceId, publications: Publications, ends: list[bytes]
+        self, instance: m.InstanceId, publications: InstancePublications, ends: list[bytes]
     ) -> None:
         """Note which of an instance's newly published chunks other instances hold, too, for both
         sides: for the publisher one holder of each chunk, for the others `MAX_NOTED` notes in all.
@@ -232,7 +232,7 @@ class ResidentDirectory:
 
     def _resident(self, request: m.Find, others: Others, present: bytes) -> m.Found:
         tables, each = others[0][1].tables, request.each
-        question, count = Question(request.hashes, tables), len(request.hashes) // m.HASH_BYTES
+        question, count = HitSearch(request.hashes, tables), len(request.hashes) // m.HASH_BYTES
         full = [number for number, table in enumerate(tables) if table.kind == "full"]
         alone = len(tables) == len(full) == 1
         room = FOUND_BLOCKS - sum(
