@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
     BlockRun,
+    BlockTable,
     Copies,
     Found,
     Heard,
     InstanceId,
     Reply,
-    Table,
 )
 from vcache_backend.vram_pool.generations import Generations, first_odd, packed
 
@@ -57,7 +57,11 @@ class Publications:
     """Tracks which blocks may be published. Runs in the scheduler's thread, except `hear`."""
 
     def __init__(
-        self, retract: Callable[[int], None], blocks: int, tables: Mapping[int, Table], loads: bool
+        self,
+        retract: Callable[[int], None],
+        blocks: int,
+        tables: Mapping[int, BlockTable],
+        loads: bool,
     ) -> None:
         """retract: has the server void runs with a lower sequence number. blocks: the number of
         blocks in vLLM's pool. tables: the block tables that a hit needs, by vLLM's number. loads:
