@@ -81,7 +81,7 @@ class PublicationSpec(msgspec.Struct, frozen=True):
     loaded: bool = False
 
 
-class Victims(_Spec, frozen=True):
+class SavedChunks(_Spec, frozen=True):
     """Published chunks to save in the pool before their blocks are used again.
 
     keys: of rank 0. blocks, generations: of all chunks, in order, packed as in the protocol. epoch:
@@ -114,7 +114,7 @@ class StepMetadata(msgspec.Struct):
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = []
-    victims: Victims | None = None
+    victims: SavedChunks | None = None
     echoes: set[int] = set()
     ends: tuple[str, str] = "", ""
 

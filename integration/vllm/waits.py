@@ -83,7 +83,8 @@ class Rules(NamedTuple):
     wait_factor: float
     """A wait is at most this many times as long as the owner's computation."""
     states: bool
-    """The model keeps states, which are stored behind their chunks."""
+    """A hit does not end with every chunk: the model keeps states or windows, which come behind
+    their chunks."""
 
 
 class Asked(NamedTuple):
@@ -117,7 +118,7 @@ def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDeci
         gone = wait.gone or now if wait.promised and not promised else None
         on = replace(wait, promised=wait.promised or promised, gone=gone)
         return LookupDecision(LookupResult.WAIT, wait=on)
-    tokens = min(answer.hits * rules.chunk_size, asked.most) - asked.local
+    tokens = min(answer.tokens, asked.most) - asked.local
     if tokens < rules.least:
         return LookupDecision(LookupResult.MISS, end=end)
     return LookupDecision(LookupResult.HIT, tokens, end=end)
@@ -170,7 +171,8 @@ class Waits:
     """The waits of this instance's requests. Runs in the scheduler's thread, and never waits."""
 
     def __init__(self, context: InstanceContext, meter: Meter) -> None:
-        connector, states = context.config.connector, bool(context.groups.states)
+        connector, groups = context.config.connector, context.groups
+        states = bool(groups.states) or (context.publications is not None and not groups.plain)
         least, factor = connector.min_hit_tokens, connector.wait_factor
         self._rules = Rules(context.chunk_size, least, factor, states)
         self._context, self._meter = context, meter

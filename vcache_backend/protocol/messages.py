@@ -291,9 +291,9 @@ class ReadStats(msgspec.Struct, frozen=True, array_like=True):
 
 class Table(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One of an instance's block tables. `scale`: hashes of a block; the last of them names the
-    block. `reach`: which blocks a hit that ends after E hashes needs: `full`: all (0). `window`: the
-    last `reach` blocks, or all if there are fewer. `state`: the last block (1). `local`: the blocks
-    after the last multiple of `reach` blocks, none at a multiple."""
+    block. `reach`: which blocks a hit that ends after E hashes needs: `full`: all (0). `window`:
+    the last `reach` blocks, or all if there are fewer. `state`: the last block (1). `local`: the
+    blocks after the last multiple of `reach` blocks, none at a multiple."""
 
     kind: Literal["full", "window", "state", "local"]
     scale: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)] = 1
@@ -510,11 +510,11 @@ class Publish(Request, frozen=True, tag="publish"):
     """Publish blocks of one rank, to be read in place after the step that wrote them → `Count` of
     blocks taken.
 
-    0: the instance has not joined, or the runs' `sequence` or `epoch` is old. Only on the connection
-    that showed this rank's cache. `epoch`: the latest epoch that the scheduler had heard of when the
-    blocks were computed. A block replaces what earlier runs of the instance say of the same block,
-    or of the same hash in the same table. With several ranks, look-ups return a run once all ranks
-    have published it."""
+    0: the instance has not joined, or the runs' `sequence` or `epoch` is old. Only on the
+    connection that showed this rank's cache. `epoch`: the latest epoch that the scheduler had heard
+    of when the blocks were computed. A block replaces what earlier runs of the instance say of the
+    same block, or of the same hash in the same table. With several ranks, look-ups return a run
+    once all ranks have published it."""
 
     instance: Named
     rank: Rank
@@ -551,8 +551,8 @@ class Find(Request, frozen=True, tag="find"):
     of hashes. `ranks`: pool chunks count if all ranks have stored them. `instance`: the asker's
     instance, which the answer leaves out; b"" for none. `pool_only`: leave out all instances.
     `promise`: if no other instance has promised the first missing chunk, note all missing chunks as
-    promised by this connection under this number (see `Promise`); 0: note nothing. `begins`: vLLM is
-    scheduling the request, so it takes over promises of queued requests (`QUEUED_SECONDS`)."""
+    promised by this connection under this number (see `Promise`); 0: note nothing. `begins`: vLLM
+    is scheduling the request, so it takes over promises of queued requests (`QUEUED_SECONDS`)."""
 
     namespace: Annotated[
         bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)
@@ -795,13 +795,13 @@ class Found(Reply, frozen=True, tag="found"):
     """What can be read of a prompt. Counted in hashes of the question.
 
     `found`: how many leading hashes have their blocks of all `full` tables in instances, or their
-    chunk in the pool. `end`: where the longest hit ends, at most `found` and the question's `limit`,
-    and at a common end of all tables' blocks: what all other tables need for it is in one instance.
-    `pooled`: for each leading whole chunk, whether it is in the pool (a byte, 0 or 1). `residents`:
-    the blocks to read for this hit, ordered by table and first block; at most `MAX_REPLICAS` runs
-    have the same block. `epoch`: of the namespace. `cut`: the answer is full; ask again for the
-    remaining hashes. `coming`: None if no other instance has promised the next chunk. `copies`: as in
-    `Heard`, if the asker is the instance's scheduler."""
+    chunk in the pool. `end`: where the longest hit ends, at most `found` and the question's
+    `limit`, and at a common end of all tables' blocks: what all other tables need for it is in one
+    instance. `pooled`: for each leading whole chunk, whether it is in the pool (a byte, 0 or 1).
+    `residents`: the blocks to read for this hit, ordered by table and first block; at most
+    `MAX_REPLICAS` runs have the same block. `epoch`: of the namespace. `cut`: the answer is full;
+    ask again for the remaining hashes. `coming`: None if no other instance has promised the next
+    chunk. `copies`: as in `Heard`, if the asker is the instance's scheduler."""
 
     found: int
     end: int

@@ -19,7 +19,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
-from ..metadata import PublicationSpec, Victims
+from ..metadata import PublicationSpec, SavedChunks
 from .exporter import Exporter
 from .stores import Attached, Stores
 
@@ -69,7 +69,7 @@ class InPlace:
             runs = [run for spec in group for run in spec.runs]
             self.publisher.submit(runs, epoch, written, soon=not loaded)
 
-    def save(self, worker: Attached, victims: Victims, stores: Stores) -> None:
+    def save(self, worker: Attached, victims: SavedChunks, stores: Stores) -> None:
         """Store the published chunks of `victims` in the pool, the last chunks first. A chunk that
         loses a block during the copy is dropped."""
         publisher = self.publisher
