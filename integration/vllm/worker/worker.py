@@ -105,7 +105,7 @@ class VCacheWorker:
         if self._refused:
             raise VCacheError(self._refused)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
-        tables = groups.read(self._kv_config, size)
+        tables = groups.read(self._kv_config, size, in_place=self.in_place is not None)
         kv = tables.describe(kv_caches, blocks)
         shard = model_spec.read_shard(self._vllm, kv_caches, kv, size, *self._place, tables.layers)
         session = self._session(kv_caches, kv, shard)
