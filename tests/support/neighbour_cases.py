@@ -253,7 +253,7 @@ def enters(neighbour: Neighbour) -> bool:
 def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:
     """Whether these are as they were published."""
     numbers = np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64)
-    return view.leading(*(one.tobytes() for one in numbers), 1) == len(blocks)
+    return view.leading(*(one.tobytes() for one in numbers)) == len(blocks)
 
 
 def kv_mapped(pid: int | None = None) -> int:

@@ -78,7 +78,6 @@ class VCacheWorker:
         self.stores = Stores(meter, compat.clears(kv_cache_config))
         self.loads = Loads(
             self._number,
-            model.block_size,
             self.stores,
             meter,
             at_once=compat.loads_at_once(vllm_config, self._config),
