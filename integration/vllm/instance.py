@@ -90,7 +90,7 @@ class InstanceContext:
         self.publications: Publications | None = None
         """This instance's publications; None unless KV caches are shared in place."""
         if in_place:
-            tables = self.groups.tables(self.hash_block)
+            tables = {group.number: group.table(self.hash_block) for group in self.groups.all}
             blocks = kv_cache_config.num_blocks
             self.publications = Publications(self.retract, blocks, tables, loads)
         self.announcer: Announcer | None = None

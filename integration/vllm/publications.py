@@ -36,7 +36,8 @@ MOST_CACHED = 1 << 16
 
 class CachedRun(NamedTuple):
     """Blocks that vLLM has put into its prefix cache: consecutive blocks of a request's block
-    table, from number `first` on. hashes: vLLM's of each, with the table."""
+    table, from number `first` on. table: its place in `Publications.tables`. hashes: vLLM's of
+    each, with the table."""
 
     request: Any
     table: int
@@ -56,15 +57,17 @@ class Publications:
     """Tracks which blocks may be published. Runs in the scheduler's thread, except `hear`."""
 
     def __init__(
-        self, retract: Callable[[int], None], blocks: int, tables: Sequence[Table], loads: bool
+        self, retract: Callable[[int], None], blocks: int, tables: Mapping[int, Table], loads: bool
     ) -> None:
         """retract: has the server void runs with a lower sequence number. blocks: the number of
-        blocks in vLLM's pool. tables: vLLM's block tables. loads: the instance's role allows loads.
-        SegmentError if memory for the table is lacking."""
+        blocks in vLLM's pool. tables: the block tables that a hit needs, by vLLM's number. loads:
+        the instance's role allows loads. SegmentError if memory for the table is lacking."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
-        self.blocks, self.tables = blocks, list(tables)
-        self._attends_to_all = any(table.kind == "full" for table in tables)
+        self.blocks, self.tables = blocks, list(tables.values())
+        self._numbers = list(tables)
+        """For each of `tables`, vLLM's number."""
+        self._attends_to_all = any(table.kind == "full" for table in self.tables)
         self.generations = Generations(self.instance, blocks)
         self.sequence = 1
         """The number of the next run. A reset voids all lower numbers."""
@@ -114,9 +117,9 @@ class Publications:
 
     def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
-        if len(self._cached) < MOST_CACHED:
-            hashes = [block.block_hash for block in blocks]
-            self._cached.append(CachedRun(request, table, first, blocks, hashes))
+        if table in self._numbers and len(self._cached) < MOST_CACHED:
+            hashes, place = [block.block_hash for block in blocks], self._numbers.index(table)
+            self._cached.append(CachedRun(request, place, first, blocks, hashes))
 
     def stop(self, tracked: Tracked) -> None:
         """Publish no more of the request in its present blocks, nor of a session's next turn if the
@@ -131,8 +134,7 @@ class Publications:
         holds tokens, too, from the session's last turn or another connector's load."""
         state = tracked.in_place
         state.publishes = not partial or state.resets == self.pool.resets
-        state.resets, state.supplied = self.pool.resets, computed
-        self._check(tracked)
+        state.resets, state.supplied, state.evicted = self.pool.resets, computed, -1
 
     def publish(
         self,
@@ -157,7 +159,7 @@ class Publications:
             may = None if state.publishes and state.resets is None else allowed(tracked)
             if may is None:
                 later.append(run)
-            elif self._builds_on_right(tracked):
+            elif self._builds_on_right(tracked, run):
                 numbers, generations = self._fill(run)
                 if may:
                     packs = numbers.tobytes(), generations
@@ -188,22 +190,25 @@ class Publications:
                 return numbers, number.to_bytes(8, "little") * len(numbers)
         return numbers, packed(self.generations.counters, numbers)
 
-    def _builds_on_right(self, tracked: Tracked) -> bool:
-        """Whether all that the request has computed builds on blocks that are not void."""
+    def _builds_on_right(self, tracked: Tracked, run: CachedRun) -> bool:
+        """Whether all that the request has computed before the run builds on blocks that are not
+        void. Other requests may have computed them in the same step, and were noted before."""
         state = tracked.in_place
         if state.publishes and state.resets != self.pool.resets:
             state.publishes = False
         if state.publishes and state.evicted != self.pool.evicted:
-            self._check(tracked)
+            state.evicted = self.pool.evicted
+            begins = run.first * self.tables[run.table].scale
+            self._check(tracked, max(state.supplied, begins if self._attends_to_all else 0))
         return state.publishes
 
-    def _check(self, tracked: Tracked) -> None:
-        """Publish nothing more of the request if a block of its hit or load is void."""
+    def _check(self, tracked: Tracked, hashes: int) -> None:
+        """Publish nothing more of the request if a block that it needs before so many hashes is
+        void."""
         state = tracked.in_place
-        state.evicted = self.pool.evicted
-        for table, row in zip(self.tables, tracked.store.block_tables, strict=False):
+        for number, table in zip(self._numbers, self.tables, strict=True):
             if table.kind == "full" or not self._attends_to_all:
-                supplied = row[: state.supplied // table.scale]
-                blocks = [block for block in supplied if block]
+                row = tracked.store.block_tables[number]
+                blocks = [block for block in row[: hashes // table.scale] if block]
                 if first_odd(packed(self.generations.counters, blocks)) >= 0:
                     state.publishes = False

@@ -100,7 +100,8 @@ class LayerGroup(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The blocks [first, first + length) of a table, as blocks [at, at + length) of a load."""
+    """The blocks [first, first + length) of a table (by its place in `Groups.all`), as blocks [at,
+    at + length) of a load."""
 
     table: int
     first: int
@@ -119,16 +120,18 @@ class Groups:
     each group in `states`, it is stored as `parts` further chunks with separate keys (vLLM's pages
     have one size)."""
 
-    def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
-        """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each
-        group."""
+    def __init__(
+        self, groups: Sequence[LayerGroup], chunk_size: int, sizes: Sequence[int] = ()
+    ) -> None:
+        """chunk_size: in tokens. sizes: tokens of a block, by vLLM's group number, if vLLM has more
+        groups. LayoutError if a chunk does not consist of whole blocks of each group."""
         self.all = list(groups)
-        """By vLLM's group number."""
+        """In vLLM's order."""
         tokens = [group for group in groups if not group.state]
         self.groups = sorted(tokens, key=lambda group: (not group.full, group.number))
         """The groups that keep tokens; those that attend to all tokens come first."""
         self.states = [group for group in groups if group.state]
-        self.sizes = [group.block_size for group in groups]
+        self.sizes = list(sizes) or [group.block_size for group in groups]
         """Tokens of a block, by vLLM's group number."""
         self.block = math.lcm(*self.sizes)
         self.size = chunk_size
@@ -194,10 +197,6 @@ class Groups:
             )
         return kv.with_states(states, split)
 
-    def tables(self, hash_block: int) -> list[Table]:
-        """Describe the block tables for the server. hash_block: tokens of a hash."""
-        return [group.table(hash_block) for group in self.all]
-
     def spans(
         self, rows: Sequence[list[int]], begin: int, local: int, end: int
     ) -> tuple[list[int], list[Span]]:
@@ -208,12 +207,12 @@ class Groups:
         `local`, which vLLM has, and for a block that vLLM does not want."""
         listed, spans = list[int](), list[Span]()
         for group in [*self.groups, *self.states]:
-            size = group.block_size
+            size, table = group.block_size, self.all.index(group)
             first = begin // size if group.full else max(group.needed(end), local // size)
             row = [number or -1 for number in rows[group.number][first : end // size]]
             for own in range(local // size - first):
                 row[own] = -1
-            spans.append(Span(group.number, first, len(listed), len(row)))
+            spans.append(Span(table, first, len(listed), len(row)))
             listed += row
         return listed, spans
 
@@ -347,15 +346,18 @@ def layer_specs(spec: Any) -> list[Any]:
 def read(kv_cache_config: Any, chunk_size: int, in_place: bool = False) -> Groups:
     """Read an instance's groups from vLLM's `KVCacheConfig`. in_place: the KV cache is shared in
     place, not through a pool. LayoutError, in one line, if a group cannot be cached."""
-    groups = kv_cache_config.kv_cache_groups
-    for group in groups:
+    groups: dict[int, Any] = dict(enumerate(kv_cache_config.kv_cache_groups))
+    sizes = [int(layer_specs(group.kv_cache_spec)[0].block_size) for group in groups.values()]
+    if in_place:
+        groups = {at: group for at, group in groups.items() if not _computed_again(group)}
+    for group in groups.values():
         if reason := _refusal(group, in_place):
             name = group.layer_names[0] if group.layer_names else "a group"
             raise LayoutError(f"{name} and its group: {reason}")
-    layer_groups = [_group(number, group) for number, group in enumerate(groups)]
+    layer_groups = [_group(number, group) for number, group in groups.items()]
     if all(group.state for group in layer_groups):
         raise LayoutError("no layer keeps KV of tokens: no setting changes that")
-    return Groups(layer_groups, chunk_size)
+    return Groups(layer_groups, chunk_size, sizes)
 
 
 def kind(spec: Any) -> tuple[str, int]:
@@ -365,6 +367,16 @@ def kind(spec: Any) -> tuple[str, int]:
     name = type(spec).__name__
     named = _KINDS.get(name, name)
     return named, int(spec.sliding_window) if named == "window" else 0
+
+
+def _computed_again(group: Any) -> bool:
+    """Whether vLLM computes again what these layers need behind a hit, so that no hit needs their
+    blocks: rings of keys that are not compressed yet, and windows with `bounded_replay`."""
+    specs = layer_specs(group.kv_cache_spec)
+    return not group.kv_cache_spec.prefix_cacheable and all(
+        type(spec).__name__ == "CircularBufferSpec" or getattr(spec, "bounded_replay", False)
+        for spec in specs
+    )
 
 
 def _refusal(group: Any, in_place: bool) -> str:
