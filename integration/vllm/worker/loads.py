@@ -223,7 +223,7 @@ class Loads:
             self._meter.loaded(loading.stats)
         if loading.cause and loading.cause != transfer.CANCELLED:
             name, why = printable(spec.request_id, MAX_LINE_CHARS), loading.failure
-            said = "%d tokens of request %s are computed, not loaded: %s"
-            log.warning(said, loading.lost, name, why)
+            line = "%d tokens of request %s are computed, not loaded: %s"
+            log.warning(line, loading.lost, name, why)
             self._meter.count("failures", 1, why)
             self._meter.count("recomputed_tokens", loading.lost)
