@@ -25,12 +25,12 @@ from vcache_backend.protocol.messages import (
     HASH_BYTES,
     INSTANCE_BYTES,
     BlockRun,
+    BlockTable,
     ChunkKey,
     Find,
     Found,
     InstanceId,
     ResidentRun,
-    Table,
 )
 from vcache_backend.resident.mappings import Neighbours, Tables
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
@@ -136,7 +136,9 @@ class Instance(Living):
 
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
-        self.client.join(self.instance, prefix, BLOCKS, 1, EACH, [Table("full")], self.table.fd)
+        self.client.join(
+            self.instance, prefix, BLOCKS, 1, EACH, [BlockTable("full")], self.table.fd
+        )
 
     def _listen(self) -> None:
         """Ask for the namespace's epoch; publications of another epoch are refused. The server also
