@@ -109,7 +109,7 @@ def _in_place() -> tuple[float, list[float]]:
         table = Generations(instance, BLOCKS)
         undo.callback(table.close)
         memory = undo.enter_context(regions.create(Device("host", "host"), nbytes))
-        client.join(instance, NAMESPACE, BLOCKS, 1, EACH, [m.Table("full")], table.fd)
+        client.join(instance, NAMESPACE, BLOCKS, 1, EACH, [m.BlockTable("full")], table.fd)
         client.show_cache(instance, 0, shape, [memory.fd])
         runs = list[m.BlockRun]()
         for number, first in enumerate(range(0, BLOCKS, RUN)):

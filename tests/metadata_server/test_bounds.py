@@ -10,7 +10,7 @@ import signal
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS
+from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -65,7 +66,7 @@ def join(
     instance: m.InstanceId,
     ranks: int = 1,
     blocks: int = 10_000,
-    tables: Sequence[m.Table] = FULL,
+    tables: Sequence[m.BlockTable] = FULL,
 ) -> None:
     fd = make_table(instance, blocks)
     try:
@@ -139,6 +140,24 @@ def test_a_run_of_which_little_is_left_is_forgotten_in_time() -> None:
     assert of.live >= 256
 
 
+def test_few_blocks_have_one_name() -> None:
+    """Else a look-up that finds all of them changed takes seconds."""
+    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
+    with closing(Generations(A, 4096)) as table:
+        request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
+        service.residents.open(request, partial(ForeignTable, table.fd, A, 4096))
+        service.residents.show(A, True)
+        for number in range(4096):
+            run = m.BlockRun(number, 0, 0, prompt(1, 0, 1), numbers(number), counts(2))
+            assert service.residents.publish(m.Publish(A, 0, [run])) == 1
+        assert service.residents.blocks(A) == 1 + publications.MAX_SPARE
+        question = find(1, each=1)
+        table.void(range(4080, 4096))
+        assert asked(service, client, question).residents[0].blocks == numbers(4079)
+        table.void_all()
+        assert asked(service, client, question).found == 0
+
+
 def publish_and_retract(service: Service) -> None:
     for sequence in range(1, 20):
         publish(service, A, 8192, 128, sequence=sequence)
@@ -184,14 +203,14 @@ HOSTILE = {
     "blocks that alternate between runs of one": (1, FULL),
     "states without windows": (
         1,
-        [m.Table("full"), m.Table("state", 1, 1), m.Table("window", 1, 99)],
+        [m.BlockTable("full"), m.BlockTable("state", 1, 1), m.BlockTable("window", 1, 99)],
     ),
-    "no state at all": (16, [m.Table("full"), m.Table("state", 1, 1)]),
+    "no state at all": (16, [m.BlockTable("full"), m.BlockTable("state", 1, 1)]),
 }
 
 
 @pytest.mark.parametrize(("size", "tables"), HOSTILE.values(), ids=HOSTILE)
-def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.Table]) -> None:
+def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> None:
     service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
     for number in range(8):
         one = instance_id(number)

@@ -23,7 +23,7 @@ Bound = Callable[[int, int, int], int]
 number of leading blocks behind which no hit can end."""
 
 
-def needed(table: m.Table, end: int) -> tuple[int, int]:
+def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
     """The blocks [first, stop) that a hit which ends after `end` hashes needs of a table."""
     stop = end // table.scale
     match table.kind:
@@ -35,7 +35,7 @@ def needed(table: m.Table, end: int) -> tuple[int, int]:
             return max(0, stop - table.reach), stop
 
 
-def longest_end(tables: Sequence[m.Table], limit: int, bound: Bound) -> int:
+def longest_end(tables: Sequence[m.BlockTable], limit: int, bound: Bound) -> int:
     """Where the longest hit ends, in hashes: at most at `limit`, at a common end of all tables'
     blocks, with all that the tables other than full ones need.
 
@@ -88,7 +88,7 @@ Others = Sequence[tuple[m.InstanceId, InstancePublications]]
 class HitSearch:
     """One look-up among instances that have the same block tables."""
 
-    def __init__(self, hashes: bytes, tables: Sequence[m.Table]) -> None:
+    def __init__(self, hashes: bytes, tables: Sequence[m.BlockTable]) -> None:
         self.hashes, self.tables, self.left = hashes, tables, MAX_LOOKS
         self._of = dict[int, bytes]()
         self._names = dict[tuple[int, int], list[bytes]]()

@@ -27,10 +27,12 @@ RETRACT_LOOKS = 4096
 a run dropped without need is a miss."""
 MAX_BYTES = 1 << 30
 """About the most server memory for all instances together."""
-RUN_BYTES, ENTRY_BYTES, BLOCK_BYTES = 640, 176, 96
+RUN_BYTES, ENTRY_BYTES, BLOCK_BYTES = 640, 176, 128
 """Bytes of server memory for each run, for each block of a run, and for each block of an instance.
-The last pays for `holders`, `places`, the table, which never shrinks, and the instance's generation
-table."""
+The last pays for `holders`, `places`, the dicts of names, which never shrink, and the instance's
+generation table."""
+MAX_SPARE = 16
+"""The most further blocks of a name; older ones are forgotten."""
 MOST_KEPT = 2
 """The blocks of all of an instance's runs, forgotten blocks included, in an instance's blocks."""
 
@@ -117,9 +119,8 @@ def suffix(table: int) -> bytes:
 
 
 class InstancePublications:
-    """All publications of one instance. A block is in at most one run, and a name at most once, so
-    the number of blocks bounds the tables. All runs together have at most `MOST_KEPT`
-    times as many blocks."""
+    """All publications of one instance. A block is in at most one run, so the number of blocks
+    bounds the tables. All runs together have at most `MOST_KEPT` times as many blocks."""
 
     def __init__(self, join: m.Join, table: ForeignTable, memory: Memory) -> None:
         self.join, self.table, self._memory = join, table, memory
@@ -128,7 +129,9 @@ class InstancePublications:
         self.whole = False
         """Whether every part of the instance is shown. Look-ups skip the instance until then."""
         self.named: dict[bytes, int] = {}
-        """The number of each block by name, its hash and `suffix`."""
+        """The number of a block by name, its hash and `suffix`."""
+        self._spare: dict[bytes, list[int]] = {}
+        """Further blocks of a name, which two requests have computed at a time."""
         self.holders: list[Run | None] = [None] * self.blocks
         self.places = array("H", bytes(2 * self.blocks))
         """For each block its run, and its place there."""
@@ -216,29 +219,33 @@ class InstancePublications:
 
     def at(self, name: bytes) -> tuple[Run, int] | None:
         """The run of a block, and the block's place there."""
-        block = self.named.get(name)
-        if block is None:
-            return None
-        run = self.holders[block]
-        return (run, self.places[block]) if run is not None and run.life == self.life else None
+        while (block := self.named.get(name, -1)) >= 0:
+            run = self.holders[block]
+            if run is not None and run.life == self.life:
+                return run, self.places[block]
+            self._vacate(block)  # void, but another block may have the name
+        return None
 
     def follow(self, table: int, hashes: bytes, first: int, stop: int, looks: int) -> Followed:
         """Collect the blocks of a table with the packed `hashes` from number `first` on, up to
         `stop`, as long as they are here and unchanged. Forgets changed blocks. looks: how many runs
         to look for; comparing `COMPARED` blocks counts as one more."""
-        named, counters, end, size = self.named, self.table.counters, suffix(table), m.HASH_BYTES
+        named, holders, counters = self.named, self.holders, self.table.counters
+        end, size = suffix(table), m.HASH_BYTES
         blocks, generations, at = list[bytes](), list[bytes](), first
         while at < stop and looks > 0:
             looks -= 1
             name = hashes[at * size : (at + 1) * size]
-            block = named.get(name + end if end else name, -1)
-            run = self.holders[block] if block >= 0 else None
-            if run is None or run.life != self.life:
+            if (block := named.get(name + end if end else name, -1)) < 0:
                 break
+            run = holders[block]
+            if run is None or run.life != self.life:
+                self._vacate(block)  # void, but another block may have the name
+                continue
             if len(run.numbers) == 1:  # most runs of a generated text
                 if counters[block] != run.expected[0]:
                     self._vacate(block)
-                    break
+                    continue
                 blocks.append(run.blocks)
                 generations.append(run.generations)
                 at += 1
@@ -248,8 +255,6 @@ class InstancePublications:
             count = _common(run.hashes, place, hashes, at, count)
             if not self._unchanged(run, place, place + count):
                 count = _alive(run, place) - place
-                if not count:
-                    break
             looks -= count // COMPARED
             packed = run.packed(place, place + count)
             blocks.append(packed[0])
@@ -262,19 +267,22 @@ class InstancePublications:
     ) -> tuple[int, int]:
         """Where the blocks begin that are here and unchanged without a gap up to `stop`, and the
         remaining looks. Like `follow`, but goes back to `first`."""
-        named, counters, end, size = self.named, self.table.counters, suffix(table), m.HASH_BYTES
+        named, holders, counters = self.named, self.holders, self.table.counters
+        end, size = suffix(table), m.HASH_BYTES
         at = stop
         while at > first and looks > 0:
             looks -= 1
             name = hashes[(at - 1) * size : at * size]
-            block = named.get(name + end if end else name, -1)
-            run = self.holders[block] if block >= 0 else None
-            if run is None or run.life != self.life:
+            if (block := named.get(name + end if end else name, -1)) < 0:
                 break
+            run = holders[block]
+            if run is None or run.life != self.life:
+                self._vacate(block)  # void, but another block may have the name
+                continue
             if len(run.numbers) == 1:
                 if counters[block] != run.expected[0]:
                     self._vacate(block)
-                    break
+                    continue
                 at -= 1
                 continue
             place = self.places[block] + 1
@@ -282,8 +290,6 @@ class InstancePublications:
             count = _common_end(run.hashes, place, hashes, at, count)
             if not self._unchanged(run, place - count, place):
                 count = place - 1 - run.alive.rfind(0, 0, place)
-                if not count:
-                    break
             looks -= count // COMPARED
             at -= count
         return at, looks
@@ -370,8 +376,8 @@ class InstancePublications:
         return len(run)
 
     def _take(self, run: Run) -> int:
-        """Take a run's blocks, but for those that a newer run holds, or whose hash a newer run has.
-        Returns how many. Takes none if a block or a hash comes twice."""
+        """Take a run's blocks, but for those that a newer run holds. Returns how many. Takes none
+        if a block or a hash comes twice."""
         end, count = suffix(run.table), len(run)
         if (here := self._same(run)) is not None and 0 not in here.alive[:count]:
             return count
@@ -380,13 +386,13 @@ class InstancePublications:
             return 0
         named, holders, places, sequence = self.named, self.holders, self.places, run.sequence
         for at, (name, block) in enumerate(zip(names, run.numbers, strict=True)):
-            other = named.get(name, block)
-            if holders[block] is not None or other != block:
-                if self._is_newer(block, sequence) or self._is_newer(other, sequence):
+            if holders[block] is not None:
+                if self._is_newer(block, sequence):
                     run.alive[at] = 0
                     continue
                 self._vacate(block)
-                self._vacate(other)
+            if (other := named.get(name)) is not None:
+                self._spare_one(name, other)
             named[name], holders[block], places[block] = block, run, at
             run.left += 1
         if run.left:
@@ -446,13 +452,31 @@ class InstancePublications:
             return
         at = self.places[block]
         self.holders[block] = None
-        del self.named[run.hash(at) + suffix(run.table)]
+        self._unname(run.hash(at) + suffix(run.table), block)
         run.alive[at] = 0
         run.left -= 1
         if run.life == self.life:
             self.live -= 1
         if not run.left and run in run.home:
             self._remove(run)
+
+    def _spare_one(self, name: bytes, block: int) -> None:
+        spare = self._spare.setdefault(name, [])
+        spare.append(block)
+        if len(spare) > MAX_SPARE:
+            self._vacate(spare[0])
+
+    def _unname(self, name: bytes, block: int) -> None:
+        """A block has its name no more; another block may have it still."""
+        spare = self._spare.get(name, [])
+        if self.named[name] != block:
+            spare.remove(block)
+        elif spare:
+            self.named[name] = spare.pop()
+        else:
+            del self.named[name]
+        if not spare:
+            self._spare.pop(name, None)
 
     def _drop(self, run: Run) -> None:
         """Forget a run."""

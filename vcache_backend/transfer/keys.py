@@ -120,24 +120,22 @@ class TokenHasher:
 # ---- vLLM's
 
 
+def block_hashes(hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes) -> bytes:
+    """Make the hashes of the blocks [first, stop), `HASH_BYTES` each. hashes: vLLM's, SHA-256.
+    computed_with: digests of 32 bytes, for example `adapter_digest`; empty digests do not count."""
+    whole = np.frombuffer(b"".join(hashes[first:stop]), dtype="<u8")
+    made: npt.NDArray[np.uint64] = whole.reshape(-1, 4)[:, :2]
+    if any(computed_with):
+        made = made ^ np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")
+    return made.tobytes()
+
+
 class BlockHashKeys:
-    """Makes block hashes and keys of rank 0 from vLLM's block hashes, for one namespace.
-    hashes_per_chunk: how many hashes a chunk spans. Any thread."""
+    """Makes keys of rank 0 from `block_hashes`, for one namespace. hashes_per_chunk: how many
+    hashes a chunk spans. Any thread."""
 
     def __init__(self, namespace: Namespace, hashes_per_chunk: int) -> None:
         self.prefix, self.each = namespace.prefix, hashes_per_chunk
-
-    def hashes(
-        self, hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes
-    ) -> bytes:
-        """Make the hashes of the blocks [first, stop), `HASH_BYTES` each. hashes: of all the
-        request's blocks, SHA-256. computed_with: digests of 32 bytes, for example `adapter_digest`;
-        empty digests do not count."""
-        whole = np.frombuffer(b"".join(hashes[first:stop]), dtype="<u8")
-        made: npt.NDArray[np.uint64] = whole.reshape(-1, 4)[:, :2]
-        if any(computed_with):
-            made = made ^ np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")
-        return made.tobytes()
 
     def keys(self, hashes: bytes) -> list[ChunkKey]:
         """Make the keys of the whole chunks in `hashes`, which begin with a chunk."""
