@@ -581,7 +581,7 @@ def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.M
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
     with alone.client() as greedy:
-        most = residence.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
+        most = publications.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
         for number in range(most):
             join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):
