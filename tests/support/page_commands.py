@@ -184,7 +184,7 @@ def _there(words: list[str], place: Place) -> None:
 
 
 OTHERS = "ruff|mypy|curl|mooncake_\\w+|export|cp|systemctl|apt-get install|vllm serve|vllm-router"
-OTHERS += "|python3? -m (venv|pytest|vllm.entrypoints.openai.api_server)"
+OTHERS += "|twine check|python3? -m (build|venv|pytest|vllm.entrypoints.openai.api_server)"
 """Programs of others, beside pip. What vLLM (also by `vcache vllm`) and its router are told,
 test_vllm_processes reads."""
 RULES: dict[str, Callable[[list[str], Place], None]] = {
