@@ -101,8 +101,10 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = [*arguments[:2], "--help"]  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
-    if arguments[0] in ("demo", "mooncake") or "--model" in arguments:
-        arguments.append("--help")  # test_demo, test_examples and test_doctor_model run them
+    if arguments[0] in ("demo", "mooncake", "top") or "--model" in arguments:
+        arguments.append(
+            "--help"
+        )  # test_demo, test_examples, test_status and test_doctor_model run them
     place.monkeypatch.setenv("VCACHE_SOCKET", place.given["VCACHE_SOCKET"])
     # `--install-completion` writes there.
     place.monkeypatch.setenv("HOME", str(place.folder))
