@@ -237,6 +237,8 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reade
     assert publish(second, A, 2, rank=1) == 8
     assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (8, "")
     assert found(reader, 2, 1) == 0
+    join(reader, B)
+    assert reader.find(find(2, 1, B)).end == 0, "its rank 0 has another part"
 
 
 def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: Client) -> None:
