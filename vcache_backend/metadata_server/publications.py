@@ -266,7 +266,8 @@ class InstancePublications:
         self, table: int, hashes: bytes, first: int, stop: int, looks: int
     ) -> tuple[int, int]:
         """Where the blocks begin that are here and unchanged without a gap up to `stop`, and the
-        remaining looks. Like `follow`, but goes back to `first`."""
+        remaining looks. Like `follow`, but goes back to `first`, and relies on hashes of prefixes:
+        what comes before equal hashes is equal. `follow` compares it."""
         named, holders, counters = self.named, self.holders, self.table.counters
         end, size = suffix(table), m.HASH_BYTES
         at = stop
@@ -287,7 +288,6 @@ class InstancePublications:
                 continue
             place = self.places[block] + 1
             count = min(place - 1 - run.alive.rfind(0, 0, place), at - first)
-            count = _common_end(run.hashes, place, hashes, at, count)
             if not self._unchanged(run, place - count, place):
                 count = place - 1 - run.alive.rfind(0, 0, place)
             looks -= count // COMPARED
@@ -574,26 +574,6 @@ def _common(ours: bytes, at: int, theirs: bytes, first: int, count: int) -> int:
     while count - same > 1:
         half = (same + count) // 2
         if ours[same * size : half * size] == theirs[same * size : half * size]:
-            same = half
-        else:
-            count = half
-    return same
-
-
-def _common_end(ours: bytes, at: int, theirs: bytes, stop: int, count: int) -> int:
-    """Count the equal hashes before numbers `at` and `stop`, of `count`."""
-    size = m.HASH_BYTES
-    ours, theirs = (
-        ours[(at - count) * size : at * size],
-        theirs[(stop - count) * size : stop * size],
-    )
-    if ours == theirs:
-        return count
-    same = 0
-    while count - same > 1:
-        half = (same + count) // 2
-        ends = slice(len(ours) - half * size, len(ours) - same * size)
-        if ours[ends] == theirs[ends]:
             same = half
         else:
             count = half
