@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import ROOMY, Node, UnfinishedCopier
-from in_place_cases import CHUNK, Engine, Make, engine, here, lying, make, new_tokens
+from in_place_cases import CHUNK, EACH, Engine, Make, engine, here, lying, make, new_tokens
 from kv_cases import Cache, layout_of
 from processes import SECONDS, eventually
 from vllm_cases import needs_vllm
@@ -22,13 +22,21 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 import torch
 from vllm.v1.request import Request
 
-from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata
+from vcache_backend.integration.vllm.metadata import PublicationSpec, SavedChunks, StepMetadata
 from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker import in_place
 from vcache_backend.integration.vllm.worker.exporter import Exporter
 from vcache_backend.integration.vllm.worker.in_place import InPlace
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
-from vcache_backend.protocol.messages import ChunkKey, InstanceId, Publish
-from vcache_backend.transfer import publisher
+from vcache_backend.protocol.messages import (
+    HASH_BYTES,
+    NAMESPACE_BYTES,
+    RANK_BYTES,
+    BlockRun,
+    BlockTable,
+    ChunkKey,
+    InstanceId,
+)
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.generations import Generations
 
@@ -47,9 +55,11 @@ def saved(engine: Engine, meta: StepMetadata, request: Request) -> list[tuple[in
     if spec is None:
         return []
     places = [engine.keys(request).index(key) for key in spec.keys]
-    for blocks, generations in lying(spec):
-        assert counters[blocks].tolist() == generations
-    return [(place, blocks) for place, (blocks, _) in zip(places, lying(spec), strict=True)]
+    lies = lying(spec)
+    assert all(counters[block] == generation for block, generation in lies)
+    blocks = [block for block, _ in lies]
+    rows = [blocks[at : at + EACH] for at in range(0, len(blocks), EACH)]
+    return list(zip(places, rows, strict=True))
 
 
 def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
@@ -157,7 +167,7 @@ class Sharing:
     the pool. Its stores are read when a test says so."""
 
     def __init__(self, here: Node, undo: ExitStack) -> None:
-        cache, exporter, each = Cache(), Exporter("cpu"), 2
+        cache, exporter = Cache(), Exporter("cpu")
         around = exporter.context()
         assert around is not None
         with around:
@@ -170,7 +180,8 @@ class Sharing:
         self.session = Session(here.config("host", ROOMY), layout_of(cache), copier=self.copier)
         undo.callback(self.session.close)
         undo.callback(self.copier.finished.set)
-        self.in_place, self.stores = InPlace(exporter, each, shows=True), Stores(Meter())
+        self.in_place = InPlace(exporter, cache.sizes.blocks, shows=True)
+        self.stores = Stores(Meter())
         undo.callback(self.in_place.close)
         kv = self.session.bind(tensors)
         self.in_place.open(self.session, kv, tensors)
@@ -180,20 +191,22 @@ class Sharing:
         self.table = Generations(name, cache.sizes.blocks)
         undo.callback(self.table.close)
         prefix = self.session.namespace.prefix
-        self.client.join(name, prefix, self.table.blocks, 1, each, self.table.fd)
+        tables = [BlockTable("full")]
+        self.client.join(name, prefix, self.table.blocks, 1, 2, tables, self.table.fd)
         self.in_place.show(self.session, name)
         self.keys = [ChunkKey(prefix + os.urandom(16) + b"\0\0") for _ in range(4)]
         self.epoch = self.client.present(self.keys).epoch
 
     def publish(self, *chunks: int) -> None:
         """Each is a request's."""
-        specs = [PublicationSpec(self._said(chunk)) for chunk in chunks]
+        specs = [PublicationSpec([self._run(chunk)], self.epoch) for chunk in chunks]
         self.in_place.publish(self.session, specs)
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.outbox.flush(SECONDS)
 
     def save(self, *chunks: int) -> None:
-        self.in_place.save(self.attached, self._said(*chunks), self.stores)
+        keys, packs = [self.keys[chunk] for chunk in chunks], self._packed(*chunks)
+        self.in_place.save(self.attached, SavedChunks(keys, *packs, self.epoch), self.stores)
 
     def saved(self, chunk: int) -> bool:
         """Whether the pool has it, once everything that was saved is read."""
@@ -201,10 +214,14 @@ class Sharing:
         assert self.session.flush(SECONDS)
         return bool(self.client.lookup([self.keys[chunk]]))
 
-    def _said(self, *chunks: int) -> Publish:
+    def _run(self, chunk: int) -> BlockRun:
+        hashes = bytes([chunk]) * HASH_BYTES + self.keys[chunk][NAMESPACE_BYTES:-RANK_BYTES]
+        return BlockRun(chunk + 1, 0, 0, hashes, *self._packed(chunk))
+
+    def _packed(self, *chunks: int) -> tuple[bytes, bytes]:
+        """The chunks' blocks, and their generations."""
         blocks = np.array([(2 * chunk, 2 * chunk + 1) for chunk in chunks], dtype="<u4")
-        keys, generations = [self.keys[chunk] for chunk in chunks], np.full_like(blocks, 2, "<u8")
-        return Publish(self.name, 1, keys, blocks.tobytes(), generations.tobytes(), self.epoch)
+        return blocks.tobytes(), np.full_like(blocks, 2, "<u8").tobytes()
 
 
 @pytest.fixture
@@ -238,7 +255,7 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(sharing: Sharing, h
 
 def test_one_changed_takes_few_along(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves first is saved first, and is last in what the scheduler says."""
-    monkeypatch.setattr(publisher, "TOGETHER", 2)
+    monkeypatch.setattr(in_place, "TOGETHER", 2)
     sharing.publish(*range(4))
     sharing.save(*range(4))
     sharing.table.void([7])
