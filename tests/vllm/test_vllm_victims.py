@@ -62,6 +62,20 @@ def saved(engine: Engine, meta: StepMetadata, request: Request) -> list[tuple[in
     return list(zip(places, rows, strict=True))
 
 
+def completed(engine: Engine) -> list[list[int]]:
+    """The blocks of each chunk that steps complete from now on."""
+    victims, found = engine.half.victims, list[list[int]]()
+    plan = victims.plan
+
+    def planned(meta: StepMetadata, chunks: list[tuple[list[ChunkKey], list[int]]]) -> None:
+        for _, blocks in chunks:
+            found.extend(blocks[at : at + EACH] for at in range(0, len(blocks), EACH))
+        plan(meta, chunks)
+
+    victims.plan = planned
+    return found
+
+
 def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
     engine.finish(engine.add(new_tokens(3 * CHUNK)))
     engine.step()
@@ -72,12 +86,15 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(mak
     """The pool may have lost it by then. Beside a request that only runs on."""
     engine = make(lends=1 << 20)
     engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
+    chunks = completed(engine)
     request = engine.add(new_tokens(3 * CHUNK + 5))
     engine.finish(request)
     early = [saved(engine, meta, request) for meta in engine.metas]
     assert early == [[]] * len(engine.metas), "it runs, nobody gets its blocks"
-    published = [one for meta in engine.metas for one in engine.published(request, meta)]
-    assert saved(engine, engine.step(), request) == [(one.number, one.blocks) for one in published]
+    mine = {one.block for meta in engine.metas for one in engine.published(request, meta)}
+    due = list(enumerate(blocks for blocks in chunks if mine.issuperset(blocks)))
+    assert saved(engine, engine.step(), request) == due
+    assert len(due) == 3
     again = engine.add(request.prompt_token_ids[: CHUNK + 1])
     engine.step()
     assert engine.hit(again) == CHUNK
@@ -95,7 +112,7 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
     counters = engine.half.publications.generations.counters
     there = dict[int, Any]()
     told = dict[int, int]()
-    left = list[int]()
+    left, chunks = list[int](), completed(engine)
     for number in range(400):
         if number % 3 == 0 and len(engine.scheduler.requests) < 3:
             tokens = choice.choice(known) + new_tokens(choice.choice([0, CHUNK]))
@@ -105,11 +122,12 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
             if (counters[blocks] != generations).any():
                 del there[first]
                 left.append(number - told.pop(first))
-        for said in (*(spec.publish for spec in meta.publications), meta.victims):
-            for blocks, generations in lying(said) if said is not None else ():
-                there[blocks[0]] = blocks, generations
-                if said is meta.victims:
-                    told.setdefault(blocks[0], number)
+        for blocks in chunks:
+            there[blocks[0]] = blocks, counters[blocks].copy()
+        chunks.clear()
+        if meta.victims is not None:
+            for block, _ in lying(meta.victims)[::EACH]:
+                told.setdefault(block, number)
     assert len(left) > 50
     assert min(left) > 0
     assert left.count(1) < len(left) // 20
@@ -121,11 +139,11 @@ def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_t
     """An eighth of the KV cache is examined."""
     engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
     counters = engine.half.publications.generations.counters
+    chunks = completed(engine)
     known = [engine.add(new_tokens(3 * CHUNK)) for _ in range(10)]
     for request in known:
         engine.finish(request)
-    said = [spec.publish for meta in engine.metas for spec in meta.publications]
-    there = {blocks[0]: (blocks, made) for one in said for blocks, made in lying(one)}
+    there = {blocks[0]: (blocks, counters[blocks].copy()) for blocks in chunks}
     assert len(there) == 30
     saved, left = dict[int, int](), list[int]()
     with engine.others_bring(4 * CHUNK):
@@ -138,7 +156,7 @@ def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_t
                         del there[first]
                         left.append(number - saved.get(first, number))
                 if meta.victims is not None:
-                    saved |= {blocks[0]: number for blocks, _ in lying(meta.victims)}
+                    saved |= {block: number for block, _ in lying(meta.victims)[::EACH]}
     assert len(left) > 20
     assert left.count(0) < 8
 
