@@ -134,8 +134,7 @@ class Publications:
         holds tokens, too, from the session's last turn or another connector's load."""
         state = tracked.in_place
         state.publishes = not partial or state.resets == self.pool.resets
-        state.resets, state.supplied = self.pool.resets, computed
-        self._check(tracked)
+        state.resets, state.supplied, state.evicted = self.pool.resets, computed, -1
 
     def publish(
         self,
@@ -160,7 +159,7 @@ class Publications:
             may = None if state.publishes and state.resets is None else allowed(tracked)
             if may is None:
                 later.append(run)
-            elif self._builds_on_right(tracked):
+            elif self._builds_on_right(tracked, run):
                 numbers, generations = self._fill(run)
                 if may:
                     packs = numbers.tobytes(), generations
@@ -191,23 +190,25 @@ class Publications:
                 return numbers, number.to_bytes(8, "little") * len(numbers)
         return numbers, packed(self.generations.counters, numbers)
 
-    def _builds_on_right(self, tracked: Tracked) -> bool:
-        """Whether all that the request has computed builds on blocks that are not void."""
+    def _builds_on_right(self, tracked: Tracked, run: CachedRun) -> bool:
+        """Whether all that the request has computed before the run builds on blocks that are not
+        void. Other requests may have computed them in the same step, and were noted before."""
         state = tracked.in_place
         if state.publishes and state.resets != self.pool.resets:
             state.publishes = False
         if state.publishes and state.evicted != self.pool.evicted:
-            self._check(tracked)
+            state.evicted = self.pool.evicted
+            begins = run.first * self.tables[run.table].scale
+            self._check(tracked, max(state.supplied, begins if self._attends_to_all else 0))
         return state.publishes
 
-    def _check(self, tracked: Tracked) -> None:
-        """Publish nothing more of the request if a block of its hit or load is void."""
+    def _check(self, tracked: Tracked, hashes: int) -> None:
+        """Publish nothing more of the request if a block that it needs before so many hashes is
+        void."""
         state = tracked.in_place
-        state.evicted = self.pool.evicted
         for number, table in zip(self._numbers, self.tables, strict=True):
             if table.kind == "full" or not self._attends_to_all:
                 row = tracked.store.block_tables[number]
-                supplied = row[: state.supplied // table.scale]
-                blocks = [block for block in supplied if block]
+                blocks = [block for block in row[: hashes // table.scale] if block]
                 if first_odd(packed(self.generations.counters, blocks)) >= 0:
                     state.publishes = False

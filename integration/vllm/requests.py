@@ -257,7 +257,7 @@ class InPlaceState(msgspec.Struct):
     resets: int | None = None
     """`TrackedBlockPool.resets` when the request got its blocks; None before."""
     evicted: int = 0
-    """`TrackedBlockPool.evicted` when these blocks were last checked."""
+    """`TrackedBlockPool.evicted` when the blocks were last checked; -1: not yet."""
 
 
 class PromiseState(msgspec.Struct):

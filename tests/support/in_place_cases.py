@@ -174,7 +174,8 @@ class Engine:
         shape = cache_shape(cache.kv, cache.regions, HOST)
         shown = OwnCache(client, instance, 0, shape, cache.regions)
         undo.callback(shown.close)
-        self.publisher = Publisher(client, EngineStats(), instance, 0)
+        blocks = self.half.publications.blocks
+        self.publisher = Publisher(client, EngineStats(), instance, 0, blocks)
         undo.callback(self.publisher.close)
 
     def tell(self, meta: StepMetadata) -> None:

@@ -148,8 +148,8 @@ def _instances(stats: ServerStats) -> Iterator[Metric]:
     stopped = rows(lambda one: bool(one.stopped) or one.silent > SILENT_SECONDS, True)
     what = "1 if a process of an instance is stopped, or nothing was heard of it for 10 s."
     yield _gauge("instance_stopped", what, stopped, labels)
-    what = "Chunks that others find in an instance's KV cache."
-    yield _gauge("instance_resident_chunks", what, rows(lambda one: one.resident), labels)
+    what = "Blocks that others find in an instance's KV cache."
+    yield _gauge("instance_resident_blocks", what, rows(lambda one: one.resident), labels)
     what = "0 if an instance that gets requests lacks a part, so that others cannot read its KV."
     shared = rows(lambda one: one.early or not one.missing)
     yield _gauge("instance_shared", what, shared, labels)

@@ -127,6 +127,14 @@ def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
     return [ChunkKey(key[:-RANK_BYTES] + suffix) for key in keys for suffix in suffixes]
 
 
+def chunk_keys(namespace: bytes, hashes: bytes, each: int) -> list[ChunkKey]:
+    """The keys (of rank 0) of the whole chunks in packed `hashes`, which begin with a chunk.
+    each: hashes of a chunk, the last of which is in the key."""
+    step, suffix = each * HASH_BYTES, bytes(RANK_BYTES)
+    ends = range(step, len(hashes) + 1, step)
+    return [ChunkKey(namespace + hashes[end - HASH_BYTES : end] + suffix) for end in ends]
+
+
 class Refusal(IntEnum):
     """Why a key got no slot. EXISTS and BUSY are no failures: the chunk is or will be stored."""
 
@@ -243,7 +251,7 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     """An instance in the server. `id`: in hex; empty if the instance shares through the pool only.
     `device`: of the first worker. `pid`: of the scheduler, 0 if absent or not visible.
 
-    `resident`: chunks that look-ups can return once `missing` is empty. `missing`: the first part
+    `resident`: blocks that look-ups can return once `missing` is empty. `missing`: the first part
     that is not shown; look-ups skip the instance until all parts are. `name`: from the hello.
     `namespace`: in hex. `silent`: seconds since the last message of any process of the instance.
     `stopped`: the pid of a stopped process; 0 if none is stopped. `orphan`: the pid of the ended
@@ -512,9 +520,10 @@ class Publish(Request, frozen=True, tag="publish"):
 
     0: the instance has not joined, or the runs' `sequence` or `epoch` is old. Only on the
     connection that showed this rank's cache. `epoch`: the latest epoch that the scheduler had heard
-    of when the blocks were computed. A block replaces what earlier runs of the instance say of the
-    same block, or of the same hash in the same table. With several ranks, look-ups return a run
-    once all ranks have published it."""
+    of when the blocks were computed. A block replaces what runs of no higher `sequence` say of the
+    same block, or of the same hash in the same table. A run that names a block or a hash twice is
+    not taken. With several ranks, look-ups return what all ranks have published of a run (one
+    `sequence`, `table` and `first`), from its first block on."""
 
     instance: Named
     rank: Rank
@@ -523,7 +532,7 @@ class Publish(Request, frozen=True, tag="publish"):
 
 
 class Retract(Request, frozen=True, tag="retract"):
-    """Void the instance's publications with a lower sequence, past and future → `Count` of chunks
+    """Void the instance's publications with a lower sequence, past and future → `Count` of blocks
     dropped. Any part of the instance may ask."""
 
     instance: Named
@@ -795,13 +804,15 @@ class Found(Reply, frozen=True, tag="found"):
     """What can be read of a prompt. Counted in hashes of the question.
 
     `found`: how many leading hashes have their blocks of all `full` tables in instances, or their
-    chunk in the pool. `end`: where the longest hit ends, at most `found` and the question's
-    `limit`, and at a common end of all tables' blocks: what all other tables need for it is in one
-    instance. `pooled`: for each leading whole chunk, whether it is in the pool (a byte, 0 or 1).
-    `residents`: the blocks to read for this hit, ordered by table and first block; at most
-    `MAX_REPLICAS` runs have the same block. `epoch`: of the namespace. `cut`: the answer is full;
-    ask again for the remaining hashes. `coming`: None if no other instance has promised the next
-    chunk. `copies`: as in `Heard`, if the asker is the instance's scheduler."""
+    chunk in the pool; without such tables, what `end` or the pool has. `end`: where the longest hit
+    ends, at most at `found` and the question's `limit`, and at a common end of all tables' blocks:
+    what all other tables need for it is in one instance. `pooled`: for each leading whole chunk of
+    `found`, whether it is in the pool (a byte, 0 or 1). `residents`: the blocks to read for this
+    hit, ordered by table and first block; at most `MAX_REPLICAS` runs have the same block. Their
+    generations were unchanged. `epoch`: of the namespace. `cut`: the answer is full; ask again for
+    the hashes after `found`, a multiple of the question's `each`. Only with one table. `coming`:
+    None if no other instance has promised the next chunk. `copies`: as in `Heard`, if the asker is
+    the instance's scheduler."""
 
     found: int
     end: int

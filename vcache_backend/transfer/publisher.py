@@ -171,7 +171,7 @@ class Publisher:
         if view is None or not self._client.connected:
             return False
         gone = self._published["generation"] != view.counters
-        self._published[gone] = 0
+        self._published[gone] = np.zeros((), dtype=_BLOCK)
         total, runs = 0, self._runs()
         for epoch, group in groupby(runs, key=itemgetter(0)):
             publication = Publish(self._instance, self._rank, [run for _, run in group], epoch)

@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
+from vcache_backend.protocol import generation_table
+from vcache_backend.protocol.generation_table import MAGIC, SEALS, VERSION
 from vcache_backend.protocol.messages import (
     GENERATION_BYTES,
     INSTANCE_BYTES,
@@ -39,16 +41,11 @@ from vcache_backend.protocol.slot_layout import HEADER as _HEADER
 from vcache_backend.protocol.slot_layout import MAGIC as _SLOTS_MAGIC
 from vcache_backend.protocol.slot_layout import SLOTS, TABLE_BYTES, owner
 from vcache_backend.protocol.slot_layout import VERSION as _SLOTS_VERSION
-from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking, sealed
+from vcache_backend.seals import lacking, sealed
 
-MAGIC = b"vcache-g"
-VERSION = 3
 MACHINE = "x86_64"
 VOID = 1
 """The counter of a block that must not be read."""
-SEALS = RESIZING | FUTURE_WRITE
-"""The seals that every reader demands: a table with other writers proves nothing."""
-
 MOST_ALONE = 500
 """With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits to
 get it back. `take` always lends it."""
@@ -96,7 +93,7 @@ class Generations:
             )
         self.blocks = blocks
         with raising_as(SegmentError, f"generation table of {blocks:,} blocks", OSError):
-            self.fd, self._memory = sealed("generations", _size(blocks), SEALS)
+            self.fd, self._memory = sealed("generations", generation_table.nbytes(blocks), SEALS)
         self._undo = ExitStack()
         self._undo.callback(os.close, self.fd)
         self._undo.callback(self._release)
@@ -158,27 +155,9 @@ class GenerationView:
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
         """Map the table behind the caller's `fd`. Raises SegmentError unless it is the sealed table
-        of `instance` with `blocks` blocks.
-
-        Checks size and seals first: a mapping that shrinks would kill this process."""
+        of `instance` with `blocks` blocks."""
         _check_machine()
-        with raising_as(SegmentError, "generation table", OSError):
-            _check(fd, blocks)
-            # Map all pages now: otherwise the first steps would wait for each page.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(fd, _size(blocks), flags=flags, prot=mmap.PROT_READ)
-        magic, version, _, theirs, count = _HEADER.unpack_from(memory)
-        if magic != MAGIC or version != VERSION:
-            raise SegmentError(
-                f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, "
-                f"{VERSION}; install the same vcache-backend"
-            )
-        if theirs != instance or count != blocks:
-            raise SegmentError(
-                f"generation table: of instance {theirs.hex()} with {count:,} blocks, not of "
-                f"{instance.hex()} with {blocks:,}"
-            )
-        return cls(memory, blocks)
+        return cls(generation_table.mapped(fd, instance, blocks), blocks)
 
     @classmethod
     def of_segment(cls, fd: int, segment: str) -> GenerationView:
@@ -245,27 +224,9 @@ class GenerationView:
         return len(unchanged) if unchanged.all() else int(unchanged.argmin())
 
 
-def _check(fd: int, blocks: int) -> None:
-    """Refuse a table of the wrong size, and a table that other processes could shrink or write to.
-    Raises SegmentError, OSError."""
-    if reason := lacking(fd, SEALS):
-        raise SegmentError(f"generation table: {reason}")
-    nbytes = os.fstat(fd).st_size
-    if not 0 < blocks <= MAX_BLOCKS or nbytes != _size(blocks):
-        raise SegmentError(
-            f"generation table: fd {fd} holds {nbytes:,} B, but one of {blocks:,} blocks has "
-            f"{_size(blocks):,}"
-        )
-
-
 def _check_machine() -> None:
     if platform.machine() != MACHINE:
         raise SegmentError(
             f"generations need a machine that orders stores and loads as {MACHINE} does, not "
             f"{platform.machine()}"
         )
-
-
-def _size(blocks: int) -> int:
-    """Bytes of a table, in whole pages: the header and the counters."""
-    return mmap.PAGESIZE * (1 + -(-blocks * 8 // mmap.PAGESIZE))
