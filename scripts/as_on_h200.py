@@ -2,8 +2,8 @@
 
 vLLM then chooses backends, block sizes and layouts as there, and can make models without memory
 (`torch.device("meta")`), but run nothing. Kernels, and packages that only kernels need, are
-replaced by names. Takes vLLM's wheel for CUDA, unpacked and named in PYTHONPATH, or any other
-build: only its Python code is used."""
+replaced by names. Only vLLM's Python code is used; take it from a wheel for CUDA, unpacked and
+named in PYTHONPATH, since a build for CPUs lacks parts of some models."""
 
 from __future__ import annotations
 
@@ -211,6 +211,9 @@ def _vllm() -> None:
     for name in KERNELS:
         setattr(vllm, name, sys.modules[f"vllm.{name}"])
     from vllm import platforms
+
+    # Of a build for CPUs the version's name says so.
+    platforms.vllm_version_matches_substr = lambda _: False
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 

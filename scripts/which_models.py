@@ -1,7 +1,8 @@
 """Asks the vLLM that is installed here which of its models are cached, and how.
 
-python scripts/which_models.py run FILE      asks vLLM, for some minutes; FILE gets the answers
-python scripts/which_models.py write FILE    replaces the tables in docs/vllm/models.md
+python scripts/which_models.py run FILE [NAME...]   asks vLLM, for some minutes; FILE gets the
+                                                    answers. With names, only about these
+python scripts/which_models.py write FILE           replaces the tables in docs/vllm/models.md
 
 For each architecture in vLLM's registry of text generation and of multimodal models, vLLM makes the
 model without weights, its KV cache specifications and its block tables. Our connector decides as at
@@ -22,7 +23,7 @@ import signal
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,19 @@ BACKENDS = {
 """What vLLM says that these models need."""
 MISSING = {"flashinfer", "timm", "torchvision"}
 """Packages that some models import and need for nothing that is asked here."""
+REFUSED = {"Step5ForCausalLM": "vLLM starts it with its own connectors for Mooncake and NIXL alone"}
+"""By vLLM, with our connector."""
+UNASKED = {
+    "DeciLMForCausalLM": "its configuration is code of the model's repository",
+    "FlintForCausalLM": "vLLM starts it on Blackwell alone",
+}
 KINDS = {"Llama4ForCausalLM": "llama4_text"}
 _FITTING = re.compile(r"set engine.chunk_size \(with LMCache: chunk_size\) to (\d+)")
 
 
-def run(file: Path) -> None:
-    """Ask about each architecture in a process of its own, forked once vLLM is imported."""
+def run(file: Path, wanted: Collection[str]) -> None:
+    """Ask about each architecture in a process of its own, forked once vLLM is imported. wanted:
+    see the module's text."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",
@@ -74,13 +82,17 @@ def run(file: Path) -> None:
 
     # By itself vLLM looks at each model's class in another new process, for ten seconds.
     registry._run_in_subprocess = lambda look: look()
-    told: dict[str, Any] = {"vllm": vllm.__version__, "gpu": where}
-    for kind in ("text", "multimodal"):
-        names = getattr(registry, f"_{kind.upper()}{'_GENERATION' * (kind == 'text')}_MODELS")
-        asked = told[kind] = {}
+    told: dict[str, Any] = (
+        json.loads(file.read_text()) if wanted else {"text": {}, "multimodal": {}}
+    )
+    told |= {"vllm": vllm.__version__, "gpu": where}
+    kinds = {"text": registry._TEXT_GENERATION_MODELS, "multimodal": registry._MULTIMODAL_MODELS}
+    for kind, names in kinds.items():
         for name in names:
-            asked[name] = _in_child(name)
-            print(name, asked[name], file=sys.stderr, flush=True)
+            if wanted and name not in wanted:
+                continue
+            told[kind][name] = _in_child(name)
+            print(name, told[kind][name], file=sys.stderr, flush=True)
             file.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
 
 
@@ -108,8 +120,8 @@ def _in_child(name: str) -> dict[str, Any]:
         try:
             answer = _ask(name)
         except Exception as error:  # noqa: BLE001 - whatever vLLM says of a model is its answer
-            said = " ".join(str(error).split())
-            answer = {"how": "not asked", "why": f"{type(error).__name__}: {said:.200}"}
+            said = REFUSED.get(name) or UNASKED.get(name) or " ".join(str(error).split())[:200]
+            answer = {"how": "refused" if name in REFUSED else "not asked", "why": said}
         os.write(writer, json.dumps(answer).encode())
         os._exit(0)
     os.close(writer)
@@ -131,11 +143,12 @@ def _ask(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = _configuration(name)
         Path(folder, "config.json").write_text(json.dumps(config | {"architectures": [name]}))
-        found = report.report(folder, from_dict({}))
+        settings: dict[str, Any] = {"connector": {"model": name}}
+        found = report.report(folder, from_dict(settings))
         # Another chunk size is a setting, and no refusal.
         if fitting := _FITTING.search(found.refused):
-            size = {"engine": {"chunk_size": int(fitting[1])}}
-            found = report.report(folder, from_dict(size))
+            settings |= {"engine": {"chunk_size": int(fitting[1])}}
+            found = report.report(folder, from_dict(settings))
     layers = [
         f"{layer.count} {layer.kind}{layer.window or ''}/{layer.block}" for layer in found.layers
     ]
@@ -220,12 +233,13 @@ def _short(name: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """See the module's text."""
-    if len(arguments) != 2 or arguments[0] not in ("run", "write"):
+    what, *files = arguments or [""]
+    if what not in ("run", "write") or not files or (what == "write" and len(files) > 1):
         print(__doc__)
         return 2
-    file = Path(arguments[1])
-    if arguments[0] == "run":
-        run(file)
+    file = Path(files[0])
+    if what == "run":
+        run(file, files[1:])
         return 0
     before, rest = PAGE.read_text().split(BEGIN)
     made = tables(json.loads(file.read_text()))
