@@ -18,13 +18,10 @@ The decode server reads the prefill server's KV cache, and nothing is copied in 
 
 By hand (each vLLM needs to see only its own GPU; it can map memory of the other one all the same):
 
-    vcache serve &
     CUDA_VISIBLE_DEVICES=0 vllm serve MODEL --port 8100 --kv-transfer-config '{
-      "kv_role":"kv_producer", "kv_connector":"VCacheConnector",
-      "kv_connector_module_path":"vcache_backend.integration.vllm_connector"}' &
+      "kv_role":"kv_producer", "kv_connector":"VCacheConnector"}' &
     CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config '{
-      "kv_role":"kv_consumer", "kv_connector":"VCacheConnector",
-      "kv_connector_module_path":"vcache_backend.integration.vllm_connector"}' &
+      "kv_role":"kv_consumer", "kv_connector":"VCacheConnector"}' &
     # with a pool: "kv_connector_extra_config":{"pool":{"segment_bytes":"8 GiB"}} for the first;
     # for the second
     # "kv_connector_extra_config":{"connector":{"share":"pool"},"pool":{"segment_bytes":0}}
@@ -79,7 +76,6 @@ def transfer(socket: Path, chunk: int, share: str, role: str, pool: str | int) -
     """`--kv-transfer-config` of a server that lends so much to the pool, if there is one."""
     return {
         "kv_connector": "VCacheConnector",
-        "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {

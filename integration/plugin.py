@@ -1,10 +1,13 @@
 """Our plugin for vLLM, `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` early
 in each of its processes.
 
-The plugin sets the hook for LMCache (lmcache/hooks.py), and checks our connector's settings
-before vLLM starts anything, so that a mistake in `kv_transfer_config` is the last line of vLLM's
-log. If `VLLM_PLUGINS` leaves the plugin out, the connector says so, and finds a mistake in its own
-settings in an engine process, where much of the log follows."""
+The plugin registers our connector's name, so that `kv_connector` alone selects it, sets the hook
+for LMCache (lmcache/hooks.py), and checks our connector's settings before vLLM starts anything, so
+that a mistake in `kv_transfer_config` is the last line of vLLM's log.
+
+If `VLLM_PLUGINS` leaves the plugin out, vLLM finds our connector only by its
+`kv_connector_module_path`. The connector then says so, and finds a mistake in its own settings in
+an engine process, where much of the log follows."""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ from typing import Any
 
 from vcache_backend.errors import ConfigError, printable
 
-from .hooks import replace
+from .hooks import after_import, replace
 from .lmcache import hooks as lmcache_hooks
 
 ARGUMENTS = "vllm.engine.arg_utils"
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
 _OTHERS = {"engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy"}
 """vLLM's settings of a connector that do not name it."""
@@ -36,6 +40,7 @@ def register() -> None:
     """Cheap. Raises only SystemExit, for a mistake on the command line of vLLM's own command."""
     global _registered
     _registered = True
+    register_name()
     lmcache_hooks.register()
     # Only the front end has loaded this module. All other processes get the front end's
     # configuration.
@@ -46,18 +51,29 @@ def register() -> None:
         _refuse(next(filter(None, map(mistake, _given(sys.argv))), ""))
 
 
-def left_out() -> None:
+def register_name() -> None:
+    """Register `VCacheConnector` in vLLM's factory, as soon as vLLM imports the factory.
+    Idempotent, cheap, and never raises."""
+    after_import(FACTORY, _register_in)
+
+
+def _register_in(module: Any) -> None:
+    try:
+        with suppress(ValueError):  # registered already
+            module.KVConnectorFactory.register_connector(CLASS, CONNECTOR, CLASS)
+    except Exception as error:  # noqa: BLE001 - vLLM must start
+        said = "vcache: vLLM finds %s only by kv_connector_module_path (%s): %s"
+        log.warning(said, CLASS, CONNECTOR, error)
+
+
+def warn_if_left_out() -> None:
     """Warn, in the front end, that vLLM was told not to load this plugin. Call it where vLLM loads
     our connector."""
     if ARGUMENTS in sys.modules and not _registered:
-        from vllm import envs
+        from vcache_backend.config import left_out
 
-        if envs.VLLM_PLUGINS is not None:
-            log.warning(
-                "vcache: VLLM_PLUGINS leaves out the plugin `vcache`, which checks the settings "
-                "before vLLM starts: set VLLM_PLUGINS=%s, or unset it",
-                ",".join(filter(None, [*envs.VLLM_PLUGINS, "vcache"])),
-            )
+        if wrong := left_out():
+            log.warning("vcache: %s. Until then mistakes in the settings are found late", wrong)
 
 
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +126,7 @@ def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[s
     settings of it."""
     told = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
     names = [value for key, value in told.items() if key not in _OTHERS and isinstance(value, str)]
-    if "vcache" in " ".join(names).lower() or CLASS in names:
+    if "vcac" in " ".join(names).lower():
         yield where, told
     elif told.get("kv_connector") == "MultiConnector":
         extra = told.get("kv_connector_extra_config") or {}
@@ -129,11 +145,11 @@ def _switch(told: Mapping[str, Any]) -> str:
             meant = f"did you mean `{close[0]}`?" if close else f"vLLM knows {', '.join(known)}"
             return f"kv_transfer_config has an unknown key `{printable(key)}`; {meant}"
     name, path = told.get("kv_connector"), told.get("kv_connector_module_path")
-    if path == CONNECTOR:
+    if path in (None, CONNECTOR):
         return "" if name == CLASS else f"kv_connector is {_shown(name)}: set it to `{CLASS}`"
     if not path or not _has(path, name):
         found = f"kv_connector_module_path is {_shown(path)}, where vLLM finds no {_shown(name)}"
-        return f"{found}: set it to `{CONNECTOR}`, and kv_connector to `{CLASS}`"
+        return f"{found}: leave it out, and set kv_connector to `{CLASS}`"
     return ""
 
 
@@ -145,7 +161,7 @@ def _has(path: str, name: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return f"`{printable(str(value))}`" if value else "not set"
+    return "not set" if value is None else f"`{printable(str(value))}`"
 
 
 def _is_a_command() -> bool:

@@ -1,24 +1,13 @@
-"""The module for vLLM's `kv_connector_module_path`. It exports `VCacheConnector`.
-
-vllm serve MODEL --kv-transfer-config '{"kv_connector": "VCacheConnector", "kv_role": "kv_both",
-    "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-    "kv_connector_extra_config": {"config": "/etc/vcache.yaml"}}'"""
+"""The module in which vLLM finds `VCacheConnector`: by the name that our plugin registers
+(plugin.py), or by `kv_connector_module_path`, which works without the plugin, too."""
 
 from __future__ import annotations
-
-from contextlib import suppress
-
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from . import plugin
 from .vllm.connector import VCacheConnector
 
-plugin.left_out()
-
-with suppress(ValueError):  # registered already
-    # MultiConnector looks up the class that reads a connector's statistics by the registered name.
-    KVConnectorFactory.register_connector(
-        VCacheConnector.__name__, __name__, VCacheConnector.__name__
-    )
+plugin.warn_if_left_out()
+# MultiConnector finds the class that reads a connector's statistics by the registered name only.
+plugin.register_name()
 
 __all__ = ["VCacheConnector"]

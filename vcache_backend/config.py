@@ -186,7 +186,8 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
     """Our connector in vLLM. Token counts leave out tokens in vLLM's prefix cache. share:
     `from_dict` turns `auto` into `pool` if another setting needs a pool; otherwise the connector
-    decides by vLLM's version and settings and the model."""
+    decides by vLLM's version and settings and the model. start_server: `from_dict` turns None into
+    whether the socket is the default one. A socket that somebody names is somebody's service."""
 
     share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
@@ -195,7 +196,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
     weights: str = ""
-    start_server: bool = False
+    start_server: bool | None = None
 
 
 class MooncakeConfig(_Section, frozen=True, kw_only=True):
@@ -273,6 +274,16 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
+def left_out() -> str:
+    """What to change if `VLLM_PLUGINS` keeps vLLM from loading the plugin `vcache`, or empty."""
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None or "vcache" in named.split(","):
+        return ""
+    wanted = ",".join(filter(None, [*named.split(","), "vcache"]))
+    advice = f"set VLLM_PLUGINS={wanted}, or unset it"
+    return printable(f"VLLM_PLUGINS leaves out vLLM's plugin `vcache`: {advice}", MAX_LINE_CHARS)
+
+
 def expandable_segments() -> bool:
     """Whether `expandable_segments` is on for torch's CUDA allocator. As in torch, the first of two
     variables that is set counts."""
@@ -329,8 +340,12 @@ def from_dict(
     except msgspec.ValidationError as error:
         said = config_file.explained(str(error), Config, lines or {})
         raise ConfigError(f"{source}: {printable(said, MAX_LINE_CHARS)}") from error
-    socket = os.environ.get("VCACHE_SOCKET")
-    return with_socket(config, socket, "VCACHE_SOCKET") if socket else config
+    if socket := os.environ.get("VCACHE_SOCKET"):
+        config = with_socket(config, socket, "VCACHE_SOCKET")
+    if config.connector.start_server is None:
+        starts = msgspec.structs.replace(config.connector, start_server=not config.server.socket)
+        config = msgspec.structs.replace(config, connector=starts)
+    return config
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:

@@ -14,12 +14,12 @@ from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import (
     QUEUED_SECONDS,
+    BlockTable,
     ChunkKey,
     Find,
     Found,
     InstanceId,
     ResidentRun,
-    Table,
     of_ranks,
 )
 from vcache_backend.resident.mappings import Tables
@@ -302,7 +302,7 @@ class Lookups:
 
 
 def unchanged(
-    reply: Found, each: int, shapes: Sequence[Table], tables: Tables
+    reply: Found, each: int, shapes: Sequence[BlockTable], tables: Tables
 ) -> tuple[int, list[ResidentRun]]:
     """Choose the blocks to read from an answer's copies, whose order is random. Returns how many
     leading hashes can be read, and the runs to read in place. each: hashes of a chunk. shapes: the

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
     BlockRun,
+    BlockTable,
     Copies,
     Found,
     Heard,
     InstanceId,
     Reply,
-    Table,
 )
 from vcache_backend.vram_pool.generations import Generations, first_odd, packed
 
@@ -57,7 +57,11 @@ class Publications:
     """Tracks which blocks may be published. Runs in the scheduler's thread, except `hear`."""
 
     def __init__(
-        self, retract: Callable[[int], None], blocks: int, tables: Mapping[int, Table], loads: bool
+        self,
+        retract: Callable[[int], None],
+        blocks: int,
+        tables: Mapping[int, BlockTable],
+        loads: bool,
     ) -> None:
         """retract: has the server void runs with a lower sequence number. blocks: the number of
         blocks in vLLM's pool. tables: the block tables that a hit needs, by vLLM's number. loads:
@@ -135,6 +139,7 @@ class Publications:
         state = tracked.in_place
         state.publishes = not partial or state.resets == self.pool.resets
         state.resets, state.supplied, state.evicted = self.pool.resets, computed, -1
+        state.filled = {}
 
     def publish(
         self,
@@ -159,8 +164,9 @@ class Publications:
             may = None if state.publishes and state.resets is None else allowed(tracked)
             if may is None:
                 later.append(run)
-            elif self._builds_on_right(tracked, run):
+            elif self._builds_on_right(tracked):
                 numbers, generations = self._fill(run)
+                state.filled[run.table] = run.first + len(numbers)
                 if may:
                     packs = numbers.tobytes(), generations
                     stop, scale = run.first + len(numbers), self.tables[run.table].scale
@@ -190,25 +196,25 @@ class Publications:
                 return numbers, number.to_bytes(8, "little") * len(numbers)
         return numbers, packed(self.generations.counters, numbers)
 
-    def _builds_on_right(self, tracked: Tracked, run: CachedRun) -> bool:
-        """Whether all that the request has computed before the run builds on blocks that are not
-        void. Other requests may have computed them in the same step, and were noted before."""
+    def _builds_on_right(self, tracked: Tracked) -> bool:
+        """Whether all that the request has computed builds on blocks that are not void. Other
+        requests may have computed them in the same step, and were noted before."""
         state = tracked.in_place
         if state.publishes and state.resets != self.pool.resets:
             state.publishes = False
         if state.publishes and state.evicted != self.pool.evicted:
             state.evicted = self.pool.evicted
-            begins = run.first * self.tables[run.table].scale
-            self._check(tracked, max(state.supplied, begins if self._attends_to_all else 0))
+            self._check(tracked)
         return state.publishes
 
-    def _check(self, tracked: Tracked, hashes: int) -> None:
-        """Publish nothing more of the request if a block that it needs before so many hashes is
-        void."""
+    def _check(self, tracked: Tracked) -> None:
+        """Publish nothing more of the request if a block that it has built on is void."""
         state = tracked.in_place
-        for number, table in zip(self._numbers, self.tables, strict=True):
+        for at, (number, table) in enumerate(zip(self._numbers, self.tables, strict=True)):
             if table.kind == "full" or not self._attends_to_all:
-                row = tracked.store.block_tables[number]
-                blocks = [block for block in row[: hashes // table.scale] if block]
+                stop = state.supplied // table.scale
+                if self._attends_to_all:
+                    stop = max(stop, state.filled.get(at, 0))
+                blocks = [block for block in tracked.store.block_tables[number][:stop] if block]
                 if first_odd(packed(self.generations.counters, blocks)) >= 0:
                     state.publishes = False

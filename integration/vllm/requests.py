@@ -258,6 +258,8 @@ class InPlaceState(msgspec.Struct):
     """`TrackedBlockPool.resets` when the request got its blocks; None before."""
     evicted: int = 0
     """`TrackedBlockPool.evicted` when the blocks were last checked; -1: not yet."""
+    filled: dict[int, int] = {}
+    """By block table, the leading blocks that were published, or could have been."""
 
 
 class PromiseState(msgspec.Struct):

@@ -230,8 +230,9 @@ class Waits:
 
     def on_load(self, tracked: Tracked) -> None:
         """Note that the request loads the chunks behind vLLM's cached blocks."""
-        # In place of a leader that only waits.
-        self._leaders[self._lead(tracked)] = tracked
+        if (key := self._lead(tracked)) is not None:
+            # In place of a leader that only waits.
+            self._leaders[key] = tracked
         tracked.wait.load_started = True
 
     def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
@@ -256,9 +257,13 @@ class Waits:
 
     # ---- inside
 
-    def _lead(self, tracked: Tracked) -> ChunkKey:
+    def _lead(self, tracked: Tracked) -> ChunkKey | None:
+        """None: the request has no whole chunk behind vLLM's own cache, and nobody follows it."""
         self._leave(tracked)
-        key = tracked.wait.leads = tracked.lookup.keys[tracked.local // self._rules.chunk_size]
+        keys, first = tracked.lookup.keys, tracked.local // self._rules.chunk_size
+        if first >= len(keys):
+            return None
+        key = tracked.wait.leads = keys[first]
         self._leaders.setdefault(key, tracked)
         return key
 

@@ -26,7 +26,7 @@ BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); "
 BASE += "from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [[], ["serve"], ["status"], ["clear"], ["segment"], ["config"], ["doctor"], ["demo"]]
-COMMANDS += [["mooncake"], *(["segment", name] for name in ("add", "list", "drop"))]
+COMMANDS += [["mooncake"], ["vllm"], *(["segment", name] for name in ("add", "list", "drop"))]
 COMMANDS += [["config", name] for name in ("check", "init", "show")]
 
 
@@ -57,6 +57,26 @@ def test_wrong_usage_is_exit_code_2_and_says_what_to_write(words: str) -> None:
     """Of `--host "$UNSET"` Mooncake's master would listen everywhere."""
     done = vcache(*words.split(), expect=2)
     assert (done.stdout, WRONG[words] in " ".join(done.stderr.split())) == ("", True), done.stderr
+
+
+def test_vllm_gets_its_arguments_as_they_are_and_our_connector(tmp_path: Path) -> None:
+    """By a program in place of vLLM's, since vLLM's does not run from its build for CPUs."""
+    program = tmp_path / "vllm" / "entrypoints" / "cli" / "main.py"
+    program.parent.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    program.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    here = os.environ | {"PYTHONPATH": str(tmp_path)}
+    given = ["serve", "MODEL", "-tp", "2", "--port=1", "--config", "a.yaml"]
+    done = ran(*VCACHE, "vllm", *given, env=here)
+    *said, flag, transfer = json.loads(done.stdout)
+    assert (said, flag) == (given, "--kv-transfer-config")
+    assert json.loads(transfer) == {"kv_connector": "VCacheConnector", "kv_role": "kv_both"}
+    wrong = {"run `vllm` itself": (["--kv_transfer_config={}"], here)}
+    wrong["set VLLM_PLUGINS=other,vcache, or"] = ([], here | {"VLLM_PLUGINS": "other"})
+    for reason, (more, environment) in wrong.items():
+        done = ran(*VCACHE, "vllm", *given, *more, env=environment)
+        assert (done.returncode, done.stderr.count("\n"), done.stdout) == (1, 1, "")
+        assert reason in done.stderr
 
 
 def test_without_a_server_there_is_one_line_and_exit_code_1(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def write(tmp_path: Path) -> Any:
 
 def test_the_commented_file_holds_every_key_with_its_default() -> None:
     path = FOLDER / "vcache.yaml"
-    assert config.load(path) == Config()
+    assert config.load(path) == config.load()
     written = msgspec.yaml.decode(path.read_bytes())
     assert _keys(written) == _keys(msgspec.to_builtins(Config(), enc_hook=str))
 
@@ -65,7 +65,24 @@ def test_the_environment_may_name_the_file(write: Any, monkeypatch: pytest.Monke
     assert config.load().engine.chunk_size == 64
     assert config.load(FOLDER / "vcache.yaml").engine.chunk_size == 256
     monkeypatch.setenv("VCACHE_CONFIG", "")
-    assert config.load() == Config()
+    assert config.load() == config.from_dict({})
+
+
+@pytest.mark.parametrize(
+    ("text", "socket", "starts"),
+    [
+        ("{}", "", True),
+        ("server: {socket: /run/vcache.sock}", "", False),
+        ("{}", "/run/vcache.sock", False),
+        ("connector: {start_server: true}", "/run/vcache.sock", True),
+        ("connector: {start_server: false}", "", False),
+    ],
+)
+def test_an_instance_starts_a_server_only_at_the_default_socket_unless_it_is_told_to(
+    write: Any, monkeypatch: pytest.MonkeyPatch, text: str, socket: str, starts: bool
+) -> None:
+    monkeypatch.setenv("VCACHE_SOCKET", socket)
+    assert config.load(write(text)).connector.start_server is starts
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

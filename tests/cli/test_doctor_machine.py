@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_cuda import UUIDS, FakeCuda
 from fake_cuda import cuda as cuda
@@ -99,6 +100,17 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
     assert offload.LIBRARY not in by_check(doctor.check_offload(config))
 
 
+def test_a_plugin_that_vllm_was_told_not_to_load_is_a_failure(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    finding = by_check(machine.check_packages(config))["plugin"]
+    said = "set VLLM_PLUGINS=lora_filesystem_resolver,vcache, or unset it"
+    assert (finding.status, said in finding.advice) == ("fail", True)
+    monkeypatch.setenv("VLLM_PLUGINS", "vcache,lora_filesystem_resolver")
+    assert "plugin" not in by_check(machine.check_packages(config))
+
+
 def test_what_the_kernel_lacks_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nonexistent", os.O_RDONLY))
     assert "without memfd_create or pidfd_open" in only(machine.check_kernel(config)).detail
@@ -157,6 +169,9 @@ def test_no_server_is_a_warning_that_says_how_to_start_one_and_others_are_failur
         left_over.bind(str(path))
     assert only(machine.check_server(config)).status == "warn"
     path.unlink()
+    default = from_dict({})
+    starts = msgspec.structs.replace(config, connector=default.connector)
+    assert only(machine.check_server(starts)).advice.startswith("the first instance starts one")
     path.write_text("no socket")
     finding = only(machine.check_server(config))
     assert (finding.status, "is not a socket" in finding.detail) == ("fail", True)

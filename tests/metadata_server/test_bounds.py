@@ -65,7 +65,7 @@ def join(
     instance: m.InstanceId,
     ranks: int = 1,
     blocks: int = 10_000,
-    tables: Sequence[m.Table] = FULL,
+    tables: Sequence[m.BlockTable] = FULL,
 ) -> None:
     fd = make_table(instance, blocks)
     try:
@@ -184,14 +184,14 @@ HOSTILE = {
     "blocks that alternate between runs of one": (1, FULL),
     "states without windows": (
         1,
-        [m.Table("full"), m.Table("state", 1, 1), m.Table("window", 1, 99)],
+        [m.BlockTable("full"), m.BlockTable("state", 1, 1), m.BlockTable("window", 1, 99)],
     ),
-    "no state at all": (16, [m.Table("full"), m.Table("state", 1, 1)]),
+    "no state at all": (16, [m.BlockTable("full"), m.BlockTable("state", 1, 1)]),
 }
 
 
 @pytest.mark.parametrize(("size", "tables"), HOSTILE.values(), ids=HOSTILE)
-def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.Table]) -> None:
+def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> None:
     service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
     for number in range(8):
         one = instance_id(number)

@@ -6,14 +6,18 @@ import pytest
 
 from vcache_backend.metadata_server import hits
 from vcache_backend.metadata_server.hits import longest_end, needed
-from vcache_backend.protocol.messages import Table
+from vcache_backend.protocol.messages import BlockTable
 
-FULL, WIDE = Table("full"), Table("full", 4)
-WINDOW, STATE, LOCAL = Table("window", 1, 3), Table("state", 4, 1), Table("local", 1, 4)
+FULL, WIDE = BlockTable("full"), BlockTable("full", 4)
+WINDOW, STATE, LOCAL = (
+    BlockTable("window", 1, 3),
+    BlockTable("state", 4, 1),
+    BlockTable("local", 1, 4),
+)
 Blocks = dict[int, set[int]]
 """Of a table."""
 
-CASES: dict[str, tuple[list[Table], int, Blocks, int]] = {
+CASES: dict[str, tuple[list[BlockTable], int, Blocks, int]] = {
     # tables, limit, the blocks that are there, the end
     "full tables need nothing more": ([FULL], 7, {}, 7),
     "a common end of all tables' blocks": ([FULL, WIDE], 11, {}, 8),
@@ -38,15 +42,15 @@ CASES: dict[str, tuple[list[Table], int, Blocks, int]] = {
     "a local chunk": ([FULL, LOCAL], 7, {1: {4, 5, 6}}, 7),
     "the beginning of a local chunk": ([FULL, LOCAL], 7, {1: {5, 6}}, 4),
     "a part of a local chunk": ([FULL, LOCAL], 7, {1: {4}}, 5),
-    "a window that reaches nowhere": ([FULL, Table("window")], 5, {}, 5),
+    "a window that reaches nowhere": ([FULL, BlockTable("window")], 5, {}, 5),
     "only states": ([STATE], 100, {0: {4}}, 20),
-    "only windows": ([WINDOW, Table("window", 1, 2)], 9, {0: {2, 3, 4}, 1: {3, 4}}, 5),
+    "only windows": ([WINDOW, BlockTable("window", 1, 2)], 9, {0: {2, 3, 4}, 1: {3, 4}}, 5),
 }
 
 
 @pytest.mark.parametrize(("tables", "limit", "here", "end"), CASES.values(), ids=CASES)
 def test_a_hit_ends_where_all_tables_have_what_it_needs(
-    tables: list[Table], limit: int, here: Blocks, end: int
+    tables: list[BlockTable], limit: int, here: Blocks, end: int
 ) -> None:
     def bound(table: int, first: int, stop: int) -> int:
         gone = [block for block in range(first, stop) if block not in here.get(table, set())]
@@ -56,17 +60,17 @@ def test_a_hit_ends_where_all_tables_have_what_it_needs(
 
 
 NEEDED = [
-    (Table("full", 2), 8, (0, 4)),
-    (Table("window", 2, 3), 8, (1, 4)),
-    (Table("window", 2, 9), 8, (0, 4)),
-    (Table("state", 2, 1), 8, (3, 4)),
-    (Table("local", 2, 3), 8, (3, 4)),
-    (Table("local", 2, 4), 8, (4, 4)),
+    (BlockTable("full", 2), 8, (0, 4)),
+    (BlockTable("window", 2, 3), 8, (1, 4)),
+    (BlockTable("window", 2, 9), 8, (0, 4)),
+    (BlockTable("state", 2, 1), 8, (3, 4)),
+    (BlockTable("local", 2, 3), 8, (3, 4)),
+    (BlockTable("local", 2, 4), 8, (4, 4)),
 ]
 
 
 @pytest.mark.parametrize(("table", "end", "blocks"), NEEDED)
-def test_what_a_hit_needs_of_a_table(table: Table, end: int, blocks: tuple[int, int]) -> None:
+def test_what_a_hit_needs_of_a_table(table: BlockTable, end: int, blocks: tuple[int, int]) -> None:
     assert needed(table, end) == blocks
 
 
@@ -78,6 +82,6 @@ def test_few_questions_are_asked_where_few_ends_are() -> None:
         asked.append(stop)
         return -1 if stop == 9 else 9
 
-    tables = [FULL, WINDOW, Table("window", 1, 900)]
+    tables = [FULL, WINDOW, BlockTable("window", 1, 900)]
     assert longest_end(tables, hits.MAX_LOOKS, bound) == 9
     assert len(asked) == 3

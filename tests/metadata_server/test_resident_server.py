@@ -35,7 +35,7 @@ from vcache_backend.metadata_server import residents as residence
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
-FULL = m.Table("full")
+FULL = m.BlockTable("full")
 A, B = instance_id(1), instance_id(2)
 NOTHING = m.Found(0, 0)
 OWN = f"""
@@ -591,7 +591,7 @@ def test_more_hashes_than_a_question_has_are_asked_for_in_parts(
 ) -> None:
     """But of several block tables only the first count: a hit needs all of them at one end."""
     each, chunks = 16, m.MAX_HASHES // 16 + 3
-    several = [FULL, m.Table("window", 1, 4)]
+    several = [FULL, m.BlockTable("window", 1, 4)]
     for tables, count in (([FULL], each * chunks), (several, m.MAX_HASHES)):
         with alone.client() as owner:
             join(owner, A, blocks=2 * each * chunks, each=each, tables=tables)

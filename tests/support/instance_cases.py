@@ -95,7 +95,7 @@ def block_run(
     return m.BlockRun(sequence, table, start * each, hashes, blocks, generations)
 
 
-FULL = [m.Table("full")]
+FULL = [m.BlockTable("full")]
 
 
 def join(
@@ -104,7 +104,7 @@ def join(
     blocks: int = 64,
     ranks: int = 1,
     each: int = EACH,
-    tables: Sequence[m.Table] = FULL,
+    tables: Sequence[m.BlockTable] = FULL,
 ) -> None:
     """Show a table, as a scheduler does."""
     table = make_table(name, blocks)

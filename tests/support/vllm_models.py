@@ -17,8 +17,7 @@ from benchmarks.vllm.scale import TINY
 from benchmarks.vllm.weights import write_model as write
 
 CONNECTOR: dict[str, Any] = {"kv_connector": "VCacheConnector"}
-CONNECTOR |= {"kv_connector_module_path": "vcache_backend.integration.vllm_connector"}
-"""Of `kv_transfer_config`: which connector."""
+"""Of `kv_transfer_config`: which connector, by the name that our plugin registers."""
 VOCABULARY = 1024
 _HIDDEN, LAYERS, _KV_HEADS, _HEAD, _MLP = 64, 2, 2, 64, 64
 """Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly. It has few

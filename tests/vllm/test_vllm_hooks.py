@@ -5,6 +5,7 @@ What a hit is worth with them, `test_integrations` shows with the real ones.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import itertools
 import sys
@@ -24,6 +25,7 @@ if not missing(()):
     pytest.importorskip("vllm.v1.request")  # it lets the warnings pass that come with the import
     import torch
     from vllm import PoolingParams, SamplingParams
+    from vllm.config import KVTransferConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
@@ -95,3 +97,26 @@ def test_registering_never_raises(
     monkeypatch.setattr(lmcache_hooks, "SCHEDULER", LMCacheBoundary("scheduler"))
     lmcache_hooks.register()
     assert "LMCache's scheduler shares nothing any more" in caplog.text
+
+
+def test_a_factory_that_takes_no_names_leaves_the_long_way_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, plugin.FACTORY, types.ModuleType("a vLLM without the class"))
+    plugin.register_name()
+    assert f"only by kv_connector_module_path ({plugin.CONNECTOR})" in caplog.text
+
+
+@needs_vllm
+def test_the_connectors_name_is_all_that_vllm_needs_once_our_plugin_was_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factory = importlib.import_module(plugin.FACTORY).KVConnectorFactory
+    monkeypatch.setattr(factory, "_registry", {})
+    told = KVTransferConfig(kv_connector="VCacheConnector", kv_role="kv_both")
+    with pytest.raises(ValueError, match="Unsupported connector type: VCacheConnector"):
+        factory.get_connector_class(told)
+    for _ in range(2):
+        plugin.register()
+        found = factory.get_connector_class(told)
+        assert found.__module__ == "vcache_backend.integration.vllm.connector"

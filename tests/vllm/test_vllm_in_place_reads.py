@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.metadata_server.publications import BLOCK_BYTES, MAX_BYTES
-from vcache_backend.protocol.messages import MAX_BLOCKS, Find, Heard, ResidentRun, Table
+from vcache_backend.protocol.messages import MAX_BLOCKS, BlockTable, Find, Heard, ResidentRun
 from vcache_backend.transfer.outbox import LATER_SECONDS
 from vcache_backend.vram_pool.generations import Generations
 
@@ -122,7 +122,9 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
             def join(number: int, blocks: int) -> None:
                 table = crowd.enter_context(closing(Generations(instance(number), blocks)))
                 each = crowd.enter_context(here.client())
-                each.join(instance(number), NAMESPACE, blocks, 1, EACH, [Table("full")], table.fd)
+                each.join(
+                    instance(number), NAMESPACE, blocks, 1, EACH, [BlockTable("full")], table.fd
+                )
 
             whole, rest = divmod(MAX_BYTES // BLOCK_BYTES, MAX_BLOCKS)
             for number in range(whole):

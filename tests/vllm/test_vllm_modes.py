@@ -14,6 +14,8 @@ import vllm_cases
 from vllm_cases import BLOCK, CHUNK, IN_PLACE, TOKEN_BYTES, Answer, Instance, Node, here, new_tokens
 from vllm_models import LAYERS, write_eagle, write_guessed
 
+from vcache_backend.integration import plugin
+
 __all__ = ["here"]
 pytestmark = vllm_cases.needs_vllm
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
@@ -265,11 +267,11 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
 
 
 def test_settings_that_do_not_exist_end_vllm_without_our_plugin(here: Node, start: Start) -> None:
-    """By the connector itself. What is refused, test_vllm_settings says."""
+    """By the connector itself, which vLLM then finds by its module only. What is refused,
+    test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
+    long = {"kv_connector_module_path": plugin.CONNECTOR, "kv_connector_extra_config": extra}
     with pytest.raises(AssertionError, match="ConfigError") as raised:
-        start(
-            transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
-        ).made()
+        start(transfer=long, environment={"VLLM_PLUGINS": ""}).made()
     expected = "Object contains unknown field `min_hit_token` - at `$.connector`"
     assert f"kv_connector_extra_config: {expected}" in str(raised.value)

@@ -352,9 +352,7 @@ def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
     programs = r"vllm serve |-m vllm\.entrypoints\.openai\.api_server "
     shown = [command for page in COMMANDS for command in commands(page)]
     found = {"".join(re.split(programs, command)[1:]) for command in shown}
-    written = re.findall(r"export VCACHE='(.*)'", PAGES[1].read_text())[0]
-    words = [[word for word in shlex.split(one) if word != "…"] for one in found if one]
-    asked = [[written if word == "$VCACHE" else word for word in each] for each in words]
+    asked = [[word for word in shlex.split(one) if word != "…"] for one in found if one]
     with vllm_cases.beside_vllm() as worker:
         assert set(worker.ask(_models, asked)) == {"MODEL", "/tmp/tiny"}
     assert len(asked) > 4
@@ -406,17 +404,20 @@ def routed(log: Path, arguments: Sequence[str]) -> Iterator[str]:
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
 def test_the_documents_one_command_shares_among_its_ranks(tmp_path: Path) -> None:
     """In place, since they have a block table each. Nobody has started a metadata server, nobody has
-    named a way to share, and nothing is lent.
+    named a socket or a way to share, and nothing is lent.
     """
-    export = re.compile(r"export VCACHE='(.*)'")
-    (written,) = {shown for page in PAGES for shown in export.findall(page.read_text())}
+    flag = re.compile(r"vllm serve MODEL .*--kv-transfer-config '(.*)'")
+    (written,) = {shown for page in PAGES for shown in flag.findall(page.read_text())}
     here, config = Node(tmp_path), tmp_path / "vcache.yaml"
+    here.socket = tmp_path / "vcache" / "vcache.sock"
     sections = here.transfer(IN_PLACE)["kv_connector_extra_config"]
-    del sections["connector"]["share"]
+    del sections["connector"]["share"], sections["server"]
     config.write_text(json.dumps(sections))
+    given = {"VCACHE_CONFIG": str(config), "XDG_RUNTIME_DIR": str(tmp_path)}
     more, tokens = ["--data-parallel-size", "2"], new_tokens(LENGTH + 1)
     try:
-        with serving(here, json.loads(written), more=more, VCACHE_CONFIG=str(config)) as (address,):
+        with serving(here, json.loads(written), more=more, **given) as servers:
+            (address,) = servers
             for rank in range(2):
                 complete(address, new_tokens(5), rank=rank)
             assert complete(address, tokens)[1] == 0
@@ -426,5 +427,8 @@ def test_the_documents_one_command_shares_among_its_ranks(tmp_path: Path) -> Non
             assert (hit[1], own[1]) == (LENGTH, LENGTH)
             assert hit == own
             assert here.chunks() == 0, "the server is still there"
+            log = servers[address].log
+            assert log.count("metadata server started at") == 1
+            assert "it outlives this process" in log
     finally:
         end_servers(here.socket)

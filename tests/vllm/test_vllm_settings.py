@@ -66,7 +66,8 @@ def test_settings_that_do_not_exist_are_named(given: dict[str, Any], said: str) 
 
 # ---- read by our plugin, before vLLM starts anything
 
-OURS = {"kv_connector": "VCacheConnector", "kv_connector_module_path": plugin.CONNECTOR}
+OURS = {"kv_connector": "VCacheConnector"}
+LONG = OURS | {"kv_connector_module_path": plugin.CONNECTOR}
 
 
 def connector(name: str, extra: Any) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
     wrong = connector("VCacheConnector", {"connector": {"min_hit": 1}}) | OURS
     several = connector("MultiConnector", {"connectors": [theirs, wrong]})
     odd = connector("MultiConnector", {"connectors": 3}), connector("VCacheConnector", 3) | OURS
-    for told in (OURS, theirs, several, *odd):
+    for told in (OURS, LONG, theirs, several, *odd):
         said = f"connectors[1]: {MIN_HIT}; did you mean" if told is several else ""
         for found in (plugin.mistake(told), plugin.mistake(SimpleNamespace(**told))):
             assert (found.startswith(said), bool(found)) == (True, bool(said)), told
@@ -87,7 +88,7 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
 
 
 SWITCH = OURS | {"kv_role": "kv_both"}
-NAMES = f"set it to `{plugin.CONNECTOR}`, and kv_connector to `VCacheConnector`"
+NAMES = "where vLLM finds no `VCacheConnector`: leave it out, and set kv_connector to `VCache"
 
 
 @pytest.mark.parametrize(
@@ -102,14 +103,11 @@ NAMES = f"set it to `{plugin.CONNECTOR}`, and kv_connector to `VCacheConnector`"
             {"kv_connector": "VCachConnector"},
             "kv_connector is `VCachConnector`: set it to `VCacheConnector`",
         ),
-        ({"kv_connector": None}, "kv_connector is not set: set it to `VCacheConnector`"),
+        (LONG | {"kv_connector": None}, "kv_connector is not set: set it to `VCacheConnector`"),
         ({"kv_connector_module_path": "vcache.integration.vllm_connector"}, NAMES),
         ({"kv_connector_module_path": "vcache_backend.integration"}, NAMES),
-        (
-            {"kv_connector_module_path": None},
-            f"is not set, where vLLM finds no `VCacheConnector`: {NAMES}",
-        ),
         ({"kv_connector_module_path": "nowhere"}, NAMES),
+        ({"kv_connector_module_path": ""}, NAMES),
     ],
     ids=str,
 )
@@ -120,7 +118,7 @@ def test_a_switch_that_is_misspelt_is_one_line_that_names_the_right_value(
     line = plugin.mistake(SWITCH | wrong)
     assert said in line
     assert "\n" not in line
-    assert plugin.mistake(SWITCH) == ""
+    assert plugin.mistake(SWITCH) == plugin.mistake(SWITCH | LONG) == ""
 
 
 @needs_vllm
@@ -149,7 +147,7 @@ def test_a_plugin_that_vllm_was_told_not_to_load_is_named(
     monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
     monkeypatch.setitem(sys.modules, plugin.ARGUMENTS, ModuleType("the front end's"))
     monkeypatch.setattr(plugin, "_registered", registered)
-    plugin.left_out()
+    plugin.warn_if_left_out()
     said = "set VLLM_PLUGINS=lora_filesystem_resolver,vcache, or unset it"
     assert caplog.text.count(said) == len(caplog.records) == lines
 

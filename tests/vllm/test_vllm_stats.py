@@ -32,6 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vcache_backend.errors import ServerTimeout
+from vcache_backend.integration import plugin
 from vcache_backend.integration.vllm.instance import OffloadLookup
 from vcache_backend.integration.vllm.metadata import Link, WorkerReport
 from vcache_backend.integration.vllm.telemetry import events, stats
@@ -65,7 +66,8 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
     first, second, scheduler = Meter(), Meter(counts_tokens=False), Meter()
     tokens = {"own": 256, "peer": 512}
     seconds = {"metadata_seconds": 0.001, "data_seconds": 0.004}
-    load: Any = SimpleNamespace(tokens=tokens, token_bytes=4000, **seconds)
+    nbytes = {tier: 4000 * count for tier, count in tokens.items()}
+    load: Any = SimpleNamespace(tokens=tokens, nbytes=nbytes, **seconds)
     first.loaded(load)
     second.loaded(load)
     scheduler.looked_up(1000, 768, 0.0005)
@@ -151,6 +153,7 @@ def test_metrics_that_cannot_be_made_end_no_front_end_under_multi_connector() ->
     Counter("vllm:vcache_stored_bytes", "somebody's", registry=registry)
     kinds = Counter, Gauge, Histogram
     types = {kind: functools.partial(kind, registry=registry) for kind in kinds}
+    plugin.register_name()  # as in each of vLLM's processes
     inside = {"connectors": [CONNECTOR | {"kv_role": "kv_both"}]}
     transfer = KVTransferConfig(
         kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=inside

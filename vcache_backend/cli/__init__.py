@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,6 +67,7 @@ def _root(version: Version = False) -> None:
 # ---- the server
 
 
+Arguments = typer.Argument(metavar="serve MODEL …", help="vLLM's command and its arguments.")
 Log = Annotated[Path | None, typer.Option(hidden=True)]
 """Of `start`: a log of bounded size in place of stderr."""
 
@@ -79,6 +81,26 @@ def serve(config_file: ConfigFile = None, socket: Socket = None, log: Log = None
     settings = command.load(config_file, socket).server
     log_format.begin(log)
     run(settings)
+
+
+# As vLLM gets them: options of this command come before the first word.
+@app.command("vllm", context_settings={"allow_interspersed_args": False})
+def run_vllm(arguments: Annotated[list[str], Arguments]) -> None:
+    """Run `vllm serve MODEL …`, or another command of vLLM that loads a model, with vcache.
+
+    The arguments go to vLLM, and `--kv-transfer-config` with our connector after them. The settings
+    are those of VCACHE_CONFIG."""
+    if wrong := config.left_out():
+        raise ConfigError(wrong)
+    flag, program = "--kv-transfer-config", "vllm.entrypoints.cli.main"
+    if any(one.replace("_", "-").startswith(flag) for one in arguments):
+        raise ConfigError(f"`vcache vllm` sets {flag}: run `vllm` itself with yours")
+    if find_spec("vllm") is None:
+        raise ConfigError(f"vLLM is not installed in vcache's environment ({sys.prefix})")
+    ours = '{"kv_connector":"VCacheConnector","kv_role":"kv_both"}'
+    # The vLLM beside our plugin: another one on PATH may not know it.
+    command_line = [sys.executable, "-P", "-m", program, *arguments, flag, ours]
+    os.execv(command_line[0], command_line)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from vcache_backend.config import ByteSize, ClientConfig, Config, whole
+from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.protocol.client import Client
@@ -56,6 +56,8 @@ def check_packages(config: Config) -> Iterator[Finding]:
         else:
             detail = f"{version} is not one of the supported versions, {package.wanted}"
             yield (fail if here[package.role] else warn)(package.name, detail, advice)
+    if wrong := left_out():
+        yield fail("plugin", "vLLM will not find VCacheConnector", wrong)
 
 
 # ---- GPUs
@@ -120,6 +122,8 @@ def check_server(config: Config) -> Iterator[Finding]:
             if not detail:
                 detail = client.trouble
                 advice = "see its log; `kill -CONT` it, or restart it with this version"
+            elif absent and config.connector.start_server:
+                advice = f"the first instance starts one, and its log says so; or {advice}"
             yield (warn if absent else fail)("server", detail, advice)
             return
         try:

@@ -25,7 +25,7 @@ Bound = Callable[[int, int, int], int]
 number of leading blocks behind which no hit can end."""
 
 
-def needed(table: m.Table, end: int) -> tuple[int, int]:
+def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
     """The blocks [first, stop) that a hit which ends after `end` hashes needs of a table."""
     stop = end // table.scale
     match table.kind:
@@ -37,7 +37,7 @@ def needed(table: m.Table, end: int) -> tuple[int, int]:
             return max(0, stop - table.reach), stop
 
 
-def longest_end(tables: Sequence[m.Table], limit: int, bound: Bound) -> int:
+def longest_end(tables: Sequence[m.BlockTable], limit: int, bound: Bound) -> int:
     """Where the longest hit ends, in hashes: at most at `limit`, at a common end of all tables'
     blocks, with all that the tables other than full ones need.
 
@@ -90,7 +90,7 @@ Others = Sequence[tuple[m.InstanceId, InstancePublications]]
 class HitSearch:
     """One look-up among instances that have the same block tables."""
 
-    def __init__(self, hashes: bytes, tables: Sequence[m.Table]) -> None:
+    def __init__(self, hashes: bytes, tables: Sequence[m.BlockTable]) -> None:
         self.hashes, self.tables, self.left = hashes, tables, MAX_LOOKS
         self._of = dict[int, bytes]()
         self._names = dict[int, list[bytes]]()
@@ -167,17 +167,18 @@ class HitSearch:
 
     def _extend(self, piece: Piece, name: bytes, hashes: bytes) -> bool:
         """Add the run in which the piece goes on; False if it ends."""
-        self.left -= _RUN
-        if (found := piece.there.at(name)) is None:
-            return False
-        run, at = found
-        count = piece.there.following(run, at, hashes, piece.stop)
-        self.left -= count // _COMPARED * _RUN
-        blocks, generations = run.packed(at, at + count)
-        piece.blocks.append(blocks)
-        piece.generations.append(generations)
-        piece.stop += count
-        return count > 0
+        while (found := piece.there.at(name)) is not None:
+            run, at = found
+            count = piece.there.following(run, at, hashes, piece.stop)
+            self.left -= _RUN + count // _COMPARED * _RUN
+            if count:
+                blocks, generations = run.packed(at, at + count)
+                piece.blocks.append(blocks)
+                piece.generations.append(generations)
+                piece.stop += count
+                return True
+            # It has changed. Another block may have the name.
+        return False
 
     def _pooled(self, table: int, at: int, pooled: bytes, each: int) -> int:
         """How far whole chunks of the pool reach from a block on."""
@@ -227,10 +228,9 @@ class HitSearch:
             found = there.at(hashes[(at - 1) * size : at * size] + end)
             if found is None:
                 return self._below(there, table, at - 1)
+            # 0: it has changed, and another block may have the name.
             count = there.preceding(*found, hashes, at, at - first)
             self.left -= _RUN + count // _COMPARED * _RUN
-            if not count:
-                return at - 1
             at -= count
         return -1
 

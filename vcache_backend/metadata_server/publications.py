@@ -306,14 +306,13 @@ class InstancePublications:
             return 0
         named, holders, places, sequence = self.named, self.holders, self.places, run.sequence
         for at, (name, block) in enumerate(zip(names, run.numbers, strict=True)):
-            other = named.get(name, block)
-            if holders[block] is not None or other != block:
+            if holders[block] is not None:
                 if self._is_newer(block, sequence):
                     run.alive[at] = 0
                     continue
                 self._vacate(block)
-                if other != block:
-                    self._spare.setdefault(name, []).append(other)
+            if (other := named.get(name)) is not None:
+                self._spare.setdefault(name, []).append(other)
             named[name], holders[block], places[block] = block, run, at
             run.left += 1
         if run.left:

@@ -38,7 +38,7 @@ FOUND_BLOCKS = (m.MAX_MESSAGE_BYTES - 16_384 - MAX_TOLD * COPY_BYTES) // (
     m.NUMBER_BYTES + m.GENERATION_BYTES
 )
 """The most resident blocks in one answer. The message's other fields take the rest."""
-ONE_FULL = [m.Table("full")]
+ONE_FULL = [m.BlockTable("full")]
 News = tuple[m.InstanceId, bytes, bytes]
 """An instance, the last hash of a chunk that this instance holds, too, and the chunk's `COPY`."""
 
@@ -261,7 +261,7 @@ class ResidentDirectory:
         chunks = found // each
         return m.Found(found, end, present[:chunks] or bytes(chunks), runs, cut=alone and cut)
 
-    def _count(self, runs: list[m.ResidentRun], tables: list[m.Table], each: int) -> None:
+    def _count(self, runs: list[m.ResidentRun], tables: list[m.BlockTable], each: int) -> None:
         """Count the chunks that were found in instances, by their first table."""
         hashes = stop = 0
         for run in runs:

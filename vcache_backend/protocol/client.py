@@ -187,7 +187,7 @@ class Client(Channel):
         blocks: int,
         ranks: int,
         each: int,
-        tables: Sequence[m.Table],
+        tables: Sequence[m.BlockTable],
         fd: int,
     ) -> None:
         """Register a generation table as its scheduler. Repeat after each reconnection."""

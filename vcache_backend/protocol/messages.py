@@ -297,7 +297,7 @@ class ReadStats(msgspec.Struct, frozen=True, array_like=True):
 # ---- requests
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BlockTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One of an instance's block tables. `scale`: hashes of a block; the last of them names the
     block. `reach`: which blocks a hit that ends after E hashes needs: `full`: all (0). `window`:
     the last `reach` blocks, or all if there are fewer. `state`: the last block (1). `local`: the
@@ -486,7 +486,7 @@ class Join(Request, frozen=True, tag="join"):
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
-    tables: Annotated[list[Table], msgspec.Meta(min_length=1, max_length=MAX_TABLES)]
+    tables: Annotated[list[BlockTable], msgspec.Meta(min_length=1, max_length=MAX_TABLES)]
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):

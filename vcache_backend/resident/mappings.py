@@ -127,7 +127,7 @@ class Tables:
         """Count the leading blocks of the run that are unchanged now; 0 while the table cannot be
         opened. See `view`."""
         view = self.view(run.instance) if run.fits() else None
-        return 0 if view is None else view.leading(run.blocks, run.generations, 1)
+        return 0 if view is None else view.leading(run.blocks, run.generations)
 
     def close(self) -> None:
         """Forget all tables. Views that callers hold stay usable. Idempotent."""
@@ -198,7 +198,7 @@ class Neighbour:
     def right(self, blocks: bytes, generations: bytes) -> int:
         """Count the leading blocks that still have these generations. Both packed as in the
         protocol."""
-        return self.view.leading(blocks, generations, 1)
+        return self.view.leading(blocks, generations)
 
     def leave(self) -> None:
         """Report that a copy is over and its generations were checked: once for each `enter` that

@@ -170,8 +170,8 @@ class Publisher:
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
             return False
-        gone = self._published["generation"] != view.counters
-        self._published[gone] = np.zeros((), dtype=_BLOCK)
+        generations = self._published["generation"]
+        generations[generations != view.counters] = 0
         total, runs = 0, self._runs()
         for epoch, group in groupby(runs, key=itemgetter(0)):
             publication = Publish(self._instance, self._rank, [run for _, run in group], epoch)

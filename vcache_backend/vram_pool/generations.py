@@ -179,32 +179,17 @@ class GenerationView:
         """Whether the owner gave the table up. A killed owner leaves its table alive."""
         return bool(self._dead[0])
 
-    def leading(self, blocks: bytes, generations: bytes, each: int) -> int:
-        """Count the leading chunks of `each` blocks whose blocks all still have the numbers in
-        `generations`. Both arguments are packed as in the protocol, with an entry for each block.
+    def leading(self, blocks: bytes, generations: bytes) -> int:
+        """Count the leading blocks that still have the numbers in `generations`. Both arguments are
+        packed as in the protocol, with an entry for each block.
 
         Void blocks, blocks outside of the cache and blocks of a dead table do not count."""
-        counted = min(len(blocks) // NUMBER_BYTES, len(generations) // GENERATION_BYTES)
-        whole = counted // each * each
-        numbers = np.frombuffer(blocks, dtype=np.uint32, count=whole)
-        expected = generations[: whole * GENERATION_BYTES]
-        right = whole if self._unchanged(numbers, expected) else self._same(numbers, expected)
+        count = min(len(blocks) // NUMBER_BYTES, len(generations) // GENERATION_BYTES)
+        numbers = np.frombuffer(blocks, dtype=np.uint32, count=count)
+        expected = generations[: count * GENERATION_BYTES]
+        right = count if self._unchanged(numbers, expected) else self._same(numbers, expected)
         # Read `dead` after the counters: an owner that cannot keep its counters gives the table up
         # before it hands out a block.
-        return 0 if self.dead else right // each
-
-    def leading_ends(self, blocks: bytes, generations: bytes, each: int, first: int = 0) -> int:
-        """Like `leading`, but reads only each chunk's last block. Begins with chunk number `first`,
-        and takes no time for uncounted chunks."""
-        # Without numpy, which takes longer for a few blocks.
-        last = first * each + each - 1
-        ends = memoryview(blocks).cast("I")[last::each]
-        expected = memoryview(generations).cast("Q")[last::each]
-        counters, count, right = self.counters.data, self.blocks, 0
-        for block, number in zip(ends, expected, strict=True):
-            if block >= count or counters[block] != number or number & 1:
-                break
-            right += 1
         return 0 if self.dead else right
 
     def _unchanged(self, blocks: UInt32s, generations: bytes) -> bool:

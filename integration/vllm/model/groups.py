@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.protocol.messages import Table
+from vcache_backend.protocol.messages import BlockTable
 from vcache_backend.vram_pool.copies.geometry import PagedKV, Share
 
 from .weights import digest, text
@@ -78,17 +78,19 @@ class LayerGroup(NamedTuple):
         """Whether the layers attend to all tokens."""
         return not (self.window or self.state or self.local)
 
-    def table(self, hash_block: int) -> Table:
+    def table(self, hash_block: int) -> BlockTable:
         """Describe the group for the server. hash_block: tokens of a hash."""
         size = self.block_size
         scale = size // hash_block
         if self.state:
-            return Table("state", scale, 1)
+            return BlockTable("state", scale, 1)
         if self.local:
-            return Table("local", scale, self.local // size)
+            return BlockTable("local", scale, self.local // size)
         if self.window:
-            return Table("window", scale, max(1, -(-(self.window - 1 - self.retained) // size)))
-        return Table("full", scale)
+            return BlockTable(
+                "window", scale, max(1, -(-(self.window - 1 - self.retained) // size))
+            )
+        return BlockTable("full", scale)
 
     def needed(self, end: int) -> int:
         """The first block that a hit of `end` tokens needs: this block and all blocks up to `end`.

@@ -54,6 +54,12 @@ class Loading(transfer.Load):
         return [block for block in self.spec.blocks[self.filled :] if block >= 0]
 
     @property
+    def lost(self) -> int:
+        """How many tokens the finished load has not filled."""
+        counted = self.spec.blocks[self.filled : self.spec.tokens or None]
+        return sum(block >= 0 for block in counted) * self.worker.block_size
+
+    @property
     def failure(self) -> str:
         """The metrics' name for the cause of a failure."""
         absent = "store" if self.spec.offload else "changed"
@@ -89,7 +95,6 @@ class Loads:
     def __init__(
         self,
         number: int,
-        block_size: int,
         stores: Stores,
         meter: Meter,
         *,
@@ -97,17 +102,16 @@ class Loads:
         several: bool = False,
         traced: bool = False,
     ) -> None:
-        """number: of this worker among all workers. block_size: in tokens. at_once: loads do not
-        wait for the steps under way (`compat.loads_at_once`). several: report failed loads by
-        request, since with several block tables vLLM cannot tell which request owns a block.
-        traced: vLLM traces."""
+        """number: of this worker among all workers. at_once: loads do not wait for the steps under
+        way (`compat.loads_at_once`). several: report failed loads by request, since with several
+        block tables vLLM cannot tell which request owns a block. traced: vLLM traces."""
         self.at_once = at_once
         self.failed = set[str]()
         """Requests with failed loads, for the worker's report, which takes them."""
         self.spans: list[LoadSpan] = []
         """The spans of loads that are over, for the worker's report, which takes them."""
         self._number, self._ends = number, EndRing(number)
-        self._block_size, self._several, self._traced = block_size, several, traced
+        self._several, self._traced = several, traced
         self._stores, self._meter = stores, meter
         self._under_way: list[Loading] = []
         self._over: list[str] = []
@@ -218,8 +222,8 @@ class Loads:
         if loading.stats.tokens.total() or not loading.cause:
             self._meter.loaded(loading.stats)
         if loading.cause and loading.cause != transfer.CANCELLED:
-            tokens = len(loading.invalid) * self._block_size
             name, why = printable(spec.request_id, MAX_LINE_CHARS), loading.failure
-            log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, name, why)
+            line = "%d tokens of request %s are computed, not loaded: %s"
+            log.warning(line, loading.lost, name, why)
             self._meter.count("failures", 1, why)
-            self._meter.count("recomputed_tokens", tokens)
+            self._meter.count("recomputed_tokens", loading.lost)

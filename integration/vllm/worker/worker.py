@@ -78,7 +78,6 @@ class VCacheWorker:
         self.stores = Stores(meter, compat.clears(kv_cache_config))
         self.loads = Loads(
             self._number,
-            model.block_size,
             self.stores,
             meter,
             at_once=compat.loads_at_once(vllm_config, self._config),
@@ -105,7 +104,7 @@ class VCacheWorker:
         if self._refused:
             raise VCacheError(self._refused)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
-        tables = groups.read(self._kv_config, size)
+        tables = groups.read(self._kv_config, size, in_place=self.in_place is not None)
         kv = tables.describe(kv_caches, blocks)
         shard = model_spec.read_shard(self._vllm, kv_caches, kv, size, *self._place, tables.layers)
         session = self._session(kv_caches, kv, shard)
