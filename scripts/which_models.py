@@ -193,13 +193,13 @@ def _kinds(name: str, known: list[str]) -> Iterator[str]:
 
 def tables(told: Mapping[str, Any]) -> str:
     """The page's tables: how many architectures are cached in which way, and the names."""
-    made = []
-    for kind, which in (("text", "that generate text"), ("multimodal", "of images and sound")):
-        asked: dict[str, dict[str, Any]] = told[kind]
-        made.append(f"Of vLLM {told['vllm']}'s {len(asked)} architectures {which}:\n\n")
-        made += _table(asked)
-        made.append("\n")
-    return "".join(made[:-1])
+    text, others = told["text"], told["multimodal"]
+    asked = {name: answer for name, answer in others.items() if answer["how"] != "not asked"}
+    made = [f"Of vLLM {told['vllm']}'s {len(text)} architectures that generate text:\n\n"]
+    made += [*_table(text), "\n"]
+    made += [f"Of {len(others)} that also take images or sound, {len(asked)} were asked; the "]
+    made += ["others keep what their\nlanguage models keep:\n\n", *_table(asked)]
+    return "".join(made)
 
 
 def _table(asked: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

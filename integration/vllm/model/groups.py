@@ -395,6 +395,8 @@ def _refusal(group: Any, in_place: bool) -> str:
         if name not in _KINDS:
             lacks = "whose blocks do not hold the whole prefix: no setting changes that"
             return _REASONS.get(name, f"the KV cache is {name}, {lacks}")
+        if getattr(spec, "non_causal", False):
+            return "its KV depends on the whole prompt: no setting changes that"
         if _KINDS[name] == "state" and spec.mamba_cache_mode != "align":
             return (
                 "vLLM keeps no states at blocks' ends: start it without "
