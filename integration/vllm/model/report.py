@@ -129,7 +129,7 @@ class _Unallocated(TorchFunctionMode):
             made = func(*args, **given | {"device": "meta"})
             return func(*args, **given | {"device": "cpu"}) if made.numel() <= self._small else made
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
-        if {tensor.device.type for tensor in tensors} >= {"meta", "cpu"}:
+        if len({tensor.device.type for tensor in tensors}) > 1:
             args, given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, given))
         return func(*args, **given)
 
