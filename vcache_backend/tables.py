@@ -60,28 +60,36 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Cel
 # ---- `vcache status` and `vcache segment list`
 
 
-def status(stats: m.ServerStats) -> Iterator[RenderableType]:
-    """Make the output of `vcache status`: the verdict, faults, instances, and the pool."""
+def status(stats: m.ServerStats, before: m.ServerStats | None = None) -> Iterator[RenderableType]:
+    """Make the output of `vcache status`: the verdict, what was found, faults, instances, and the
+    pool. before: the server's statistics of a minute ago, for `vcache top`."""
     good, said = verdict(stats)
     style = "bold yellow" if not good else "bold green" if len(stats.instances) > 1 else "bold"
     yield Text(said, style)
+    yield from _hits(stats, before)
     up, memory = duration(stats.uptime_seconds), ByteSize(stats.rss_bytes).about
     yield _counts(up=up, clients=stats.clients, memory=memory)
     pool = {"chunks": stats.chunks, "reservations": stats.reservations}
     yield _counts(**pool, quarantined=stats.quarantined)
-    tables = _mismatches(stats), _quarantined(stats), _reports(stats.reports), _instances(stats)
+    faults = _mismatches(stats), _quarantined(stats), _reports(stats.reports)
+    tables = *faults, _instances(stats), _reads(stats)
     yield from (each for each in tables if each.row_count)
     if stats.segments:
         yield from segments(stats.segments)
-    asked, found = tokens(stats)
-    if asked:
-        rate = f"{found / asked:.1%}" if found else "none yet"
-        yield _counts(hits=f"{rate}   {found:,} of {asked:,} tokens looked up")
     counts = Counter(stats.counters)
     if promised := counts["promised_chunks"]:
         waited = f"{counts['waited_milliseconds'] / 1e3:,.1f} s"
         waited += f"   for {counts['awaited_tokens']:,} tokens   {promised:,} chunks promised"
         yield _counts(waits=f"{waited}, {counts['promised_chunks_broken']:,} broken")
+
+
+def _hits(stats: m.ServerStats, before: m.ServerStats | None) -> Iterator[Text]:
+    asked, found = tokens(stats)
+    if asked:
+        rate = f"{found / asked:.1%}" if found else "none yet"
+        minute = max(found - tokens(before)[1], 0) if before else 0
+        lately = f"   {minute:,} in the last minute" if before else ""
+        yield _counts(hits=f"{rate}   {found:,} of {asked:,} tokens looked up{lately}")
 
 
 def segments(infos: Sequence[m.SegmentInfo]) -> Iterator[RenderableType]:
@@ -128,6 +136,16 @@ def _instances(stats: m.ServerStats) -> Table:
     ]
     columns = "instance", ">pid", "~port", "device", ">last heard", "~state"
     return table("Instances", columns, rows)
+
+
+def _reads(stats: m.ServerStats) -> Table:
+    """Make a row for each pair of instances, those that have read most first."""
+    names, read = {one.id: one.name or one.id[:8] for one in stats.instances}, Counter[Any]()
+    for one in stats.reads:
+        reader = names.get(one.reader, f"pid {one.pid or '–'}")
+        read[reader, names.get(one.instance, f"{one.instance[:8]}, ended")] += one.nbytes
+    rows = [(*pair, ByteSize(nbytes).about) for pair, nbytes in read.most_common(8) if nbytes]
+    return table("Who has read from whom", ("~reader", "~owner", ">read"), rows)
 
 
 def _reports(reports: Sequence[m.Reported]) -> Table:

@@ -26,7 +26,12 @@ BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); "
 BASE += "from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [[], ["serve"], ["status"], ["clear"], ["segment"], ["config"], ["doctor"], ["demo"]]
-COMMANDS += [["mooncake"], ["vllm"], *(["segment", name] for name in ("add", "list", "drop"))]
+COMMANDS += [
+    ["mooncake"],
+    ["vllm"],
+    ["top"],
+    *(["segment", name] for name in ("add", "list", "drop")),
+]
 COMMANDS += [["config", name] for name in ("check", "init", "show")]
 
 

@@ -5,9 +5,16 @@ read.
 from __future__ import annotations
 
 import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from processes import ROOT, ran, stage
 from rich.console import Console
 
 from vcache_backend import status, tables
@@ -89,3 +96,61 @@ def test_there_is_no_hit_rate_before_the_first_hit() -> None:
         assert ("hits none yet   0 of 768 tokens looked up" in shown) == bool(hits)
     none = text_of(msgspec.structs.replace(STATS, instances=[], segments=[]))
     assert "segment" not in none
+
+
+def test_who_read_from_whom_is_a_row_a_pair_and_the_most_comes_first() -> None:
+    one, other = ONE.id, OTHER.id
+    reads = [m.ReadStats(1, UUID, other, 5 << 20, 0, one), m.ReadStats(2, UUID, other, 0, 3, other)]
+    reads += [
+        m.ReadStats(3, UUID, other, 4 << 20, 0, one),
+        m.ReadStats(9, UUID, "ef" * 16, 1 << 30, 0),
+    ]
+    stats = msgspec.structs.replace(STATS, instances=[ONE, OTHER], reads=reads)
+    title, _, *rows = text_of(stats).partition("Who has read")[2].splitlines()
+    assert title.strip() == "from whom"
+    found = [row.split("  ") for row in rows[:2]]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in found]
+    assert cells == [["pid 9", "efefefef, ended", "1 GiB"], [":8000", ":8001", "9 MiB"]]
+    assert "Who has read" not in text_of(STATS)
+
+
+def test_hits_of_the_last_minute_are_those_since_then() -> None:
+    earlier = msgspec.structs.replace(STATS, hits={"11": (900, 420)})
+    shown = Console(width=160, record=True, file=io.StringIO())
+    for part in tables.status(STATS, earlier):
+        shown.print(part)
+    said = "hits 75.0%   1,500 of 2,000 tokens looked up   1,080 in the last minute"
+    assert shown.export_text().splitlines()[1] == said
+
+
+def test_top_goes_on_over_a_restart_and_gives_the_terminal_back(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vcache_backend", "top", "--socket"]
+    with stage(tmp_path) as here:
+        server, path = here.server(), str(here.path)
+        done = ran(*command, path)
+        assert (done.returncode, "needs a terminal" in done.stderr) == (1, True)
+        screen, terminal = pty.openpty()
+        given = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+        top = subprocess.Popen([*command, path], stdout=terminal, cwd=ROOT, env=given)
+        os.close(terminal)
+
+        def until(text: bytes) -> bytes:
+            """What the screen gets up to this text; OSError if `top` ends before."""
+            said = b""
+            while text not in said:
+                said += os.read(screen, 1 << 16)
+            return said
+
+        try:
+            until(b"no instance is connected")
+            server.kill()
+            until(b"no metadata server at")
+            here.server()
+            until(b"no instance is connected")
+            top.send_signal(signal.SIGINT)
+            until(b"\x1b[?1049l")
+            assert top.wait() == 0
+        finally:
+            top.kill()
+            top.wait()
+            os.close(screen)

@@ -10,7 +10,7 @@ import signal
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS
+from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -137,6 +138,24 @@ def test_a_run_of_which_little_is_left_is_forgotten_in_time() -> None:
     of = service.residents._of[A]
     assert sum(map(len, of.runs)) <= publications.MOST_KEPT * 1024
     assert of.live >= 256
+
+
+def test_few_blocks_have_one_name() -> None:
+    """Else a look-up that finds all of them changed takes seconds."""
+    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
+    with closing(Generations(A, 4096)) as table:
+        request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
+        service.residents.open(request, partial(ForeignTable, table.fd, A, 4096))
+        service.residents.show(A, True)
+        for number in range(4096):
+            run = m.BlockRun(number, 0, 0, prompt(1, 0, 1), numbers(number), counts(2))
+            assert service.residents.publish(m.Publish(A, 0, [run])) == 1
+        assert service.residents.blocks(A) == 1 + publications.MAX_SPARE
+        question = find(1, each=1)
+        table.void(range(4080, 4096))
+        assert asked(service, client, question).residents[0].blocks == numbers(4079)
+        table.void_all()
+        assert asked(service, client, question).found == 0
 
 
 def publish_and_retract(service: Service) -> None:

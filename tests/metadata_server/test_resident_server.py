@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any
 
 import instance_cases
@@ -34,6 +35,7 @@ from vcache_backend.metadata_server import instances, processes, publications
 from vcache_backend.metadata_server import residents as residence
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
+from vcache_backend.vram_pool.generations import Generations
 
 FULL = m.BlockTable("full")
 A, B = instance_id(1), instance_id(2)
@@ -251,6 +253,22 @@ def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: 
     assert len(firsts) > 1
 
 
+def test_blocks_that_the_owner_has_reused_are_left_out(alone: Stage, reader: Client) -> None:
+    """At once, and all of them when the owner gives its table up."""
+    with alone.client() as owner, closing(Generations(A, 64)) as table:
+        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table.fd)
+        show(owner, A)
+        assert publish(owner, A, 3) == found(reader) == 12
+        table.void([7])
+        assert found(reader) == 7
+        table.filled([7])
+        assert found(reader) == 7
+        assert publish(owner, A, 1, 4, 1, generation=4, sequence=2) == 4
+        assert found(reader) == 4, "of the new blocks one has this generation"
+        table.give_up()
+        assert found(reader) == 0
+
+
 # ---- who may
 
 
@@ -454,6 +472,32 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
         os.close(fd)
 
 
+@pytest.mark.parametrize("wrong", ["no seals", "another size", "of another instance", "a file"])
+def test_a_table_that_cannot_be_trusted_refuses_the_join(
+    alone: Stage, reader: Client, tmp_path: Path, wrong: str
+) -> None:
+    """Reading one that its owner can shrink would end the server. What was there before stays."""
+    owner = alone.client()
+    instance_cases.share(owner, A)
+    fds = {
+        "no seals": lambda: make_memfd(2 * 4096, seals=False),
+        "another size": lambda: make_table(A, 513),
+        "of another instance": lambda: make_table(B, 64),
+        "a file": lambda: os.open(tmp_path / "table", os.O_RDWR | os.O_CREAT),
+    }
+    said = {
+        "no seals": "not sealed against shrinking",
+        "another size": "but one of 64 blocks has 8,192",
+        "of another instance": f"of instance {B.hex()} with 64 blocks",
+        "a file": "not a memfd but a plain file",
+    }
+    table = fds[wrong]()
+    with pytest.raises(Refused, match=said[wrong]):
+        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table)
+    os.close(table)
+    assert found(reader) == 12
+
+
 def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader: Client) -> None:
     memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
     tables = msgspec.to_builtins(instance_cases.FULL)
@@ -537,7 +581,7 @@ def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.M
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
     with alone.client() as greedy:
-        most = residence.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
+        most = publications.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
         for number in range(most):
             join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):

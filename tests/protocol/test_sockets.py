@@ -30,7 +30,9 @@ REQUESTS += [m.ListSegments(1, 2, 3, 4, [m.Reads(INSTANCE, 5, 6)], [S]), m.Lend(
 REQUESTS += [m.Reserve([A], 1024), m.Commit(7, [A]), m.Abort(7), m.Clear(b"namespac")]
 REQUESTS += [m.Pin([A], 2.0), m.Contains([A]), m.Touch([A])]
 REQUESTS += [m.Remove([A]), m.Report("warn", "slow")]
-REQUESTS += [m.Join(INSTANCE, b"namespac", 64, 2, 4, [m.Table("full"), m.Table("window", 1, 9)])]
+REQUESTS += [
+    m.Join(INSTANCE, b"namespac", 64, 2, 4, [m.BlockTable("full"), m.BlockTable("window", 1, 9)])
+]
 REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
 RUN = m.BlockRun(7, 1, 3, bytes(16), bytes(4), bytes(8))
 REQUESTS += [m.Publish(INSTANCE, 1, [RUN], 9), m.Retract(INSTANCE, 8)]

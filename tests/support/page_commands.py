@@ -101,8 +101,10 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = [*arguments[:2], "--help"]  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
-    if arguments[0] in ("demo", "mooncake") or "--model" in arguments:
-        arguments.append("--help")  # test_demo, test_examples and test_doctor_model run them
+    if arguments[0] in ("demo", "mooncake", "top") or "--model" in arguments:
+        arguments.append(
+            "--help"
+        )  # test_demo, test_examples, test_status and test_doctor_model run them
     place.monkeypatch.setenv("VCACHE_SOCKET", place.given["VCACHE_SOCKET"])
     # `--install-completion` writes there.
     place.monkeypatch.setenv("HOME", str(place.folder))
@@ -184,7 +186,7 @@ def _there(words: list[str], place: Place) -> None:
 
 
 OTHERS = "ruff|mypy|curl|mooncake_\\w+|export|cp|systemctl|apt-get install|vllm serve|vllm-router"
-OTHERS += "|python3? -m (venv|pytest|vllm.entrypoints.openai.api_server)"
+OTHERS += "|twine check|python3? -m (build|venv|pytest|vllm.entrypoints.openai.api_server)"
 """Programs of others, beside pip. What vLLM (also by `vcache vllm`) and its router are told,
 test_vllm_processes reads."""
 RULES: dict[str, Callable[[list[str], Place], None]] = {

@@ -115,6 +115,15 @@ def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
     tables.print_json(summary(stats)) if as_json else tables.show(*tables.status(stats))
 
 
+@app.command()
+def top(config_file: ConfigFile = None, socket: Socket = None) -> None:
+    """Show the status live, on one screen, until Ctrl-C."""
+    from vcache_backend.top import run
+
+    with command.client(config_file, socket, reconnect=True) as client:
+        run(client)
+
+
 _OFFLOAD = "Also clear the offload tier, which other nodes may share: see docs/mooncake.md."
 Offloaded = Annotated[bool, typer.Option("--offload", help=_OFFLOAD)]
 

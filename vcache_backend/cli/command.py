@@ -85,8 +85,9 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
     return config.with_socket(loaded, str(socket.absolute()), "--socket")
 
 
-def client(path: Path | None, socket: Path | None) -> Client:
-    """Connect to the server, for one command. Raises ServerUnavailable with the reason.
+def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
+    """Connect to the server, for one command. reconnect: again, whenever the connection is lost.
+    Raises ServerUnavailable with the reason.
 
     Every call may take `client.control_seconds`: people can wait, and a busy machine should not end
     a command early."""
@@ -95,7 +96,7 @@ def client(path: Path | None, socket: Path | None) -> Client:
     loaded = load(path, socket)
     waits = max(loaded.client.control_seconds, loaded.client.request_seconds)
     patient = msgspec.structs.replace(loaded.client, connect_seconds=waits, request_seconds=waits)
-    made = Client(loaded.server.path, patient, reconnect=False)
+    made = Client(loaded.server.path, patient, reconnect=reconnect)
     if not made.connected:
         made.close()
         raise ServerUnavailable(made.trouble)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from math import lcm
 from typing import NamedTuple
 
 import msgspec
 
-from vcache_backend.metadata_server.publications import InstancePublications, suffix
+from vcache_backend.metadata_server.publications import COMPARED, InstancePublications, suffix
 from vcache_backend.protocol import messages as m
 
 MAX_LOOKS = 16_384
-"""The most looks into tables of one look-up, some milliseconds. A run that is found counts as
-`_RUN` looks, and so does comparing `_COMPARED` of its blocks."""
-_RUN, _COMPARED = 8, 128
+"""The most looks into tables of one look-up, some milliseconds."""
 _SCANNED = 64
-"""How many names are looked for at once below a missing block."""
+"""How many blocks are looked for at once before a missing block."""
 
 Bound = Callable[[int, int, int], int]
 """Of a table and its blocks [first, stop), which a hit needs: -1 if all are there; otherwise the
@@ -93,7 +91,7 @@ class HitSearch:
     def __init__(self, hashes: bytes, tables: Sequence[m.BlockTable]) -> None:
         self.hashes, self.tables, self.left = hashes, tables, MAX_LOOKS
         self._of = dict[int, bytes]()
-        self._names = dict[int, list[bytes]]()
+        self._names = dict[tuple[int, int], list[bytes]]()
 
     def of(self, table: int) -> bytes:
         """The hashes of a table's blocks, packed."""
@@ -114,24 +112,23 @@ class HitSearch:
 
         pooled: a byte for each chunk of `each` hashes. room: for how many blocks the answer has
         room; a new piece takes that of 3. Each turn goes on to where instances change."""
-        hashes, end, pieces, going, at = (
-            self.of(table),
-            suffix(table),
-            list[Piece](),
-            list[Piece](),
-            0,
-        )
+        hashes, pieces, going, at = self.of(table), list[Piece](), list[Piece](), 0
         count, size = len(hashes) // m.HASH_BYTES, m.HASH_BYTES
         while at < count:
             if self.left <= 0 or room <= 0:
                 return Covered(at, pieces, True)
-            name = hashes[at * size : (at + 1) * size] + end
-            going = [one for one in going if one.stop > at or self._extend(one, name, hashes)]
-            if len(going) < replicas:
-                for new in self._begin(table, at, name, hashes, others, going, replicas):
-                    room -= 3
-                    pieces.append(new)
-                    going.append(new)
+            going = [one for one in going if one.stop > at]
+            name, here = hashes[at * size : (at + 1) * size] + suffix(table), len(going)
+            for instance, there in others if here < replicas else ():
+                self.left -= 1
+                if name in there.named and all(one.there is not there for one in going[:here]):
+                    piece = self._follow(table, at, count, instance, there)
+                    if piece.stop > at:
+                        going.append(piece)
+                        if len(going) == replicas:
+                            break
+            pieces += going[here:]
+            room -= 3 * (len(going) - here)
             stop = min((one.stop for one in going), default=at)
             if not going:
                 stop = self._pooled(table, at, pooled, each)
@@ -143,42 +140,12 @@ class HitSearch:
             at = stop
         return Covered(at, pieces)
 
-    def _begin(
-        self,
-        table: int,
-        at: int,
-        name: bytes,
-        hashes: bytes,
-        others: Others,
-        going: Sequence[Piece],
-        replicas: int,
-    ) -> list[Piece]:
-        """Begin pieces in further instances, as far as `replicas` allow."""
-        begun, here = list[Piece](), [one.instance for one in going]
-        for instance, there in others:
-            if len(begun) + len(going) == replicas:
-                break
-            self.left -= 1
-            if name in there.named and instance not in here:
-                piece = Piece(table, at, at, instance, there, [], [])
-                if self._extend(piece, name, hashes):
-                    begun.append(piece)
-        return begun
-
-    def _extend(self, piece: Piece, name: bytes, hashes: bytes) -> bool:
-        """Add the run in which the piece goes on; False if it ends."""
-        while (found := piece.there.at(name)) is not None:
-            run, at = found
-            count = piece.there.following(run, at, hashes, piece.stop)
-            self.left -= _RUN + count // _COMPARED * _RUN
-            if count:
-                blocks, generations = run.packed(at, at + count)
-                piece.blocks.append(blocks)
-                piece.generations.append(generations)
-                piece.stop += count
-                return True
-            # It has changed. Another block may have the name.
-        return False
+    def _follow(
+        self, table: int, first: int, stop: int, instance: m.InstanceId, there: InstancePublications
+    ) -> Piece:
+        found = there.follow(table, self.of(table), first, stop, self.left)
+        self.left = found.looks
+        return Piece(table, first, found.stop, instance, there, found.blocks, found.generations)
 
     def _pooled(self, table: int, at: int, pooled: bytes, each: int) -> int:
         """How far whole chunks of the pool reach from a block on."""
@@ -207,12 +174,9 @@ class HitSearch:
         for number, table in enumerate(self.tables):
             first, stop = needed(table, end)
             if table.kind != "full" and first < stop:
-                hashes, last = self.of(number), suffix(number)
-                piece = Piece(number, first, first, instance, there, [], [])
-                while piece.stop < stop:
-                    at = piece.stop * m.HASH_BYTES
-                    if not self._extend(piece, hashes[at : at + m.HASH_BYTES] + last, hashes):
-                        return None
+                piece = self._follow(number, first, stop, instance, there)
+                if piece.stop < stop:
+                    return None
                 made.append(piece)
         return made
 
@@ -222,36 +186,31 @@ class HitSearch:
         """See `Bound`. best: a hit that is not longer than so many hashes is not looked for."""
         if self.left <= 0 or stop * self.tables[table].scale <= best:
             return 0
-        hashes, end, size = self.of(table), suffix(table), m.HASH_BYTES
-        at = stop
-        while at > first:
-            found = there.at(hashes[(at - 1) * size : at * size] + end)
-            if found is None:
-                return self._below(there, table, at - 1)
-            # 0: it has changed, and another block may have the name.
-            count = there.preceding(*found, hashes, at, at - first)
-            self.left -= _RUN + count // _COMPARED * _RUN
-            at -= count
-        return -1
+        at, self.left = there.follow_back(table, self.of(table), first, stop, self.left)
+        if at == first:
+            return -1
+        return self._below(there, table, at - 1) if self.left > 0 else 0
 
     def _below(self, there: InstancePublications, table: int, stop: int) -> int:
         """Behind how many of the first `stop` blocks a hit can end."""
         if self.tables[table].kind == "local":  # its hits need nothing at the end of a chunk
             return stop
-        names = self._reversed(table)
-        start = len(names) - stop
-        while start < len(names) and self.left > 0:
-            here = list(map(there.named.__contains__, islice(names, start, start + _SCANNED)))
-            self.left -= _SCANNED // 2
-            if True in here:
-                return len(names) - start - here.index(True)
-            start += _SCANNED
+        named = there.named
+        while stop > 0 and self.left > 0:
+            first = (stop - 1) // _SCANNED * _SCANNED
+            here = bytes(map(named.__contains__, self._part(table, first)[: stop - first]))
+            self.left -= _SCANNED // COMPARED
+            if (last := here.rfind(1)) >= 0:
+                return first + last + 1
+            stop = first
         return 0
 
-    def _reversed(self, table: int) -> list[bytes]:
-        """The names of a table's blocks, from the last to the first."""
-        if table not in self._names:
-            hashes, end, size = self.of(table), suffix(table), m.HASH_BYTES
-            starts = range(len(hashes) - size, -1, -size)
-            self._names[table] = [hashes[at : at + size] + end for at in starts]
-        return self._names[table]
+    def _part(self, table: int, first: int) -> list[bytes]:
+        """The names of `_SCANNED` blocks of a table from `first` on."""
+        if (table, first) not in self._names:
+            size, end = m.HASH_BYTES, suffix(table)
+            hashes = self.of(table)[first * size : (first + _SCANNED) * size]
+            self._names[table, first] = [
+                name + end for (name,) in struct.iter_unpack(f"{size}s", hashes)
+            ]
+        return self._names[table, first]

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice, repeat
 from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,12 +27,17 @@ RETRACT_LOOKS = 4096
 a run dropped without need is a miss."""
 MAX_BYTES = 1 << 30
 """About the most server memory for all instances together."""
-RUN_BYTES, ENTRY_BYTES, BLOCK_BYTES = 640, 176, 96
+RUN_BYTES, ENTRY_BYTES, BLOCK_BYTES = 640, 176, 128
 """Bytes of server memory for each run, for each block of a run, and for each block of an instance.
-The last pays for `holders`, `places`, the table, which never shrinks, and the instance's generation
-table."""
+The last pays for `holders`, `places`, the dicts of names, which never shrink, and the instance's
+generation table."""
+MAX_SPARE = 16
+"""The most further blocks of a name; older ones are forgotten."""
 MOST_KEPT = 2
 """The blocks of all of an instance's runs, forgotten blocks included, in an instance's blocks."""
+
+COMPARED = 16
+"""As many blocks of a run are compared in the time of a look into the tables."""
 
 Numbers = tuple[int, ...]
 Chunk = tuple[int, int, int]
@@ -82,6 +88,16 @@ class Run(msgspec.Struct, gc=False, eq=False):
         )
 
 
+class Followed(NamedTuple):
+    """See `InstancePublications.follow`: where the blocks end, their packed numbers and
+    generations, and the remaining looks."""
+
+    stop: int
+    blocks: list[bytes]
+    generations: list[bytes]
+    looks: int
+
+
 class ForeignTable:
     """The generation table of an instance, mapped as long as this object lives."""
 
@@ -103,9 +119,8 @@ def suffix(table: int) -> bytes:
 
 
 class InstancePublications:
-    """All publications of one instance. A block is in at most one run, and a name at most once, so
-    the number of blocks bounds the tables. All runs together have at most `MOST_KEPT`
-    times as many blocks."""
+    """All publications of one instance. A block is in at most one run, so the number of blocks
+    bounds the tables. All runs together have at most `MOST_KEPT` times as many blocks."""
 
     def __init__(self, join: m.Join, table: ForeignTable, memory: Memory) -> None:
         self.join, self.table, self._memory = join, table, memory
@@ -166,7 +181,9 @@ class InstancePublications:
     def retract(self, sequence: int) -> tuple[int, list[dict[Run, None]]]:
         """Void runs with a lower sequence. Returns how many blocks became void, and the void runs,
         for `forget`."""
-        self._floor = max(self._floor, sequence)
+        if sequence <= self._floor:
+            return 0, []
+        self._floor = sequence
         before, self.life = self.live, self.life + 1
         void = [self.runs, self._waiting]
         self.runs, self._waiting, self.live = self._split(self.runs), self._split(self._waiting), 0
@@ -202,26 +219,80 @@ class InstancePublications:
 
     def at(self, name: bytes) -> tuple[Run, int] | None:
         """The run of a block, and the block's place there."""
-        block = self.named.get(name)
-        if block is None:
-            return None
-        run = self.holders[block]
-        return (run, self.places[block]) if run is not None and run.life == self.life else None
+        while (block := self.named.get(name, -1)) >= 0:
+            run = self.holders[block]
+            if run is not None and run.life == self.life:
+                return run, self.places[block]
+            self._vacate(block)  # void, but another block may have the name
+        return None
 
-    def following(self, run: Run, at: int, hashes: bytes, first: int) -> int:
-        """Count the blocks of `run` from `at` on that have the packed `hashes` from `first` on, and
-        that are unchanged. Forgets changed blocks."""
-        count = min(_alive(run, at) - at, len(hashes) // m.HASH_BYTES - first)
-        count = _common(run.hashes, at, hashes, first, count)
-        return count if self._unchanged(run, at, at + count) else _alive(run, at) - at
+    def follow(self, table: int, hashes: bytes, first: int, stop: int, looks: int) -> Followed:
+        """Collect the blocks of a table with the packed `hashes` from number `first` on, up to
+        `stop`, as long as they are here and unchanged. Forgets changed blocks. looks: how many runs
+        to look for; comparing `COMPARED` blocks counts as one more."""
+        named, holders, counters = self.named, self.holders, self.table.counters
+        end, size = suffix(table), m.HASH_BYTES
+        blocks, generations, at = list[bytes](), list[bytes](), first
+        while at < stop and looks > 0:
+            looks -= 1
+            name = hashes[at * size : (at + 1) * size]
+            if (block := named.get(name + end if end else name, -1)) < 0:
+                break
+            run = holders[block]
+            if run is None or run.life != self.life:
+                self._vacate(block)  # void, but another block may have the name
+                continue
+            if len(run.numbers) == 1:  # most runs of a generated text
+                if counters[block] != run.expected[0]:
+                    self._vacate(block)
+                    continue
+                blocks.append(run.blocks)
+                generations.append(run.generations)
+                at += 1
+                continue
+            place = self.places[block]
+            count = min(_alive(run, place) - place, stop - at)
+            count = _common(run.hashes, place, hashes, at, count)
+            if not self._unchanged(run, place, place + count):
+                count = _alive(run, place) - place
+            looks -= count // COMPARED
+            packed = run.packed(place, place + count)
+            blocks.append(packed[0])
+            generations.append(packed[1])
+            at += count
+        return Followed(at, blocks, generations, looks)
 
-    def preceding(self, run: Run, at: int, hashes: bytes, stop: int, most: int) -> int:
-        """Like `following`, for at most `most` blocks up to `at`, and the hashes before `stop`."""
-        count = min(at - run.alive.rfind(0, 0, at + 1), most)
-        count = _common_end(run.hashes, at + 1, hashes, stop, count)
-        if not self._unchanged(run, at + 1 - count, at + 1):
-            count = min(count, at - run.alive.rfind(0, 0, at + 1))
-        return count
+    def follow_back(
+        self, table: int, hashes: bytes, first: int, stop: int, looks: int
+    ) -> tuple[int, int]:
+        """Where the blocks begin that are here and unchanged without a gap up to `stop`, and the
+        remaining looks. Like `follow`, but goes back to `first`."""
+        named, holders, counters = self.named, self.holders, self.table.counters
+        end, size = suffix(table), m.HASH_BYTES
+        at = stop
+        while at > first and looks > 0:
+            looks -= 1
+            name = hashes[(at - 1) * size : at * size]
+            if (block := named.get(name + end if end else name, -1)) < 0:
+                break
+            run = holders[block]
+            if run is None or run.life != self.life:
+                self._vacate(block)  # void, but another block may have the name
+                continue
+            if len(run.numbers) == 1:
+                if counters[block] != run.expected[0]:
+                    self._vacate(block)
+                    continue
+                at -= 1
+                continue
+            place = self.places[block] + 1
+            count = min(place - 1 - run.alive.rfind(0, 0, place), at - first)
+            count = _common_end(run.hashes, place, hashes, at, count)
+            if not self._unchanged(run, place - count, place):
+                count = place - 1 - run.alive.rfind(0, 0, place)
+            looks -= count // COMPARED
+            at -= count
+        return at, looks
 
     def has(self, hash_: bytes) -> bool:
         """Whether the leading table has a block of this hash."""
@@ -274,8 +345,7 @@ class InstancePublications:
     def _agree(self, new: Run) -> tuple[int, Run | None]:
         """Note that a rank has published a run; take what all ranks have published of it. Returns
         how many blocks count, and the run if it is complete."""
-        here = self.at(new.hash(0) + suffix(new.table))
-        if here is not None and _key(here[0]) == _key(new) and here[0].numbers[0] == new.numbers[0]:
+        if self._same(new) is not None:
             return len(new), None
         old = self._awaited.get(_key(new))
         if old is not None:
@@ -286,6 +356,14 @@ class InstancePublications:
         if new.agreed == (1 << self.ranks) - 1:
             return self._take(new), new
         return self._await(new), None
+
+    def _same(self, new: Run) -> Run | None:
+        """The run that has been taken before, if `new` is the same or its beginning."""
+        here = self.at(new.hash(0) + suffix(new.table))
+        if here is None or _key(here[0]) != _key(new):
+            return None
+        alike = _agreed(here[0], new)
+        return here[0] if len(alike) == len(new) else None
 
     def _await(self, run: Run) -> int:
         if not self._room(run):
@@ -301,6 +379,8 @@ class InstancePublications:
         """Take a run's blocks, but for those that a newer run holds. Returns how many. Takes none
         if a block or a hash comes twice."""
         end, count = suffix(run.table), len(run)
+        if (here := self._same(run)) is not None and 0 not in here.alive[:count]:
+            return count
         names = [name + end for (name,) in struct.iter_unpack(f"{m.HASH_BYTES}s", run.hashes)]
         if len(set(run.numbers)) < count or len(set(names)) < count or not self._room(run):
             return 0
@@ -312,7 +392,7 @@ class InstancePublications:
                     continue
                 self._vacate(block)
             if (other := named.get(name)) is not None:
-                self._spare.setdefault(name, []).append(other)
+                self._spare_one(name, other)
             named[name], holders[block], places[block] = block, run, at
             run.left += 1
         if run.left:
@@ -379,6 +459,12 @@ class InstancePublications:
             self.live -= 1
         if not run.left and run in run.home:
             self._remove(run)
+
+    def _spare_one(self, name: bytes, block: int) -> None:
+        spare = self._spare.setdefault(name, [])
+        spare.append(block)
+        if len(spare) > MAX_SPARE:
+            self._vacate(spare[0])
 
     def _unname(self, name: bytes, block: int) -> None:
         """A block has its name no more; another block may have it still."""

@@ -245,11 +245,12 @@ class ResidentDirectory:
             )
             found, cut = min(found, part.stop * tables[number].scale), part.cut
             pieces += part.pieces
-        end = min(found, request.limit)
         if alone and cut:
             found -= found % each
-            end = min(end, found)
-        elif not alone:
+        end = min(found, request.limit)
+        if alone:
+            end -= end % tables[0].scale
+        else:
             end, ends = question.best(end, others)
             pieces += ends
         if not full:

@@ -42,7 +42,7 @@ _COUNTERS = {
     "expired_reservations": "Reservations whose writer was too slow or is gone.",
     "evicted": "Chunks that made room for others in the pool.",
     "removed": "Chunks of the pool that were forgotten because a client asked for it.",
-    "published": "Chunks that instances showed to others in their KV caches.",
+    "published": "Blocks that instances showed to others in their KV caches.",
     "refused_full": "Chunks that were not stored: nothing in the pool could make room.",
     "refused_too_large": "Chunks that were not stored: they are larger than any segment.",
     "refused_no_segment": "Chunks that were not stored: their worker can use no segment.",

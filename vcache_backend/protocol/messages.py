@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Annotated, Literal, NamedTuple, NewType
+from typing import Annotated, Literal, NamedTuple, NewType, cast
 
 import msgspec
 
@@ -35,7 +35,7 @@ MAX_PLANES = 1024
 MAX_KINDS = 16
 """The most kinds of layers, by the size of their pages, in one worker's KV cache."""
 MAX_PUBLISHED = 2048
-"""The most blocks of one publication, about a millisecond of the server's time."""
+"""The most blocks of one publication, a few milliseconds of the server's time."""
 MAX_HASHES = 8192
 """The most block hashes of one look-up."""
 MAX_TABLES = 64
@@ -131,8 +131,11 @@ def chunk_keys(namespace: bytes, hashes: bytes, each: int) -> list[ChunkKey]:
     """The keys (of rank 0) of the whole chunks in packed `hashes`, which begin with a chunk.
     each: hashes of a chunk, the last of which is in the key."""
     step, suffix = each * HASH_BYTES, bytes(RANK_BYTES)
-    ends = range(step, len(hashes) + 1, step)
-    return [ChunkKey(namespace + hashes[end - HASH_BYTES : end] + suffix) for end in ends]
+    whole = memoryview(hashes)[: len(hashes) // step * step]
+    ends = [end for (end,) in struct.iter_unpack(f"{step - HASH_BYTES}x{HASH_BYTES}s", whole)]
+    # All at once, and without `ChunkKey`: that takes a quarter of the time.
+    packed = namespace + (suffix + namespace).join(ends) + suffix if ends else b""
+    return cast("list[ChunkKey]", [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", packed)])
 
 
 class Refusal(IntEnum):
@@ -520,9 +523,9 @@ class Publish(Request, frozen=True, tag="publish"):
 
     0: the instance has not joined, or the runs' `sequence` or `epoch` is old. Only on the
     connection that showed this rank's cache. `epoch`: the latest epoch that the scheduler had heard
-    of when the blocks were computed. A block replaces what runs of no higher `sequence` say of the
-    same block, or of the same hash in the same table. A run that names a block or a hash twice is
-    not taken. With several ranks, look-ups return what all ranks have published of a run (one
+    of when the blocks were computed. A block replaces what runs of no higher `sequence` say of it;
+    blocks of one hash and table stand in for each other. A run that names a block or a hash twice
+    is not taken. With several ranks, look-ups return what all ranks have published of a run (one
     `sequence`, `table` and `first`), from its first block on."""
 
     instance: Named

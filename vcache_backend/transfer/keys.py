@@ -42,6 +42,7 @@ from vcache_backend.protocol.messages import (
     NAMESPACE_BYTES,
     RANK_BYTES,
     ChunkKey,
+    chunk_keys,
 )
 from vcache_backend.transfer.layout import Namespace
 
@@ -139,9 +140,7 @@ class BlockHashKeys:
 
     def keys(self, hashes: bytes) -> list[ChunkKey]:
         """Make the keys of the whole chunks in `hashes`, which begin with a chunk."""
-        step, suffix = self.each * HASH_BYTES, bytes(RANK_BYTES)
-        ends = range(step, len(hashes) + 1, step)
-        return [ChunkKey(self.prefix + hashes[end - HASH_BYTES : end] + suffix) for end in ends]
+        return chunk_keys(self.prefix, hashes, self.each)
 
 
 def _mask(*digests: bytes) -> bytes:
