@@ -93,6 +93,6 @@ def test_every_command_of_the_pages_runs(
 
 def test_which_models_are_cached_is_as_vllm_was_asked() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "which_models.py"))
-    file = ROOT / "docs" / "vllm" / "models.json"
-    table = script["table"](json.loads(file.read_text()))
-    assert f"\n{table}\n" in script["PAGE"].read_text(), f"scripts/which_models.py write {file}"
+    file = ROOT / "benchmarks" / "results" / "models.json"
+    tables = script["tables"](json.loads(file.read_text()))
+    assert f"\n{tables}\n" in script["PAGE"].read_text(), f"scripts/which_models.py write {file}"
