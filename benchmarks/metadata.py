@@ -1,5 +1,5 @@
-"""The metadata server alone: latency of a look-up, keys per second from several clients, memory per
-chunk.
+"""The metadata server alone: latency of a look-up in the pool and in place, keys per second from
+several clients, memory per chunk and per block.
 
 A real server process and real client processes; no GPU, no data. The references are the project's
 own floors (issue 1), since no peer offers the same operation; the nearest figures of peers are in
@@ -10,14 +10,19 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
+
+from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
+from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.devices import Device
+from vcache_backend.vram_pool.generations import Generations
 
 from .processes import PATIENT, metadata_server
 from .results import Row, percentile, row
@@ -27,6 +32,10 @@ CHUNK_BYTES = 4096
 BATCH = 512
 SECONDS, PREPARE_SECONDS = 3.0, 4.0
 LOOKUPS = 20_000
+NAMESPACE = b"measured"
+BLOCKS, RUN, EACH, ASKED = 1 << 16, 512, 16, 1024
+"""Of an instance that shares in place: blocks, blocks of a run (a step's), hashes of a chunk, and
+of a prompt of 16,384 tokens."""
 
 
 def run(clients: int = 4) -> list[Row]:
@@ -39,20 +48,24 @@ def run(clients: int = 4) -> list[Row]:
         per_chunk = (client.stats().rss_bytes - empty) / CHUNKS
         times = _lookup_times(client)
         looked_up, put = _together(clients, path, "lookup"), _together(clients, path, "put")
+    per_block, in_place = _in_place()
     batches = f"{clients} clients, batches of {BATCH}"
     resident = f"resident memory, {CHUNKS:,} chunks"
+    published = f"resident memory, {BLOCKS:,} blocks in place in runs of {RUN}"
     evicting = f"reserve + commit, full pool: each evicts; {clients} clients"
     return [
         _judged("lookup_64_p50_us", times, 50, 60.0),
         _judged("lookup_64_p99_us", times, 99, 500.0),
+        _judged("lookup_16k_in_place_p50_us", in_place, 50, 100.0, "1,024 hashes, 64 chunks"),
         row("lookup_keys_per_s", "keys/s", looked_up, 1e6, what=batches, at_least=1),
         row("put_keys_per_s", "keys/s", put, 150e3, what=evicting, at_least=1),
         row("server_bytes_per_chunk", "B", per_chunk, 1024, what=resident, at_most=1),
+        row("server_bytes_per_block", "B", per_block, 300, what=published, at_most=1),
     ]
 
 
-def _judged(case: str, times: list[float], which: int, most: float) -> Row:
-    value, what, runs = percentile(times, which), f"p{which}, 64 keys", len(times)
+def _judged(case: str, times: list[float], which: int, most: float, asked: str = "64 keys") -> Row:
+    value, what, runs = percentile(times, which), f"p{which}, {asked}", len(times)
     return row(case, "us", value, most, what=what, at_most=1, runs=runs)
 
 
@@ -61,7 +74,7 @@ def key(number: int) -> ChunkKey:
     process.
     """
     spread = number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128)
-    return ChunkKey(spread.to_bytes(KEY_BYTES, "big"))
+    return ChunkKey(NAMESPACE + spread.to_bytes(m.HASH_BYTES, "big") + bytes(m.RANK_BYTES))
 
 
 def store(client: Client, chunks: int) -> None:
@@ -82,6 +95,41 @@ def _lookup_times(client: Client) -> list[float]:
         times.append((time.perf_counter() - started) * 1e6)
         assert found == 64
     return times
+
+
+def _in_place() -> tuple[float, list[float]]:
+    """Bytes of the server's memory for a block of an instance, and microseconds of a look-up."""
+    instance, blocks = m.InstanceId(bytes(m.INSTANCE_BYTES)), np.random.default_rng(7)
+    numbers = blocks.permutation(BLOCKS).astype("<u4")
+    hashes = b"".join([key(n)[m.NAMESPACE_BYTES : -m.RANK_BYTES] for n in range(BLOCKS)])
+    kinds, nbytes = [m.LayerKind(1, 1, 64, 64)], 64 * BLOCKS
+    shape = m.CacheShape("host", "host", "", kinds, BLOCKS, 16, [(0, 0)], [nbytes])
+    with metadata_server() as path, Client(path, PATIENT) as client, ExitStack() as undo:
+        empty = client.stats().rss_bytes
+        table = Generations(instance, BLOCKS)
+        undo.callback(table.close)
+        memory = undo.enter_context(regions.create(Device("host", "host"), nbytes))
+        client.join(instance, NAMESPACE, BLOCKS, 1, EACH, [m.BlockTable("full")], table.fd)
+        client.show_cache(instance, 0, shape, [memory.fd])
+        runs = list[m.BlockRun]()
+        for number, first in enumerate(range(0, BLOCKS, RUN)):
+            part = numbers[first : first + RUN]
+            size = m.HASH_BYTES
+            packed = part.tobytes(), table.counters[part].tobytes()
+            some = hashes[first * size : (first + RUN) * size]
+            runs.append(m.BlockRun(number, 0, first, some, *packed))
+        assert client.publish(m.Publish(instance, 0, runs)) == BLOCKS
+        per_block = (client.stats().rss_bytes - empty) / BLOCKS
+        times = []
+        for number in range(LOOKUPS):
+            first = number % (BLOCKS // ASKED - 1) * ASKED * m.HASH_BYTES
+            asked = hashes[first : first + ASKED * m.HASH_BYTES]
+            question = m.Find(NAMESPACE, asked, EACH, ASKED)
+            started = time.perf_counter()
+            found = client.find(question)
+            times.append((time.perf_counter() - started) * 1e6)
+            assert found.end == ASKED
+    return per_block, times
 
 
 def _together(clients: int, path: Path, what: str) -> list[float]:

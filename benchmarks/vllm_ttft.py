@@ -56,12 +56,18 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
     """
 
     def compared(run: Run) -> list[Row]:
-        scale = KINDS[kind].of(run.fleet.scale)
+        scale, in_place = KINDS[kind].of(run.fleet.scale), run.fleet.in_place
         prompts = Prompts(scale, run.prompts.seed, KINDS[kind].tail)
-        # Those of a model with windows need their chunk's end, which a partial hit may not have.
-        hits = prompts.hits(dict.fromkeys(scale.few, 3), 0 if "layer_types" in scale.model else 4)
         run = run._replace(prompts=prompts)
+        if in_place:
+            hits = prompts.ends(scale.few)
+        else:
+            # Through a pool those of a model with windows need their chunk's end, which a partial
+            # hit may not have.
+            partial = 0 if "layer_types" in scale.model else 4
+            hits = prompts.hits(dict.fromkeys(scale.few, 3), partial)
         rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
+        rows += equality.flipped(run, kind) if in_place else []
         return [*rows, *equality.sensitive(run, kind, 1)]
 
     return Part(_trio(kind), compared, ways, cpu, apart)
@@ -82,10 +88,13 @@ PARTS: dict[str, Part] = {
     "fp8": _few("fp8", "modes"),
     "mla": _few("mla", "modes", cpu=False),
     "ngram": _few("ngram", "modes"),
-    # Several block tables, the last one's with states: these are shared through a pool.
-    "gemma3": _few("gemma3", "windows", ("vllm",)),
-    "gpt_oss": _few("gpt_oss", "windows", ("vllm",)),
+    # Several block tables, the last ones' with states.
+    "gemma3": _few("gemma3", "windows"),
+    "gpt_oss": _few("gpt_oss", "windows"),
     "lfm2": _few("lfm2", "windows", ("vllm",)),
+    "conv": _few("conv", "states", ("inplace",)),
+    "mamba2": _few("mamba2", "states", ("inplace",), cpu=False),
+    "gdn": _few("gdn", "states", ("inplace",), cpu=False),
     "tp2": _few("tp2", "tp2", cpu=False),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
 }

@@ -83,9 +83,9 @@ class Serving:
                 return time.perf_counter() - started
             running -= sum(output.finished for output in self._engine.step())
 
-    def flip(self, offset: int, mask: int) -> None:
-        """A byte of every block of the KV cache's first layer, exclusive or `mask`."""
-        self._llm.collective_rpc(flip_kv, args=(offset, mask))
+    def flip(self, offset: int, mask: int, step: int = 0) -> None:
+        """See `weights.flip_kv`."""
+        self._llm.collective_rpc(flip_kv, args=(offset, mask, step))
 
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""

@@ -208,7 +208,7 @@ class Fleet:
 
     def chunks(self, writer: str = "a") -> int:
         """Whole committed chunks in the pool, with as many parts as `writer` stores; in place, the
-        chunks resident in instance `writer`.
+        blocks resident in instance `writer`.
         """
         stats = self.pool.stats()
         if not self.in_place:
@@ -218,10 +218,15 @@ class Fleet:
         return sum(each.resident for each in whole if descends(each.pid, child))
 
     def compute(self, writer: str, prompt: list[int]) -> None:
-        """Have an instance compute a prompt, and wait until all of its chunks are `stored`. Says so
-        if some are not.
+        """Have an instance compute a prompt, and wait until all of its chunks, or blocks, are
+        `stored`. Says so if some are not.
         """
-        due = self.chunks(writer) + len(prompt) // self.of(INSTANCES[writer].kind).chunk
+        scale = self.of(INSTANCES[writer].kind)
+        due = len(prompt) // (scale.block if self.in_place else scale.chunk)
+        if self.in_place and KINDS[INSTANCES[writer].kind].several:
+            # vLLM keeps few blocks of windows and states, and makes larger ones.
+            due = 1
+        due += self.chunks(writer)
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
         if not self.stored(due, writer=writer):
             there = self.chunks(writer)
@@ -233,8 +238,8 @@ class Fleet:
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
         if until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
-            # States are further chunks, and come last.
-            time.sleep(0.5 if KINDS[INSTANCES[writer].kind].states else 0.0)
+            # States, and in place all tables but the first one's blocks, come last.
+            time.sleep(0.5 if KINDS[INSTANCES[writer].kind].several else 0.0)
             return True
         if self.in_place and not self.chunks(writer):
             said = " | ".join(self.instance(writer).said()[-5:])

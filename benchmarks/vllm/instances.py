@@ -15,7 +15,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. ranks: tensor parallel,
-    each on a GPU. tail: see `Prompts`. states: a chunk is one block."""
+    each on a GPU. tail: see `Prompts`. several: block tables. states: a chunk is one block."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -25,6 +25,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     ranks: int = 1
     tail: int = 8
+    several: bool = False
     states: bool = False
 
     def of(self, scale: Scale) -> Scale:
@@ -42,7 +43,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 def _several(name: str, **more: Any) -> Kind:
     """With several block tables."""
     model, tiny, eager = SHAPES[name], SHAPES[f"tiny_{name}"], {"enforce_eager": True}
-    return Kind(model=model, tiny=tiny, arguments=eager, **more)
+    return Kind(model=model, tiny=tiny, arguments=eager, several=True, **more)
 
 
 DRAFTS = {
@@ -65,6 +66,10 @@ KINDS = {
     "gpt_oss": _several("gpt_oss"),
     # Its convolutions look back at two tokens: the last token depends on the loaded state.
     "lfm2": _several("lfm2", tail=2, states=True),
+    # In place hits end with vLLM's blocks, of whatever size vLLM gives them.
+    "conv": _several("lfm2", tail=2),
+    "mamba2": _several("granite4"),
+    "gdn": _several("qwen3_next"),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .scale import Scale
 
+ANY = -1
+
 
 class Hit(NamedTuple):
     """first: what an instance computes and stores; then: what is asked after it, of which `cached`
-    tokens are known by then.
+    tokens are known by then; `ANY`: as many as vLLM's own cache has. before: computed before
+    `first`.
     """
 
     kind: str
     first: list[int]
     then: list[int]
     cached: int
+    before: tuple[list[int], ...] = ()
 
 
 class Prompts:
@@ -54,6 +59,24 @@ class Prompts:
         prefix = self.new(shared + past)
         first, then = prefix + self.new(tail), prefix + self.new(tail)
         return Hit(f"{shared + past}+{tail}", first, then, shared)
+
+    def ends(self, lengths: Sequence[int]) -> list[Hit]:
+        """For instances that share in place, where hits end as vLLM's own do: a prompt again, one
+        that goes on behind it, and a third one that begins like two others. They end on, before and
+        after a block, or anywhere."""
+        choice, block, hits = self._random, self._scale.block, list[Hit]()
+        for length in lengths:
+            for past in (0, 1, block - 1, choice.randrange(block)):
+                prompt = self.new(length + past)
+                hits.append(Hit(f"{length}+{past} again", prompt, prompt, ANY))
+            prompt = self.new(length + choice.randrange(block))
+            longer = prompt + self.new(choice.randrange(1, length))
+            hits.append(Hit(f"behind {len(prompt)}", prompt, longer, ANY))
+            shared = self.new(choice.randrange(length // 2, length))
+            one, two, three = (shared + self.new(choice.randrange(1, length)) for _ in range(3))
+            hits.append(Hit(f"third of {len(shared)}", two, three, ANY, (one,)))
+        choice.shuffle(hits)
+        return hits
 
     def hits(self, whole: dict[int, int], partial: int) -> list[Hit]:
         """So many of each length and so many partial ones, mixed: a run that ends early has some of

@@ -27,19 +27,18 @@ def scale_weights(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
-def flip_kv(worker: Any, offset: int, mask: int) -> None:
-    """In vLLM's worker: byte `offset` of every block of the first layer, exclusive or `mask`."""
+def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:
+    """In vLLM's worker, with our connector: byte `offset` of every block's page, exclusive or
+    `mask`. step: 0: of the first layer; otherwise of all layers, and every `step` bytes further."""
     import torch
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    cache = worker.model_runner.kv_caches[0]
-    numbers = cache.view(torch.uint8)
-    page = numbers[0].numel()
-    bytes_ = numbers.as_strided(
-        (numbers.shape[0], page), (numbers.stride(0), 1), numbers.storage_offset()
-    )
-    bytes_[:, offset] ^= mask
-    if cache.is_cuda:
-        torch.cuda.synchronize(cache.device)
+    kv = get_kv_transfer_group()._worker._worker.kv
+    pages = [page for kind in kv.kinds for page in kind.pages]
+    for page in pages if step else pages[:1]:
+        page[:, offset : None if step else offset + 1 : step or 1] ^= mask
+    if kv.device.type == "cuda":
+        torch.cuda.synchronize(kv.device)
 
 
 def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
 
@@ -36,6 +36,10 @@ class KVBlocks:
         them."""
         self.kept_out = set[str]()
         """Requests whose blocks do not enter vLLM's prefix cache any more."""
+        self.on_cached: list[Callable[[Any, int, int, list[Any]], None]] = []
+        """Called with a request, a block table, the number of a block in it, and this block and
+        those behind it that vLLM has just put into its prefix cache: the steps being planned write
+        them, or a load has."""
         self.before_evicted: list[Callable[[Iterable[int]], None]] = []
         """Called with blocks that vLLM, or `evict`, takes out of the prefix cache."""
         self.before_reset: list[Callable[[], None]] = []
@@ -156,15 +160,52 @@ class KVBlocks:
             self.guard(act)
         return self._reset()
 
-    def _cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        if request.request_id not in self.kept_out:
-            self._cache(request, *args, **kwargs)
+    def _cache_full_blocks(
+        self,
+        request: Any,
+        blocks: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Any = None,
+    ) -> None:
+        if request.request_id in self.kept_out:
+            return
+        first, stop, table = num_cached_blocks, num_full_blocks, kv_cache_group_id
+        self._cache(request, blocks, first, stop, block_size, table, block_mask)
+        for act in self.on_cached if first < stop else ():
+            self.guard(_tell_cached, act, request, table, blocks[first:stop], first, block_mask)
 
     def _cache_partial_block(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """None: nothing was cached."""
         if request.request_id in self.kept_out or self._cache_part is None:
             return None
         return self._cache_part(request, *args, **kwargs)
+
+
+def _tell_cached(
+    act: Callable[..., None],
+    request: Any,
+    table: int,
+    blocks: list[Any],
+    first: int,
+    mask: Sequence[bool] | None,
+) -> None:
+    """Tell of the blocks from number `first` on that have a hash now, run by run: vLLM leaves out
+    null blocks, and blocks that `mask` leaves out."""
+    cached = [not block.is_null for block in blocks]
+    if mask is not None:
+        cached = [has and wanted for has, wanted in zip(cached, mask, strict=True)]
+    if all(cached):
+        act(request, table, first, blocks)
+        return
+    at = 0
+    for has, run in groupby(cached):
+        length = len(list(run))
+        if has:
+            act(request, table, first + at, blocks[at : at + length])
+        at += length
 
 
 class TrackedBlockPool:

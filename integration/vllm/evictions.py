@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.protocol.messages import COPY, ChunkKey, InstanceId, Publish
+from vcache_backend.protocol.messages import COPY, ChunkKey, InstanceId
 from vcache_backend.vram_pool.generations import VOID
 
 from .blocks import KVBlocks
 from .instance import InstanceContext
-from .metadata import StepMetadata
+from .metadata import SavedChunks, StepMetadata
 from .publications import Publications
 from .requests import Tracked
 
@@ -40,10 +41,11 @@ class Duplicates:
     docs/adr/0025."""
 
     def __init__(
-        self, blocks: KVBlocks, context: InstanceContext, publications: Publications
+        self, blocks: KVBlocks, context: InstanceContext, publications: Publications, each: int
     ) -> None:
+        """each: blocks of a chunk."""
         self._blocks, self._context, self._publications = blocks, context, publications
-        self._generations, self._each = publications.generations, publications.each
+        self._generations, self._each = publications.generations, each
         self._copies = OrderedDict[int, tuple[InstanceId, tuple[int, ...]]]()
         """An instance, and the chunk that lies there and here (`COPY`), by the chunk's last block
         here. In the order in which they are given up; no more than fit into the KV cache."""
@@ -129,6 +131,10 @@ class Duplicates:
         return memoryview(b"") if view is None or view.dead else view.counters.data
 
 
+Completed = tuple[list[ChunkKey], list[int]]
+"""Chunks, and their blocks in order."""
+
+
 class Victims:
     """Saves published chunks at the head of vLLM's free queue: see `plan`. Runs in the scheduler's
     thread.
@@ -136,9 +142,11 @@ class Victims:
     The queue is examined again only when a fifth of the examined blocks may be gone; other steps
     cost next to nothing."""
 
-    def __init__(self, blocks: KVBlocks, publications: Publications, step_blocks: int) -> None:
-        """step_blocks: the most blocks that one step fills."""
-        self._blocks, self._publications, self._each = blocks, publications, publications.each
+    def __init__(
+        self, blocks: KVBlocks, publications: Publications, each: int, step_blocks: int
+    ) -> None:
+        """each: blocks of a chunk. step_blocks: the most blocks that one step fills."""
+        self._blocks, self._publications, self._each = blocks, publications, each
         count = publications.blocks
         self._need = max(AHEAD_STEPS * step_blocks, int(AHEAD_SHARE * count))
         self._keys: dict[int, ChunkKey] = {}
@@ -146,37 +154,39 @@ class Victims:
         """By a chunk's first block: all of its blocks."""
         self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
         self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By block: the first block of the chunk (`_first`), and the published generation."""
+        """By block: the first block of the chunk (`_first`), and its generation in the chunk."""
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
         """By a chunk's first block: the generation in which the chunk was saved; 0 once a block of
         the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)"""
         self._left = 0
         """The least number of examined blocks that are still in the queue."""
 
-    def plan(self, meta: StepMetadata) -> None:
+    def plan(self, meta: StepMetadata, completed: Sequence[Completed]) -> None:
         """Add to `meta` the chunks that the step saves because a later step may overwrite them. The
-        step must have all its blocks.
+        step must have all its blocks, and its publications must have been made. completed: chunks
+        that the step completes, and their blocks.
 
         A chunk is saved once, and again after another use: the pool may have lost the chunk
         meanwhile."""
-        self._note(meta)
+        self._note(meta, completed)
         if self._left < min(self._need, self._blocks.free):
             self._look(meta, self._blocks.head(self._need + self._need // 4))
 
     # ---- inside
 
-    def _note(self, meta: StepMetadata) -> None:
+    def _note(self, meta: StepMetadata, completed: Sequence[Completed]) -> None:
         fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
         fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
         self._saved[self._first[fresh]] = 0
-        for publish in (spec.publish for spec in meta.publications):
-            rows = np.frombuffer(publish.blocks, dtype="<u4").reshape(-1, self._each)
-            generations = np.frombuffer(publish.generations, dtype="<u8")
-            self._published[rows] = generations.reshape(rows.shape)
+        for keys, blocks in completed:
+            rows = np.array(blocks, dtype=np.uint32).reshape(-1, self._each)
+            generations = self._publications.generations.counters[rows]
+            # A block that is void now is never equal.
+            self._published[rows] = np.where(generations & 1, 0, generations)
             self._first[rows] = rows[:, :1]
             self._rows[rows[:, 0]] = rows
-            self._keys.update(zip(rows[:, 0].tolist(), publish.keys, strict=True))
+            self._keys.update(zip(rows[:, 0].tolist(), keys, strict=True))
 
     def _look(self, meta: StepMetadata, head: list[int]) -> None:
         """Choose the chunks to save. head: the next blocks that vLLM will hand out."""
@@ -204,4 +214,4 @@ class Victims:
             packed = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
             own = self._publications
             # A valid generation belongs to the present epoch, as far as the scheduler knows.
-            meta.victims = Publish(own.instance, 0, keys, *packed, own.epoch)
+            meta.victims = SavedChunks(keys, *packed, own.epoch)

@@ -60,7 +60,10 @@ class InstanceContext:
         """Tokens of a hash in vLLM's `block_hashes`."""
         self.hashes = self.chunk_size // self.hash_block
         """vLLM's hashes of a chunk."""
-        self.groups = groups.read(kv_cache_config, self.chunk_size)
+        in_place = config.connector.share == "in_place"
+        self.groups = groups.read(kv_cache_config, self.chunk_size, in_place)
+        self.by_ends = in_place and not self.groups.plain
+        """A hit in place ends only where all block tables have what it needs."""
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         """Shards of a chunk."""
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
@@ -86,10 +89,10 @@ class InstanceContext:
         """Other instances' generations; None unless KV caches are shared in place."""
         self.publications: Publications | None = None
         """This instance's publications; None unless KV caches are shared in place."""
-        in_place = config.connector.share == "in_place"
         if in_place:
-            blocks = kv_cache_config.num_blocks, self.groups.blocks
-            self.publications = Publications(self.retract, *blocks, loads)
+            tables = {group.number: group.table(self.hash_block) for group in self.groups.all}
+            blocks = kv_cache_config.num_blocks
+            self.publications = Publications(self.retract, blocks, tables, loads)
         self.announcer: Announcer | None = None
         """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
         announces its own KV cache."""
@@ -108,6 +111,19 @@ class InstanceContext:
         self.blocks = blocks
         if self.publications is not None:
             self.publications.pool.watch(blocks)
+            blocks.on_cached.append(self.publications.on_cached)
+
+    def loadable(self, request: Any) -> tuple[int, int]:
+        """Return how many of the request's tokens may be loaded, and how many chunks hold them.
+        vLLM always computes the last token."""
+        size, in_place = self.chunk_size, self.publications is not None
+        whole = self.groups.block if in_place else self.groups.whole
+        hashes = len(request.block_hashes)
+        tokens = (request.num_tokens - 1) // whole * whole
+        chunks = min(hashes // self.hashes, -(-tokens // size))
+        if in_place:
+            return min(tokens, hashes * self.hash_block // whole * whole), chunks
+        return min(tokens, chunks * size), chunks
 
     # ---- the workers' shards
 
@@ -229,7 +245,7 @@ class InstanceContext:
         """Show the server our generation table, and listen."""
         own, client = self.publications, self.client
         if own is not None and client is not None:
-            shape = own.blocks, self.ranks, own.each
+            shape = own.blocks, self.ranks, self.hashes, own.tables
             client.join(own.instance, self.prefix, *shape, own.generations.fd)
             self._listen()
 

@@ -6,12 +6,15 @@ answer, or asks again if the answer is missing or too old. See `waits` for what 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from time import monotonic
+from typing import Any
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import (
     QUEUED_SECONDS,
+    BlockTable,
     ChunkKey,
     Find,
     Found,
@@ -19,7 +22,8 @@ from vcache_backend.protocol.messages import (
     ResidentRun,
     of_ranks,
 )
-from vcache_backend.transfer.keys import adapter_digest, state_keys
+from vcache_backend.resident.mappings import Tables
+from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_keys
 
 from .adapters import Adapters
 from .instance import InstanceContext
@@ -38,9 +42,8 @@ class Lookups:
 
     `send` and `find` wait up to `LATE_SECONDS` to send the question, and `find` as long again for
     the answer; twice, if the first answer names the promise of a queued request. `find` waits for
-    whole server calls if the keys or the answer exceed one message, if the model keeps states, if
-    vLLM read the answer too late, and to open another instance's table for the first time; and for
-    one look-up in the offload tier."""
+    whole server calls if the hashes or the answer exceed one message, if a pool keeps states, and
+    if vLLM read the answer too late; and for one look-up in the offload tier."""
 
     def __init__(self, context: InstanceContext, meter: Meter) -> None:
         self._context, self._meter = context, meter
@@ -61,43 +64,58 @@ class Lookups:
     def rename(self, tracked: Tracked) -> None:
         """Drop the request's keys, too, since the version of the weights is in every key."""
         self.forget(tracked)
-        tracked.lookup.keys = []
+        tracked.lookup.keys, tracked.lookup.computed_with = [], None
 
     def name(self, tracked: Tracked, chunks: int) -> bool:
         """Make the keys of the request's first `chunks` chunks. False if the adapter cannot be
         identified."""
-        request, adapter, made = tracked.request, b"", len(tracked.lookup.keys)
-        if request.lora_request is not None:
-            content = self._adapters.content(request.lora_request)
-            if not content:
-                return False
-            adapter = adapter_digest(request.lora_request, content)
-        if made < chunks and self._context.keys is not None:
-            tracked.lookup.keys += self._context.keys.keys(
-                request.block_hashes, made, chunks, self._context.version, adapter
-            )
-        return True
+        lookup, keys, each = tracked.lookup, self._context.keys, self._context.hashes
+        if lookup.computed_with is None:
+            lookup.computed_with = self._computed_with(tracked.request)
+        if lookup.computed_with is not None and keys is not None and len(lookup.keys) < chunks:
+            begin, end = len(lookup.keys) * each, chunks * each
+            lookup.keys += keys.keys(self.hashes(tracked, begin, end))
+        return lookup.computed_with is not None
 
-    def send(self, tracked: Tracked, first: int, stop: int) -> None:
-        """Ask the server for the chunks [first, stop) and return. `name` must have made the keys;
-        `find` reads the answer."""
+    def _computed_with(self, request: Any) -> tuple[bytes, ...] | None:
+        """What the request's KV depends on besides its tokens; None if its adapter cannot be
+        identified."""
+        if request.lora_request is None:
+            return (self._context.version,)
+        content = self._adapters.content(request.lora_request)
+        if not content:
+            return None
+        return self._context.version, adapter_digest(request.lora_request, content)
+
+    def hashes(self, tracked: Tracked, first: int, stop: int, scale: int = 1) -> bytes:
+        """The hashes of the request's blocks [first, stop), each of `scale` of vLLM's hashes, for
+        other instances. `name` must have returned True."""
+        own, computed_with = tracked.request.block_hashes, tracked.lookup.computed_with or ()
+        if scale > 1:
+            own = own[scale - 1 + first * scale : stop * scale : scale]
+            first, stop = 0, stop - first
+        return block_hashes(own, first, stop, *computed_with)
+
+    def send(self, tracked: Tracked, first: int) -> None:
+        """Ask the server for the chunks from number `first` on, and return. `name` must have made
+        the keys; `find` reads the answer."""
         client = self._context.client
         if client is not None and tracked.lookup.question is None:
             try:
-                self._send(client, tracked, first, stop, begins=False)
+                self._send(client, tracked, first, begins=False)
             except VCacheError as error:
                 log.debug("look-up: %s", error)
 
-    def ask_again(self, tracked: Tracked, first: int, stop: int) -> bool:
+    def ask_again(self, tracked: Tracked, first: int) -> bool:
         """Like `send`, in place of earlier answers. False if nobody can be asked."""
         self.forget(tracked)
-        self.send(tracked, first, stop)
+        self.send(tracked, first)
         return tracked.lookup.question is not None
 
-    def find(self, tracked: Tracked, first: int, stop: int) -> Answer:
-        """Look up the chunks [first, stop). `name` must have made the keys. After a `LATE` answer
-        call again in the next step. `FAILED` if the server does not answer within the deadline of a
-        call."""
+    def find(self, tracked: Tracked, first: int, tokens: int) -> Answer:
+        """Look up the chunks from number `first` on. tokens: how many tokens may be loaded. `name`
+        must have made the keys. After a `LATE` answer call again in the next step. `FAILED` if the
+        server does not answer within the deadline of a call."""
         lookup, client, now = tracked.lookup, self._context.client, monotonic()
         late_since, question = lookup.late_since, lookup.question
         if question is not None and late_since is None and now > question.at + PROMISED_SECONDS:
@@ -106,7 +124,7 @@ class Lookups:
         if client is not None:
             over = late_since is not None and now > late_since + client.request_seconds
             try:
-                answer = self._answer(client, tracked, first, stop, over)
+                answer = self._answer(client, tracked, first, over)
             except VCacheError as error:
                 answer = self._failed(error, late=late_since is not None)
         self._late = answer.state is AnswerState.LATE
@@ -115,27 +133,25 @@ class Lookups:
             return answer
         lookup.late_since = None
         if not answer.counted:
-            self._count(tracked, answer, first, stop)
+            self._count(tracked, answer, first, tokens)
         return answer
 
     # ---- inside
 
-    def _count(self, tracked: Tracked, answer: Answer, first: int, stop: int) -> None:
+    def _count(self, tracked: Tracked, answer: Answer, first: int, tokens: int) -> None:
         """Count one look-up, and each token once, though vLLM asks again while the request waits
         for blocks."""
         answer.counted = True
-        lookup, hits = tracked.lookup, max(min(answer.hits, stop) - first, 0)
-        asked = max(stop - first - lookup.asked, 0) * self._context.chunk_size
-        found = max(hits - lookup.found, 0) * self._context.chunk_size
-        lookup.asked = max(lookup.asked, stop - first)
-        lookup.found = max(lookup.found, hits)
+        lookup, before = tracked.lookup, first * self._context.chunk_size
+        hit, wanted = max(min(answer.tokens, tokens) - before, 0), max(tokens - before, 0)
+        asked, found = max(wanted - lookup.asked, 0), max(hit - lookup.found, 0)
+        lookup.asked = max(lookup.asked, wanted)
+        lookup.found = max(lookup.found, hit)
         self._meter.looked_up(asked, found, answer.seconds)
         if self._context.client is not None:
             self._context.client.count(asked, found)
 
-    def _answer(
-        self, client: Client, tracked: Tracked, first: int, stop: int, over: bool
-    ) -> Answer:
+    def _answer(self, client: Client, tracked: Tracked, first: int, over: bool) -> Answer:
         """Return the last answer if it counts, otherwise the server's answer to the present
         question, sent now if necessary; `LATE` if late. over: stop waiting. VCacheError."""
         lookup, now = tracked.lookup, monotonic()
@@ -147,13 +163,13 @@ class Lookups:
                     return answer
                 lookup.answer = None
                 try:
-                    question = self._send(client, tracked, first, stop, begins=True)
+                    question = self._send(client, tracked, first, begins=True)
                 except ServerTimeout:
                     if over:
                         raise
                     return LATE
                 if question is None:
-                    return self._ask(client, tracked, first, stop)
+                    return self._ask(client, tracked, first)
                 over = False
             # After a late answer the next answers are probably late, too.
             if not question.sent.arrives(0.0 if self._late else _patience(client)) and not over:
@@ -168,37 +184,36 @@ class Lookups:
                 # The question was sent ahead, on a connection that is lost.
                 continue
             if reply.cut:
-                return self._ask(client, tracked, first, stop)
+                return self._ask(client, tracked, first)
             if tracked.promise.early and _is_queued(question, reply):
                 # The other request is still queued, and this one begins.
                 continue
             at = question.at, started
-            answer = self._answered(client, tracked, question.first, question.stop, reply, *at)
+            answer = self._answered(client, tracked, question.first, reply, *at)
             if answer.counts(first):
                 return answer
             if answer.covers(first):
                 # vLLM has not come back for this answer in time, and might come back late again:
                 # wait now.
-                return self._ask(client, tracked, first, stop)
+                return self._ask(client, tracked, first)
 
-    def _send(
-        self, client: Client, tracked: Tracked, first: int, stop: int, begins: bool
-    ) -> Question | None:
+    def _send(self, client: Client, tracked: Tracked, first: int, begins: bool) -> Question | None:
         """Send a question. None if it does not fit into one message. VCacheError."""
         at = monotonic()
-        sent = client.send_find(self._request(tracked, first, stop, begins), _patience(client))
+        first = self._from(first)
+        sent = client.send_find(self._request(tracked, first, begins), _patience(client))
         if sent is None:
             return None
         tracked.promise.made |= tracked.promise.early
-        question = Question(sent, first, stop, at, monotonic() - at, begins)
+        question = Question(sent, first, at, monotonic() - at, begins)
         tracked.lookup.question, tracked.lookup.late_since = question, None
         return question
 
-    def _ask(self, client: Client, tracked: Tracked, first: int, stop: int) -> Answer:
+    def _ask(self, client: Client, tracked: Tracked, first: int) -> Answer:
         """Ask the server, and wait for the answer. VCacheError."""
-        at = monotonic()
-        reply = client.find(self._request(tracked, first, stop, begins=True))
-        return self._answered(client, tracked, first, stop, reply, at, at)
+        at, first = monotonic(), self._from(first)
+        reply = client.find(self._request(tracked, first, begins=True))
+        return self._answered(client, tracked, first, reply, at, at, fresh=True)
 
     def _failed(self, error: VCacheError, late: bool = False) -> Answer:
         """late: an earlier step has waited for the answer in vain."""
@@ -206,42 +221,69 @@ class Lookups:
         self._meter.count("failures", 1, "late" if late else error.cause)
         return FAILED
 
-    def _request(self, tracked: Tracked, first: int, stop: int, begins: bool) -> Find:
-        own, keys = self._context.publications, tracked.lookup.keys[first:stop]
+    def _from(self, first: int) -> int:
+        """The first chunk to ask for: where a hit of several block tables ends, depends on the
+        whole prompt."""
+        return 0 if self._context.by_ends else first
+
+    def _request(self, tracked: Tracked, first: int, begins: bool) -> Find:
+        context, own = self._context, self._context.publications
+        each, begin = context.hashes, first * context.hashes
         promise = tracked.promise.number if tracked.promise.early else 0
-        name = own.instance if own is not None else InstanceId(b"")
-        return Find(keys, self._context.ranks, name, own is None, promise, begins)
+        tokens, chunks = context.loadable(tracked.request)
+        stop = chunks * each if own is None else len(tracked.request.block_hashes)
+        return Find(
+            context.prefix,
+            self.hashes(tracked, begin, stop),
+            each,
+            max(0, tokens // context.hash_block - begin),
+            context.ranks,
+            own.instance if own is not None else InstanceId(b""),
+            own is None,
+            promise,
+            begins,
+        )
 
     def _answered(
         self,
         client: Client,
         tracked: Tracked,
         first: int,
-        stop: int,
         reply: Found,
         at: float,
         started: float,
+        fresh: bool = False,
     ) -> Answer:
-        """Make and keep the `Answer` for chunks [first, stop) from the server's reply and the
-        offload tier's hits."""
-        context, keys = self._context, tracked.lookup.keys[first:stop]
+        """Make and keep the `Answer` for the chunks from number `first` on, from the server's reply
+        and the offload tier's hits. fresh: the server has just answered."""
+        context, each = self._context, self._context.hashes
         self.epoch = reply.epoch
-        residents: list[ResidentRun] = []
-        answered = chunks = len(reply.pooled)
-        if context.publications is not None and context.tables is not None:
-            chunks, residents = context.tables.unchanged(reply, context.publications.each, first)
-        # Nothing can be loaded behind a chunk that has just been lost.
-        coming = reply.coming if chunks == answered else None
+        end, residents = reply.end, reply.residents
+        if context.tables is not None and context.publications is not None and not fresh:
+            end, residents = unchanged(reply, each, context.publications.tables, context.tables)
+            if end < reply.end and context.by_ends:
+                return self._ask(client, tracked, first)
+        # Nothing can be loaded behind a block that has just been lost.
+        found = reply.found if end == reply.end else end
+        coming = reply.coming if end == reply.end else None
+        keys = tracked.lookup.keys[first:]
         if tracked.promise.early:
-            tracked.promise.made = answered < len(keys) and reply.coming is None
-        if context.groups.parts and chunks:
+            tracked.promise.made = reply.found // each < len(keys) and reply.coming is None
+        chunks = (end if context.by_ends else found) // each
+        if context.groups.parts and context.publications is None and chunks:
             chunks = self._with_state(client, keys[:chunks])
-        hits = chunks
+        hits, before = chunks, first * context.chunk_size
         if not context.groups.parts and context.offload is not None:
             hits = context.offload.extend(client, keys, chunks)
-        answer = Answer(first, first + hits, first + chunks, at, monotonic() - started, residents)
+        tokens = before + hits * context.chunk_size
+        if context.publications is not None and hits == chunks:
+            tokens = before + end * context.hash_block
+        answer = Answer(first, first + hits, first + chunks, at, monotonic() - started, tokens)
+        answer.residents, answer.whole = residents, context.by_ends
+        if context.by_ends:
+            answer.found = found * context.hash_block
         if coming is not None:
-            answer.coming, answer.comes_to = coming, first + answered + coming.chunks
+            answer.coming, answer.comes_to = coming, first + reply.found // each + coming.chunks
         tracked.lookup.answer = answer
         return answer
 
@@ -257,6 +299,47 @@ class Lookups:
         each = parts * ranks
         ends = range(len(stored), 0, -each)
         return next((end // each for end in ends if all(stored[end - each : end])), 0)
+
+
+def unchanged(
+    reply: Found, each: int, shapes: Sequence[BlockTable], tables: Tables
+) -> tuple[int, list[ResidentRun]]:
+    """Choose the blocks to read from an answer's copies, whose order is random. Returns how many
+    leading hashes can be read, and the runs to read in place. each: hashes of a chunk. shapes: the
+    block tables. tables: the generations of other instances.
+
+    Takes a chunk that no copy has unchanged from the pool. Of copies that vLLM frees from their end
+    on only the last block is checked: the load checks all blocks."""
+    end, chosen = reply.end, list[ResidentRun]()
+    for number, shape in enumerate(shapes):
+        runs = [run for run in reply.residents if run.table == number]
+        if shape.kind != "full":
+            if any(tables.leading(run) < run.count for run in runs):
+                return 0, []
+            chosen += runs
+            continue
+        at, stop = 0, end // shape.scale
+        while at < stop:
+            if run := _intact(runs, at, tables):
+                chosen.append(run)
+                at = run.stop
+            elif reply.pooled[at // each : at // each + 1] == b"\1":
+                at = min(stop, (at // each + 1) * each)
+            else:
+                break
+        end = min(end, at * shape.scale)
+    return end, chosen
+
+
+def _intact(runs: Sequence[ResidentRun], at: int, tables: Tables) -> ResidentRun | None:
+    """The first run with an unchanged block `at`, cut to its unchanged blocks from there on."""
+    for run in runs:
+        if run.first <= at < run.stop and run.fits():
+            here = run.cut(at, run.stop)
+            whole = tables.leading(run.cut(run.stop - 1, run.stop))
+            if count := here.count if whole else tables.leading(here):
+                return here.cut(at, at + count)
+    return None
 
 
 def _is_queued(question: Question, reply: Found) -> bool:

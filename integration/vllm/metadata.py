@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.protocol.messages import ChunkKey, Publish, ResidentRun
+from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
 
 from .model.spec import ShardSpec
 
@@ -37,17 +37,20 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
 
 
 class LoadSpec(_Spec, frozen=True):
-    """A load: fill blocks of one request from consecutive chunks.
+    """A load: fill blocks of one request, from consecutive chunks or from other KV caches.
 
-    keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
-    on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
-    offload tier in the pool again. prefix: see `StoreSpec`, if `offload`. residents: chunks in
-    other instances' KV caches, numbered within the load. number: of the load, never used again;
-    0: load nothing and report a failure."""
+    keys: the keys of rank 0; none: all blocks are in `residents`. blocks: vLLM's block numbers,
+    with keys from the first block of the first chunk on; -1: leave out. tokens: how many leading
+    blocks count as tokens; 0: all, of chunks with several block tables those of the first table.
+    offload: also read from the offload tier. promote: store chunks from the offload tier in the
+    pool again. prefix: see `StoreSpec`, if `offload`. residents: blocks in other instances' KV
+    caches, numbered as in `blocks`. number: of the load, never used again; 0: load nothing and
+    report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
     blocks: list[int] = []
+    tokens: int = 0
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
@@ -67,14 +70,27 @@ class StoreSpec(_Spec, frozen=True):
 
 
 class PublicationSpec(msgspec.Struct, frozen=True):
-    """A publication: chunks that other instances may read in this KV cache after the step.
+    """A publication: blocks that other instances may read in this KV cache after the step.
 
-    publish: keys of rank 0, perhaps of more chunks than a message holds. loaded: the request loaded
-    or hit all of these chunks, so no other instance waits for them."""
+    runs: perhaps more than a message holds. epoch: see `Publish`. loaded: the request loaded or hit
+    all of these blocks, so no other instance waits for them."""
 
-    # Not a `_Spec`: MessagePack would refuse to decode more chunks.
-    publish: Publish
+    # Not a `_Spec`: MessagePack would refuse to decode more blocks.
+    runs: list[BlockRun]
+    epoch: int = 0
     loaded: bool = False
+
+
+class SavedChunks(_Spec, frozen=True):
+    """Published chunks to save in the pool before their blocks are used again.
+
+    keys: of rank 0. blocks, generations: of all chunks, in order, packed as in the protocol. epoch:
+    of the chunks."""
+
+    keys: list[ChunkKey]
+    blocks: bytes
+    generations: bytes
+    epoch: int = 0
 
 
 @KVConnectorMetadata.register
@@ -85,9 +101,9 @@ class StepMetadata(msgspec.Struct):
     fresh: lists of blocks that get a new owner in this step. cancelled: requests that ended during
     their load. idle: the step runs no model. stop: the scheduler's half is out of use, so end all
     loads. introduce: report your shard. instance: the name under which to show the KV cache, in the
-    first step; empty: do not show it. victims: chunks to save in the pool before their blocks are
-    used again. echoes: numbers to report with this step, once its model run is over and all stores
-    of earlier steps have begun. ends: see `LoadEnds.address`, in a step with loads."""
+    first step; empty: do not show it. echoes: numbers to report with this step, once its model run
+    is over and all stores of earlier steps have begun. ends: see `LoadEnds.address`, in a step with
+    loads."""
 
     loads: list[LoadSpec] = []
     stores: list[StoreSpec] = []
@@ -98,7 +114,7 @@ class StepMetadata(msgspec.Struct):
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = []
-    victims: Publish | None = None
+    victims: SavedChunks | None = None
     echoes: set[int] = set()
     ends: tuple[str, str] = "", ""
 

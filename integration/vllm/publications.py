@@ -1,49 +1,80 @@
-"""Sharing in place: the generations of this instance's blocks, and the chunks published in them."""
+"""Sharing in place: the generations of this instance's blocks, and the blocks that it publishes.
+
+What vLLM puts into its own prefix cache is published, block by block, so other instances find what
+this instance would find."""
 
 from __future__ import annotations
 
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import groupby
-from operator import eq
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
-    ChunkKey,
+    BlockRun,
+    BlockTable,
     Copies,
     Found,
     Heard,
     InstanceId,
-    Publish,
     Reply,
 )
 from vcache_backend.vram_pool.generations import Generations, first_odd, packed
 
-from .blocks import GENERATIONS, TrackedBlockPool
+from .blocks import NUMBERS, TrackedBlockPool
 from .metadata import PublicationSpec
 from .requests import Tracked
 
 MOST_HEARD = 64
 """The most messages with copies that wait for a step. Older messages are dropped, and their chunks
 leave the cache later."""
+MOST_CACHED = 1 << 16
+"""The most runs that wait for another connector's load. Further runs are not published."""
+
+
+class CachedRun(NamedTuple):
+    """Blocks that vLLM has put into its prefix cache: consecutive blocks of a request's block
+    table, from number `first` on. table: its place in `Publications.tables`. hashes: vLLM's of
+    each, with the table."""
+
+    request: Any
+    table: int
+    first: int
+    blocks: list[Any]
+    hashes: list[Any]
+
+    @property
+    def kept(self) -> bool:
+        """Whether the blocks still have these hashes. vLLM may have taken the step from the
+        request, and the blocks with it."""
+        both = zip(self.blocks, self.hashes, strict=True)
+        return all(block.block_hash is own for block, own in both)
 
 
 class Publications:
-    """Tracks which chunks may be published, and where. Runs in the scheduler's thread, except
-    `hear`."""
+    """Tracks which blocks may be published. Runs in the scheduler's thread, except `hear`."""
 
-    def __init__(self, retract: Callable[[int], None], blocks: int, each: int, loads: bool) -> None:
-        """retract: has the server void publications with a lower sequence number. blocks: the
-        number of blocks in vLLM's pool. each: vLLM's blocks of a chunk. loads: the instance's role
-        allows loads. SegmentError if memory for the table is lacking."""
+    def __init__(
+        self,
+        retract: Callable[[int], None],
+        blocks: int,
+        tables: Mapping[int, BlockTable],
+        loads: bool,
+    ) -> None:
+        """retract: has the server void runs with a lower sequence number. blocks: the number of
+        blocks in vLLM's pool. tables: the block tables that a hit needs, by vLLM's number. loads:
+        the instance's role allows loads. SegmentError if memory for the table is lacking."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
-        self.blocks, self.each = blocks, each
+        self.blocks, self.tables = blocks, list(tables.values())
+        self._numbers = list(tables)
+        """For each of `tables`, vLLM's number."""
+        self._attends_to_all = any(table.kind == "full" for table in self.tables)
         self.generations = Generations(self.instance, blocks)
         self.sequence = 1
-        """The number of the next publication. A reset voids all lower numbers."""
+        """The number of the next run. A reset voids all lower numbers."""
         self.epoch = self.heard = 0
         """The epoch of all publications, and the namespace's epoch in the server's last message."""
         self.copies: deque[list[Copies]] = deque(maxlen=MOST_HEARD if loads else 0)
@@ -51,13 +82,12 @@ class Publications:
         could not load them again."""
         self.news = False
         """Messages wait for `learn`."""
-        self._told: dict[ChunkKey, tuple[int, int, int]] = {}
-        """By chunk, the last published place: the chunk's last block, which leaves first, the last
-        block's generation, and the first block."""
+        self._cached: list[CachedRun] = []
+        """Since the last `publish`, and runs of requests that are not trusted yet."""
         self.pool = TrackedBlockPool(self.generations, lambda: retract(self.sequence))
 
     def reset(self) -> None:
-        """Void all publications, and all chunks that the steps under way compute."""
+        """Void all publications, and all blocks that the steps under way compute."""
         self.pool.reset()
 
     def hear(self, reply: Reply) -> None:
@@ -67,7 +97,7 @@ class Publications:
             return
         if reply.copies:
             self.copies.append(reply.copies)
-        # An answer about no keys has no epoch.
+        # An answer about no hashes has no epoch.
         self.heard = reply.epoch if isinstance(reply, Heard) else max(self.heard, reply.epoch)
         if reply.copies or self.heard != self.epoch:
             self.news = True
@@ -75,7 +105,7 @@ class Publications:
     def learn(self) -> bool:
         """Act on the epoch that `hear` noted. True if the namespace was reset.
 
-        After a reset other instances find no earlier chunks, though vLLM's own cache may still hit
+        After a reset other instances find no earlier blocks, though vLLM's own cache may still hit
         them."""
         # First: another thread may note more messages from now on.
         self.news = len(self.copies) > 1
@@ -89,60 +119,64 @@ class Publications:
         """Note that a load will fill these blocks. vLLM caches them only if the load succeeds."""
         self.generations.filled(blocks)
 
+    def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
+        """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
+        if table in self._numbers and len(self._cached) < MOST_CACHED:
+            hashes, place = [block.block_hash for block in blocks], self._numbers.index(table)
+            self._cached.append(CachedRun(request, place, first, blocks, hashes))
+
     def stop(self, tracked: Tracked) -> None:
-        """Publish no more chunks of the request in its present blocks, nor of a session's next turn
-        if the turn completes one of them."""
+        """Publish no more of the request in its present blocks, nor of a session's next turn if the
+        turn completes one of them."""
         tracked.in_place.publishes, tracked.in_place.resets = False, None
 
     def begin(self, tracked: Tracked, computed: int, partial: bool) -> None:
         """Note the first step of a request, or of a session's turn, with its present blocks.
 
-        computed: how many blocks hold tokens already, from a hit in vLLM's cache or a load. Some of
-        these blocks may be void: vLLM keeps blocks over a reset that it refuses. partial: the next
-        block holds tokens, too, from the session's last turn or another connector's load."""
+        computed: how many hashes' blocks a hit in vLLM's cache or a load supplies. These blocks may
+        be void: vLLM keeps blocks over a reset that it refuses. partial: the block behind them
+        holds tokens, too, from the session's last turn or another connector's load."""
         state = tracked.in_place
         state.publishes = not partial or state.resets == self.pool.resets
-        state.filled, state.resets = computed, self.pool.resets
-        self._read(tracked, computed)
+        state.resets, state.supplied, state.evicted = self.pool.resets, computed, -1
+        state.filled = {}
 
-    def fill(self, tracked: Tracked, blocks: int) -> None:
-        """Note that the step being planned fills the request's blocks up to number `blocks`. vLLM
-        has planned the step, so the blocks are the request's for good."""
-        state = tracked.in_place
-        if state.resets != self.pool.resets:
-            state.publishes = False
-        elif state.evicted != self.pool.evicted:
-            self._read(tracked, len(state.generations))
-        if state.publishes and state.filled < blocks:
-            number = self.generations.filled(tracked.store.block_tables[0][state.filled : blocks])
-            state.generations += array(GENERATIONS, [number]) * (blocks - state.filled)
-            state.filled = blocks
-
-    def complete(
-        self, tracked: Tracked, first: int, ready: int, loaded: bool
+    def publish(
+        self,
+        requests: Mapping[str, Tracked],
+        allowed: Callable[[Tracked], bool | None],
+        hashes: Callable[[Tracked, int, int, int], bytes],
     ) -> list[PublicationSpec]:
-        """Make the publications of the request's chunks [first, ready), which the step completes.
+        """Make the publications of a step that has been planned: of all blocks that vLLM has cached
+        since the last call.
 
-        Leaves out chunks that are published already, and chunks behind a block that was void when
-        the request got the block. Readers refuse blocks that were voided later, by the table.
-        loaded: the request loaded or hit all of these chunks."""
-        each, state, row = self.each, tracked.in_place, tracked.store.block_tables[0]
-        stop = min(ready, len(state.generations) // each)
-        if stop <= first:
+        allowed: whether a request may publish; None: not yet. hashes: of a request's blocks
+        [first, stop) of a table, for others, by the table's `scale`. Blocks that build on a void
+        block stay void."""
+        if not self._cached:
             return []
-        if len(self._told) * each > 4 * self.blocks:
-            self._forget_gone()
-        begin, end = first * each, stop * each
-        lasts = slice(begin + each - 1, end, each)
-        lie = list(zip(row[lasts], state.generations[lasts], row[begin:end:each], strict=True))
-        keys = tracked.lookup.keys[first:stop]
-        told = list(map(eq, map(self._told.get, keys), lie))
-        self._told.update(zip(keys, lie, strict=True))
-        if not any(told):
-            return [self._tell(tracked, first, stop, loaded)]
-        runs = groupby(range(stop - first), told.__getitem__)
-        fresh = [[first + place for place in run] for known, run in runs if not known]
-        return [self._tell(tracked, run[0], run[-1] + 1, loaded) for run in fresh]
+        fresh, loaded, later = list[BlockRun](), list[BlockRun](), list[CachedRun]()
+        for run in self._cached:
+            tracked = requests.get(run.request.request_id)
+            if tracked is None or tracked.request is not run.request or not run.kept:
+                continue
+            state = tracked.in_place
+            may = None if state.publishes and state.resets is None else allowed(tracked)
+            if may is None:
+                later.append(run)
+            elif self._builds_on_right(tracked):
+                numbers, generations = self._fill(run)
+                state.filled[run.table] = run.first + len(numbers)
+                if may:
+                    packs = numbers.tobytes(), generations
+                    stop, scale = run.first + len(numbers), self.tables[run.table].scale
+                    named = hashes(tracked, run.first, stop, scale)
+                    made = BlockRun(self.sequence, run.table, run.first, named, *packs)
+                    self.sequence += 1
+                    (loaded if stop * scale <= state.supplied else fresh).append(made)
+        self._cached = later
+        specs = (fresh, False), (loaded, True)
+        return [PublicationSpec(runs, self.epoch, known) for runs, known in specs if runs]
 
     def close(self) -> None:
         """Idempotent."""
@@ -150,30 +184,37 @@ class Publications:
 
     # ---- inside
 
-    def _read(self, tracked: Tracked, blocks: int) -> None:
-        """Read the generations of the request's first `blocks` blocks. If one of these is void,
-        leave all further blocks void."""
+    def _fill(self, run: CachedRun) -> tuple[array[int], bytes]:
+        """Give the run's void blocks a generation: others have one from their load. Returns the
+        blocks' numbers, and their packed generations."""
+        numbers = array(NUMBERS, [block.block_id for block in run.blocks])
+        counters = self.generations.counters.data
+        void = [number for number in numbers if counters[number] & 1]
+        if void:
+            number = self.generations.filled(void)
+            if len(void) == len(numbers):
+                return numbers, number.to_bytes(8, "little") * len(numbers)
+        return numbers, packed(self.generations.counters, numbers)
+
+    def _builds_on_right(self, tracked: Tracked) -> bool:
+        """Whether all that the request has computed builds on blocks that are not void. Other
+        requests may have computed them in the same step, and were noted before."""
         state = tracked.in_place
-        state.evicted = self.pool.evicted
-        right = packed(self.generations.counters, tracked.store.block_tables[0][:blocks])
-        state.generations = array(GENERATIONS, right)
-        void = first_odd(right)
-        if void >= 0:
+        if state.publishes and state.resets != self.pool.resets:
             state.publishes = False
-            del state.generations[void:]
+        if state.publishes and state.evicted != self.pool.evicted:
+            state.evicted = self.pool.evicted
+            self._check(tracked)
+        return state.publishes
 
-    def _forget_gone(self) -> None:
-        """Forget chunks whose last block, which leaves first, has changed."""
-        counters, told = self.generations.counters.data, self._told
-        gone = [key for key, (last, generation, _) in told.items() if counters[last] != generation]
-        for key in gone:
-            del told[key]
-
-    def _tell(self, tracked: Tracked, first: int, stop: int, loaded: bool) -> PublicationSpec:
-        """Make a publication of the request's chunks [first, stop)."""
-        keys, blocks = tracked.lookup.keys[first:stop], slice(first * self.each, stop * self.each)
-        row, generations = tracked.store.block_tables[0], tracked.in_place.generations
-        packs = row[blocks].tobytes(), generations[blocks].tobytes()
-        publish = Publish(self.instance, self.sequence, keys, *packs, self.epoch)
-        self.sequence += 1
-        return PublicationSpec(publish, loaded)
+    def _check(self, tracked: Tracked) -> None:
+        """Publish nothing more of the request if a block that it has built on is void."""
+        state = tracked.in_place
+        for at, (number, table) in enumerate(zip(self._numbers, self.tables, strict=True)):
+            if table.kind == "full" or not self._attends_to_all:
+                stop = state.supplied // table.scale
+                if self._attends_to_all:
+                    stop = max(stop, state.filled.get(at, 0))
+                blocks = [block for block in tracked.store.block_tables[number][:stop] if block]
+                if first_odd(packed(self.generations.counters, blocks)) >= 0:
+                    state.publishes = False

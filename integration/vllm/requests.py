@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import Enum
-from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +23,7 @@ from vcache_backend.protocol.messages import (
 
 if TYPE_CHECKING:
     from .metadata import LoadSpec
+    from .model.groups import Span
 
 FRESH_SECONDS, PROMISED_SECONDS = 0.5, QUEUED_SECONDS + 0.02
 """How long an answer counts: chunks are stored after it was made. The second number is for a
@@ -81,20 +81,28 @@ class AnswerState(Enum):
 
 
 class Answer(msgspec.Struct):
-    """The answer to a look-up. Chunks are numbered from the prompt's start."""
+    """The answer to a look-up. Chunks and tokens are counted from the prompt's start."""
 
     first: int
     """The first chunk that was looked up."""
     hits: int
-    """Chunks [first, hits) can be loaded. None if the answer is not `HERE`."""
+    """Chunks [first, hits) can be loaded whole. None if the answer is not `HERE`."""
     pooled: int
     """Hits below this number are in the pool or in KV caches, later hits in the offload tier."""
     at: float
     """When the question was sent (time.monotonic)."""
     seconds: float
     """How long the look-up took."""
+    tokens: int = 0
+    """How many leading tokens can be loaded."""
     residents: list[ResidentRun] = []
-    """The hits in other instances' KV caches."""
+    """The hit's blocks in other instances' KV caches, counted from chunk `first`."""
+    found: int = 0
+    """With several block tables in place: of how many leading tokens other instances have the
+    blocks of all tables that attend to all tokens. A hit may end before."""
+    whole: bool = False
+    """The answer is about the whole prompt, whatever vLLM has: with several block tables in
+    place."""
     coming: Coming | None = None
     """The chunks behind the hits that another instance is computing."""
     comes_to: int = 0
@@ -116,14 +124,18 @@ class Answer(msgspec.Struct):
 
     def covers(self, first: int) -> bool:
         """Whether the answer says something about the chunk `first`."""
-        return self.first <= first <= self.hits
+        return self.whole or self.first <= first <= self.hits
 
-    def residents_of(self, first: int, stop: int) -> list[ResidentRun]:
-        """Cut the residents to the chunks [first, stop), and number the chunks from `first`."""
+    def runs_of(self, span: Span, offset: int) -> list[ResidentRun]:
+        """The residents in a load's span, numbered as blocks of the load. offset: the number of the
+        answer's first block in the span's table."""
+        stop = span.first + span.length
         return [
-            run.cut(begin, end).numbered(begin - first)
+            run.cut(begin - offset, end - offset).numbered(span.at + begin - span.first)
             for run in self.residents
-            if (begin := max(first, run.first)) < (end := min(stop, run.stop))
+            if run.table == span.table
+            if (begin := max(span.first, run.first + offset))
+            < (end := min(stop, run.stop + offset))
         ]
 
 
@@ -132,11 +144,10 @@ FAILED = Answer(0, 0, 0, 0.0, 0.0, counted=True, state=AnswerState.FAILED)
 
 
 class Question(msgspec.Struct):
-    """A look-up of the chunks [first, stop) whose answer has not been read."""
+    """A look-up from chunk `first` on whose answer has not been read."""
 
     sent: Sent[Found]
     first: int
-    stop: int
     at: float
     """When it was sent (time.monotonic)."""
     seconds: float
@@ -150,14 +161,16 @@ class LookupState(msgspec.Struct):
 
     keys: list[ChunkKey] = []
     """The keys of the leading chunks."""
+    computed_with: tuple[bytes, ...] | None = None
+    """Digests of the weights' version and the adapter; None until the request was named."""
     question: Question | None = None
     answer: Answer | None = None
     late_since: float | None = None
     """Since when vLLM comes back for a late answer (time.monotonic)."""
     asked: int = 0
-    """Chunks that the metrics count as looked up."""
+    """Tokens that the metrics count as looked up."""
     found: int = 0
-    """Chunks that the metrics count as hits."""
+    """Tokens that the metrics count as hits."""
 
 
 # ---- waits
@@ -237,16 +250,16 @@ class InPlaceState(msgspec.Struct):
     """A request's blocks when KV caches are shared in place. Only `Publications` writes this
     state."""
 
-    filled: int = 0
-    """How many leading blocks are filled."""
     publishes: bool = True
     """False: further blocks stay void."""
-    generations: array[int] = msgspec.field(default_factory=partial(array, "Q"))
-    """Of the leading blocks, up to the first void block."""
+    supplied: int = 0
+    """How many hashes' blocks came from vLLM's cache or a load."""
     resets: int | None = None
     """`TrackedBlockPool.resets` when the request got its blocks; None before."""
     evicted: int = 0
-    """`TrackedBlockPool.evicted` when the generations were last read."""
+    """`TrackedBlockPool.evicted` when the blocks were last checked; -1: not yet."""
+    filled: dict[int, int] = {}
+    """By block table, the leading blocks that were published, or could have been."""
 
 
 class PromiseState(msgspec.Struct):

@@ -25,7 +25,7 @@ from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
 from .promises import PromiseSender
-from .requests import DEFAULT, UNCACHED, RequestParams, Tracked, read_params
+from .requests import DEFAULT, UNCACHED, Answer, RequestParams, Tracked, read_params
 from .resets import Resets
 from .stores import StorePlanner
 from .telemetry import traces
@@ -91,10 +91,11 @@ class VCacheScheduler:
         `KVBlocks`."""
         blocks, own, config = KVBlocks(pool, fail), self.publications, self.context.config
         self.context.watch(blocks)
-        if own is not None and self.context.loads:
-            self.duplicates = Duplicates(blocks, self.context, own)
+        each = self.context.groups.blocks
+        if own is not None and self.context.loads and not self.context.by_ends:
+            self.duplicates = Duplicates(blocks, self.context, own, each)
         if own is not None and config.pool.lent:
-            self.victims = Victims(blocks, own, self._step_blocks)
+            self.victims = Victims(blocks, own, each, self._step_blocks)
 
     def introduce(self, shards: Iterable[ShardSpec]) -> None:
         """Note the workers' shards, all known at vLLM's start, and connect to the server."""
@@ -120,7 +121,7 @@ class VCacheScheduler:
         schedules the request."""
         if self.context.keys is None and not self.context.open():
             return
-        tracked, (tokens, chunks) = self._track(request), self._loadable(request)
+        tracked, (tokens, chunks) = self._track(request), self.context.loadable(request)
         size = self.context.chunk_size
         lacking = tokens - self.context.config.connector.min_hit_tokens
         if lacking < 0 or not tracked.may_load or self.resets.clearing:
@@ -132,7 +133,7 @@ class VCacheScheduler:
                 return
             first = bisect(ends, False, lo=1, key=lambda end: not self._is_cached(request, end))
         if self.lookups.name(tracked, chunks):
-            self.lookups.send(tracked, first, chunks)
+            self.lookups.send(tracked, first)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
@@ -159,7 +160,7 @@ class VCacheScheduler:
             or (context.keys is None and not context.open())
         ):
             return MISS
-        most, chunks = self._loadable(tracked.request)
+        most, chunks = context.loadable(tracked.request)
         least = context.config.connector.min_hit_tokens
         if most - local < least or not lookups.name(tracked, chunks):
             return MISS
@@ -170,10 +171,19 @@ class VCacheScheduler:
             if not waits.is_due(tracked):
                 return FOLLOW
             # Without a server no question is sent, and the look-up ends the wait.
-            if lookups.ask_again(tracked, first, chunks):
+            if lookups.ask_again(tracked, first):
                 return FOLLOW
-        answer = lookups.find(tracked, first, chunks)
+        answer = lookups.find(tracked, first, most)
+        self._keep_junction(tracked, answer)
         return waits.decide(tracked, most, chunks, answer)
+
+    def _keep_junction(self, tracked: Tracked, answer: Answer) -> None:
+        """Have vLLM keep windows and states where the request leaves a prompt of another instance,
+        as if that prompt had been computed here: the next request that leaves it there finds them.
+        """
+        request, tokens = tracked.request, max(answer.tokens, tracked.local)
+        if answer.found > max(tokens, getattr(request, "shared_prefix_boundary", inf)):
+            request.shared_prefix_boundary = answer.found
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Prepare the load of `external` tokens into `blocks`, reserved for the request."""
@@ -228,7 +238,7 @@ class VCacheScheduler:
                 self._waits.over(tracked)
                 self._promises.on_start(tracked, computed)
         if self.victims is not None:
-            self.victims.plan(meta)
+            self.victims.plan(meta, self._planner.take_completed())
         return QUIET if meta == _NOTHING else meta
 
     def _metadata(self, idle: bool) -> StepMetadata:
@@ -307,14 +317,6 @@ class VCacheScheduler:
             name = printable(request.request_id, MAX_LINE_CHARS)  # a client may have chosen it
             log.warning("request %s is served uncached: %s", name, error)
             return UNCACHED
-
-    def _loadable(self, request: Any) -> tuple[int, int]:
-        """Return how many of the request's tokens may be loaded, and how many chunks hold them.
-        vLLM always computes the last token."""
-        size, whole = self.context.chunk_size, self.context.groups.whole
-        tokens = (request.num_tokens - 1) // whole * whole
-        chunks = min(len(request.block_hashes) // self.context.hashes, -(-tokens // size))
-        return min(tokens, chunks * size), chunks
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
         """Act on the workers' report about a step. invalid: blocks that loads did not fill."""

@@ -1,5 +1,5 @@
-"""Which chunks each step completes, for the workers to store or publish after the step, and which
-blocks a load fills. Tracks the requests' blocks."""
+"""What each step stores or publishes, and which blocks a load fills. Tracks the requests'
+blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from vcache_backend.protocol.messages import ChunkKey, ResidentRun
 from vcache_backend.transfer.keys import state_keys
 
 from .blocks import NUMBERS
@@ -35,6 +36,8 @@ class StorePlanner:
         """Most steps of running requests complete neither a block nor a chunk: the requests of the
         last step that `_plan_running` has planned, and the tokens that none of them has computed
         since before it completes something."""
+        self._completed: list[tuple[list[ChunkKey], list[int]]] = []
+        """In place: chunks that steps have completed, and their blocks, for `take_completed`."""
         self.trusted = 0
         """The last echo behind which no load of another connector has failed (see `Resets`)."""
 
@@ -46,8 +49,8 @@ class StorePlanner:
         size, end, answer = self._size, tracked.supplied, tracked.lookup.answer
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
-        keys = tracked.lookup.keys[first:stop]
-        if groups.states:
+        keys = [] if self._context.by_ends else tracked.lookup.keys[first:stop]
+        if groups.states and keys:
             keys += state_keys(keys[-1:], groups.parts)
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
@@ -56,12 +59,11 @@ class StorePlanner:
         load = LoadSpec(
             request_id=tracked.request.request_id,
             keys=keys,
-            blocks=groups.wanted(block_tables, tracked.local, end),
             offload=offload,
             promote=promote and self._publications is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
-            residents=answer.residents_of(first, stop) if answer is not None else [],
             number=next(self._load_numbers),
+            **self._blocks(tracked, block_tables),
         )
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
         # promoted.
@@ -70,12 +72,27 @@ class StorePlanner:
             loaded = end // size if promoted else stop
             self.mark_stored(tracked, max(tracked.store.stored, loaded))
         else:
-            # Once loaded, these chunks are published as if computed here.
-            loaded_blocks = slice(tracked.local // groups.block, end // groups.block)
-            self._publications.on_load(block_tables[0][loaded_blocks])
+            # Once loaded, these blocks are published as if computed here.
+            self._publications.on_load([block for block in load.blocks if block >= 0])
         if promoted:
             self._announce(tracked, first, end // size)
         return load
+
+    def _blocks(self, tracked: Tracked, block_tables: Sequence[list[int]]) -> dict[str, Any]:
+        """`blocks`, `tokens` and `residents` of the load of the tokens [tracked.local,
+        tracked.supplied)."""
+        context, groups, answer = self._context, self._groups, tracked.lookup.answer
+        local, end = tracked.local, tracked.supplied
+        if self._publications is None:
+            return {"blocks": groups.wanted(block_tables, local, end)}
+        begin = local if context.by_ends else local // self._size * self._size
+        blocks, spans = groups.spans(block_tables, begin, local, end)
+        runs = list[ResidentRun]()
+        if answer is not None:
+            for span in spans:
+                scale = self._publications.tables[span.table].scale
+                runs += answer.runs_of(span, answer.first * context.hashes // scale)
+        return {"blocks": blocks, "tokens": spans[0].length, "residents": runs}
 
     # ---- steps
 
@@ -104,6 +121,23 @@ class StorePlanner:
                 computed = new.num_computed_tokens
                 self._begin(tracked, new.block_ids, computed)
                 self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
+        if self._publications is not None:
+            names = self._may_publish, self._lookups.hashes
+            meta.publications += self._publications.publish(requests, *names)
+
+    def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
+        """In place: the chunks that steps have completed since the last call, and their blocks."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def _may_publish(self, tracked: Tracked) -> bool | None:
+        """Whether a request may publish its blocks. None: not before another connector's load is
+        over."""
+        if not self._may_store(tracked):
+            return False
+        if tracked.store.trusted_after > self.trusted:
+            return None
+        return self._lookups.name(tracked, 0)
 
     def stop(self, tracked: Tracked) -> None:
         """Store nothing more of the request, whose blocks may not hold what they should."""
@@ -161,7 +195,8 @@ class StorePlanner:
         tracked.store.block_tables = [array(NUMBERS, table) for table in block_tables]
         if self._publications is not None:
             blocks, rest = divmod(computed, self._groups.block)
-            self._publications.begin(tracked, blocks, rest > 0)
+            supplied = blocks * self._groups.block // self._context.hash_block
+            self._publications.begin(tracked, supplied, rest > 0)
             self.mark_stored(tracked, 0)
 
     def _compute(
@@ -173,29 +208,21 @@ class StorePlanner:
         offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Handle a request that computes the tokens [computed, reached) in the step."""
-        store, block, in_place = tracked.store, self._groups.block, tracked.in_place
+        store = tracked.store
         # Speculative tokens may be taken back.
         store.written = min(reached, tracked.request.num_tokens)
         if reached < store.idle_until:
             return
-        if self._publications is not None and in_place.publishes:
-            # As vLLM counts them: speculative tokens do not count.
-            filled = min(store.written // block, len(store.block_tables[0]))
-            if filled > in_place.filled:
-                self._publications.fill(tracked, filled)
         trusted = store.trusted_after <= self.trusted
         if reached >= store.complete_at and trusted:
             self._complete(tracked, computed, meta)
-        if self._groups.states:
-            if trusted:
-                self._keep_states(tracked, reached, meta, offered)
-        elif self._publications is None or not in_place.publishes:
+        if not self._groups.states or self._publications is not None:
             store.idle_until = store.complete_at
-        else:
-            store.idle_until = min(store.complete_at, (in_place.filled + 1) * block)
+        elif trusted:
+            self._keep_states(tracked, reached, meta, offered)
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
-        """Store or publish the chunks that the step completes. before: the tokens before the step.
+        """Store the chunks that the step completes. before: the tokens before the step.
 
         Speculative tokens do not count: vLLM may take them, and the tokens after them, back."""
         request, size, first = tracked.request, self._size, tracked.store.stored
@@ -207,14 +234,18 @@ class StorePlanner:
         ready = min(tokens // size, len(request.block_hashes) // self._context.hashes)
         if ready <= first or not self._context.open() or not self._lookups.name(tracked, ready):
             return
+        if self._publications is not None:
+            if self._context.config.pool.lent:
+                self._announce(tracked, first, ready)
+                blocks = groups.chunks(tables, first, ready)
+                self._completed.append((tracked.lookup.keys[first:ready], blocks))
+            self.mark_stored(tracked, ready)
+            return
         if not groups.plain:
             # Skip chunks behind a window, whose blocks vLLM has freed.
             first = groups.alive_from(tables, before, first, ready)
         self._announce(tracked, first, ready)
-        if self._publications is not None:
-            loaded = ready * size <= tracked.supplied
-            meta.publications += self._publications.complete(tracked, first, ready, loaded)
-        elif keys := tracked.lookup.keys[first:ready]:
+        if keys := tracked.lookup.keys[first:ready]:
             blocks = groups.chunks(tables, first, ready)
             meta.stores.append(StoreSpec(keys, blocks, tracked.lookup.keys[:first]))
         self.mark_stored(tracked, ready)

@@ -83,7 +83,8 @@ class Rules(NamedTuple):
     wait_factor: float
     """A wait is at most this many times as long as the owner's computation."""
     states: bool
-    """The model keeps states, which are stored behind their chunks."""
+    """A hit does not end with every chunk: the model keeps states or windows, which come behind
+    their chunks."""
 
 
 class Asked(NamedTuple):
@@ -117,7 +118,7 @@ def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDeci
         gone = wait.gone or now if wait.promised and not promised else None
         on = replace(wait, promised=wait.promised or promised, gone=gone)
         return LookupDecision(LookupResult.WAIT, wait=on)
-    tokens = min(answer.hits * rules.chunk_size, asked.most) - asked.local
+    tokens = min(answer.tokens, asked.most) - asked.local
     if tokens < rules.least:
         return LookupDecision(LookupResult.MISS, end=end)
     return LookupDecision(LookupResult.HIT, tokens, end=end)
@@ -170,7 +171,8 @@ class Waits:
     """The waits of this instance's requests. Runs in the scheduler's thread, and never waits."""
 
     def __init__(self, context: InstanceContext, meter: Meter) -> None:
-        connector, states = context.config.connector, bool(context.groups.states)
+        connector, groups = context.config.connector, context.groups
+        states = bool(groups.states) or (context.publications is not None and not groups.plain)
         least, factor = connector.min_hit_tokens, connector.wait_factor
         self._rules = Rules(context.chunk_size, least, factor, states)
         self._context, self._meter = context, meter
@@ -228,8 +230,9 @@ class Waits:
 
     def on_load(self, tracked: Tracked) -> None:
         """Note that the request loads the chunks behind vLLM's cached blocks."""
-        # In place of a leader that only waits.
-        self._leaders[self._lead(tracked)] = tracked
+        if (key := self._lead(tracked)) is not None:
+            # In place of a leader that only waits.
+            self._leaders[key] = tracked
         tracked.wait.load_started = True
 
     def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
@@ -254,9 +257,13 @@ class Waits:
 
     # ---- inside
 
-    def _lead(self, tracked: Tracked) -> ChunkKey:
+    def _lead(self, tracked: Tracked) -> ChunkKey | None:
+        """None: the request has no whole chunk behind vLLM's own cache, and nobody follows it."""
         self._leave(tracked)
-        key = tracked.wait.leads = tracked.lookup.keys[tracked.local // self._rules.chunk_size]
+        keys, first = tracked.lookup.keys, tracked.local // self._rules.chunk_size
+        if first >= len(keys):
+            return None
+        key = tracked.wait.leads = keys[first]
         self._leaders.setdefault(key, tracked)
         return key
 

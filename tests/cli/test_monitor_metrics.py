@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from engine_cases import Cache, layout_of, node
-from instance_cases import instance_id, join, keys, share
+from instance_cases import find, instance_id, join, keys, share
 from processes import ROOT, Child, Stage, eventually, ran
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -85,7 +85,7 @@ def used(alone: Stage) -> Client:
     reader = alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
     share(owner, A)
     looked_for(reader)
-    owner.find(m.Find(keys(5)))  # as vLLM's workers, it has told no layout
+    owner.find(find(5))  # as vLLM's workers, it has told no layout
     reader.reads = lambda: [m.Reads(A, 1010 << 20, 2)]
     reader.list_segments()  # which tells the reads
     reader.report("error", MARKUP)
@@ -96,7 +96,7 @@ def looked_for(reader: Client) -> None:
     """Five chunks, of which three are there, and one that is not: an instance counts their
     tokens.
     """
-    reader.find(m.Find(keys(5)))
+    reader.find(find(5))
     reader.pin(keys(1), 0.0)
     reader.count(6 * 256, 3 * 256)
     reader.count(awaited=512, waited_ms=250)
@@ -111,7 +111,7 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     eventually(lambda: samples(address).get(("vcache_server_clients",)) == 3)
     seen = samples(address)
     assert seen["vcache_server_up",] == 1
-    assert seen["vcache_instance_resident_chunks", "host", A.hex(), pid] == 3
+    assert seen["vcache_instance_resident_blocks", "host", A.hex(), pid] == 12
     assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 1010 << 20
     assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
     assert seen["vcache_server_awaited_tokens_total",] == 512
@@ -201,8 +201,8 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
                 return [query for query in needed if not prometheus.values(query)]
 
             eventually(lambda: not unanswered(), every=1.0)
-            chunks = f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}'
-            assert prometheus.values(chunks) == [3]
+            blocks = f'vcache_instance_resident_blocks{{instance_id="{A.hex()}"}}'
+            assert prometheus.values(blocks) == [12]
         text = get(address)[1]
     done = ran("promtool", "check", "metrics", input=text)
     # It looks at names, types and texts.
@@ -245,7 +245,7 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
         for number in (3, 4):
             share(owner := alone.client(), instance_id(number))
         for _ in range(1001):
-            owner.find(m.Find(keys(1, start=100)))
+            owner.find(find(1, start=100))
         quiet = "VCacheInPlaceWithoutHits"
         eventually(lambda: quiet in prometheus.alerts(), every=0.2)
         reader = used(alone)

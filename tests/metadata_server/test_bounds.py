@@ -8,27 +8,39 @@ import os
 import select
 import signal
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
-from instance_cases import NAMESPACE, chunk_generations, instance_id, keys, numbers
+from instance_cases import (
+    FULL,
+    NAMESPACE,
+    block_run,
+    counts,
+    find,
+    instance_id,
+    make_table,
+    numbers,
+    prompt,
+)
 from model import FakeClock, chunk_key
 from processes import Raw, Stage, info
 from server_cases import A_TURN, add_region, asked, work_of
 
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
-from vcache_backend.metadata_server import residents
+from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
 from vcache_backend.metadata_server.processes import Peer, ProcessId, is_pidfd
+from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol import sockets
 from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS
+from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -50,58 +62,112 @@ def grows_by_less_than(nbytes: int) -> Iterator[None]:
 
 
 def join(
-    service: Service, instance: m.InstanceId, each: int, ranks: int = 1, blocks: int = 10_000
+    service: Service,
+    instance: m.InstanceId,
+    ranks: int = 1,
+    blocks: int = 10_000,
+    tables: Sequence[m.BlockTable] = FULL,
 ) -> None:
-    service.residents.open(m.Join(instance, NAMESPACE, blocks, ranks, each))
+    fd = make_table(instance, blocks)
+    try:
+        request = m.Join(instance, NAMESPACE, blocks, ranks, 1, list(tables))
+        service.residents.open(request, partial(ForeignTable, fd, instance, blocks))
+    finally:
+        os.close(fd)
 
 
 def publish(
     service: Service,
     instance: m.InstanceId,
-    each: int,
-    chunks: int,
+    blocks: int,
+    size: int = 16,
     start: int = 0,
     sequence: int = 1,
     of: int = 10_000,
+    table: int = 0,
 ) -> int:
-    """A chunk is in blocks of its own, as far as the instance has enough of them."""
-    taken, at_once = 0, 16
-    for first in range(start, start + chunks, at_once):
-        every = range(first * each, (first + at_once) * each)
-        blocks = numbers(*(number % of for number in every))
-        generations = chunk_generations(300, at_once, each)
-        some = m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
-        taken += service.residents.publish(0, some)
+    """So many blocks, in runs of this size. Each has a block of its own, as far as the instance has
+    enough of them."""
+    taken = 0
+    for first in range(start, start + blocks, size):
+        every = [number % of for number in range(first, first + size)]
+        hashes, generations = prompt(size, first, 1), counts(*[2] * size)
+        run = m.BlockRun(sequence, table, first, hashes, numbers(*every), generations)
+        taken += service.residents.publish(m.Publish(instance, 0, [run]))
     return taken
 
 
-SHAPES = {"a block a chunk": (1, 1), "chunks that wait for another rank": (1, 2)}
+SHAPES = {
+    "a block a run": (1, 1, 1),
+    "long runs": (256, 1, 1),
+    "runs that wait for another rank": (1, 2, 1),
+    "many tables": (1, 1, m.MAX_TABLES),
+}
 
 
-@pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)
-def test_publications_are_bounded(monkeypatch: pytest.MonkeyPatch, each: int, ranks: int) -> None:
-    monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
+@pytest.mark.parametrize(("size", "ranks", "tables"), SHAPES.values(), ids=SHAPES)
+def test_publications_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, size: int, ranks: int, tables: int
+) -> None:
+    monkeypatch.setattr(publications, "MAX_BYTES", 3 * MIB)
     service = Service(1, now=FakeClock())
-    with grows_by_less_than(2 * MIB):
-        three = [instance_id(number) for number in range(3)]
-        for one in three:
-            join(service, one, each, ranks, 2048)
-        taken = [publish(service, one, each, 2048, of=2048) for one in three]
-        assert taken[0] == 2048 > taken[1] > taken[2] == 0
+    with grows_by_less_than(3 * MIB):
+        ids, taken = [instance_id(number) for number in range(9)], []
+        for one in ids:
+            with suppress(Refused):
+                join(service, one, ranks, 2048, FULL * tables)
+            taken.append(0)
+            for table in range(tables):
+                each = 2048 // tables
+                taken[-1] += publish(service, one, each, size, each * table, of=2048, table=table)
+        assert taken[0] == 2048 > taken[-1] == 0
         with pytest.raises(Refused):
-            join(service, instance_id(3), each, ranks, 2048)
+            join(service, instance_id(9), ranks, 10_000)
+
+
+def test_a_run_of_which_little_is_left_is_forgotten_in_time() -> None:
+    """Its first block keeps the memory of all its others."""
+    service = Service(1, now=FakeClock())
+    join(service, A, blocks=1024)
+    for number in range(512):
+        count = 512 - number // 2
+        blocks = [number, *range(1023, 1024 - count, -1)]
+        hashes = prompt(count, number * 1024, 1)
+        run = m.BlockRun(number, 0, 0, hashes, numbers(*blocks), counts(*[2] * count))
+        assert service.residents.publish(m.Publish(A, 0, [run])) == count
+    of = service.residents._of[A]
+    assert sum(map(len, of.runs)) <= publications.MOST_KEPT * 1024
+    assert of.live >= 256
+
+
+def test_few_blocks_have_one_name() -> None:
+    """Else a look-up that finds all of them changed takes seconds."""
+    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
+    with closing(Generations(A, 4096)) as table:
+        request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
+        service.residents.open(request, partial(ForeignTable, table.fd, A, 4096))
+        service.residents.show(A, True)
+        for number in range(4096):
+            run = m.BlockRun(number, 0, 0, prompt(1, 0, 1), numbers(number), counts(2))
+            assert service.residents.publish(m.Publish(A, 0, [run])) == 1
+        assert service.residents.blocks(A) == 1 + publications.MAX_SPARE
+        question = find(1, each=1)
+        table.void(range(4080, 4096))
+        assert asked(service, client, question).residents[0].blocks == numbers(4079)
+        table.void_all()
+        assert asked(service, client, question).found == 0
 
 
 def publish_and_retract(service: Service) -> None:
     for sequence in range(1, 20):
-        publish(service, A, 128, 64, sequence=sequence)
+        publish(service, A, 8192, 128, sequence=sequence)
         service.residents.retract(A, sequence + 1)
 
 
 def retract_old_ones(service: Service) -> None:
-    publish(service, A, 1, 4096, start=16, sequence=1000)
+    publish(service, A, 4096, 1, start=16, sequence=1000)
     for sequence in range(1, 200):
-        publish(service, A, 1, 16, sequence=sequence)
+        publish(service, A, 16, 1, sequence=sequence)
         service.residents.retract(A, sequence + 1)
 
 
@@ -113,24 +179,52 @@ def clear_nothing(service: Service) -> None:
 def join_anew(service: Service) -> None:
     for ranks in range(20):
         with suppress(Refused):  # what it had before is in memory still
-            join(service, A, 128, 1 + ranks % 2)
-        publish(service, A, 128, 64)
+            join(service, A, 1 + ranks % 2)
+        publish(service, A, 8192, 128)
 
 
 @pytest.mark.parametrize("does", [publish_and_retract, retract_old_ones, clear_nothing, join_anew])
 def test_what_is_void_counts_while_in_memory(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:
     """A client that is faster than the server's backlog."""
-    monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
+    monkeypatch.setattr(publications, "MAX_BYTES", 4 * MIB)
     service = Service(1, now=FakeClock())
-    with grows_by_less_than(2 * MIB):
-        join(service, A, 128 if does is not retract_old_ones else 1)
+    with grows_by_less_than(4 * MIB):
+        join(service, A)
         does(service)
     while service.backlog:
         service.backlog.run(1000)
     service.residents.close(A)
     while service.backlog:
-        service.backlog.run(1000)
-    assert service.residents.nbytes == 0
+        assert work_of(lambda: service.backlog.run(256)) <= A_TURN
+    assert service.residents.memory.nbytes == 0
+
+
+HOSTILE = {
+    "blocks that alternate between runs of one": (1, FULL),
+    "states without windows": (
+        1,
+        [m.BlockTable("full"), m.BlockTable("state", 1, 1), m.BlockTable("window", 1, 99)],
+    ),
+    "no state at all": (16, [m.BlockTable("full"), m.BlockTable("state", 1, 1)]),
+}
+
+
+@pytest.mark.parametrize(("size", "tables"), HOSTILE.values(), ids=HOSTILE)
+def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> None:
+    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
+    for number in range(8):
+        one = instance_id(number)
+        join(service, one, blocks=3 * m.MAX_HASHES, tables=tables)
+        service.residents.show(one, True)
+        publish(service, one, m.MAX_HASHES, size, of=1 << 30)
+        for table in range(1, len(tables)):
+            if size == 1:
+                every = range(table - 1, m.MAX_HASHES, table)
+                for at in every:
+                    run = block_run(1, table * m.MAX_HASHES + at, at, each=1, table=table)
+                    service.residents.publish(m.Publish(one, 0, [run]))
+    question = find(m.MAX_HASHES, each=1, limit=m.MAX_HASHES)
+    assert work_of(lambda: asked(service, client, question)) <= 2 * A_TURN
 
 
 # ---- what writers ask for
@@ -242,18 +336,20 @@ def test_resets_in_a_loop_are_swept_together() -> None:
 def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     """Data parallel ranks with one system prompt: a publication that 60 instances hold took the
     server 25 ms."""
-    service, size = Service(1, now=FakeClock()), 128
-    packed = numbers(*range(size)), chunk_generations(2, size, 1)
+    service, size = Service(1, now=FakeClock()), m.MAX_PUBLISHED
+    run = block_run(size, each=1)
     everyone = [instance_id(number) for number in range(60)]
     for one in everyone:
-        join(service, one, 1)
+        join(service, one)
         service.residents.show(one, True)
-        assert service.residents.publish(0, m.Publish(one, 1, keys(size), *packed)) == size
-        told = {other: len(service.residents.copies(other)) for other in everyone}
+        work = work_of(lambda one=one: service.residents.publish(m.Publish(one, 0, [run])))
+        assert work <= 2 * A_TURN
+        assert service.residents.blocks(one) == size
+        told = {other: service.residents.copies(other) for other in everyone}
+        while any(service.residents.copies(other) for other in everyone):
+            pass
         holders = sum(map(bool, told.values()))
         assert (bool(told[one]), holders <= 5) == (one != everyone[0], True)
-    with pytest.raises(msgspec.ValidationError, match="<= 128"):
-        sockets.request_decoder.decode(sockets.encode(m.Publish(A, 1, keys(129), b"", b"")))
 
 
 def test_of_a_file_that_is_no_pidfd_nothing_is_read() -> None:

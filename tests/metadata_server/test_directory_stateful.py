@@ -433,7 +433,7 @@ class SlotMachine(RuleBasedStateMachine):
             first + bytes(one.memory[at + size // 2 : at + size])
             for first, (at, size) in zip(halves, one.spans(), strict=True)
         ]
-        right = one.view.leading(one.run.slots, one.run.generations, 1)
+        right = one.view.leading(one.run.slots, one.run.generations)
         for copy, token in list(zip(got, one.expected, strict=True))[:right]:
             assert copy == pattern(token, len(copy)), "a reader believes wrong bytes"
 

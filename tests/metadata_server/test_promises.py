@@ -6,7 +6,7 @@ import os
 
 import msgspec
 import pytest
-from instance_cases import NAMESPACE, instance_id, join, keys, publish, share, show
+from instance_cases import EACH, NAMESPACE, find, instance_id, join, keys, publish, share, show
 from model import FakeClock, chunk_key
 from processes import Stage, eventually, info, make_memfd
 from server_cases import A_TURN, add_region, asked, work_of
@@ -24,53 +24,53 @@ BOB = Peer(2, ProcessId(20, 2), "gpu-0", "host")
 
 
 def coming(client: Client, count: int, promise: int = 0) -> m.Coming | None:
-    return client.find(m.Find(keys(count), 1, B, promise=promise)).coming
+    return client.find(find(count, 1, B, promise=promise)).coming
 
 
 def chunks(client: Client, count: int) -> tuple[int, int]:
     """How many chunks are there, and how many come."""
-    found = client.find(m.Find(keys(count), 1, B))
-    return len(found.pooled), found.coming.chunks if found.coming is not None else 0
+    found = client.find(find(count, 1, B))
+    return found.found // EACH, found.coming.chunks if found.coming is not None else 0
 
 
 def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage: Stage) -> None:
     first, second = stage.client(), stage.client()
-    assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None
+    assert first.find(find(5, 1, A, promise=1)).coming is None
     told = coming(second, 6, promise=1)
     assert (told.chunks, told.begun) == (5, False)
-    assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None, "nobody waits for oneself"
-    assert first.find(m.Find(keys(6), 1, A)).coming is None, "who waits promises nothing"
+    assert first.find(find(5, 1, A, promise=1)).coming is None, "nobody waits for oneself"
+    assert first.find(find(6, 1, A)).coming is None, "who waits promises nothing"
     assert first.promise(m.Promise(1, keys(5), chunk_seconds=0.5)) == m.Promised(5)
     told = coming(second, 6)
     assert (told.chunks, told.begun, told.chunk_seconds) == (5, True, 0.5)
     assert told.quiet < 5
-    first.find(m.Find(keys(1, start=6), 1, A, promise=2))
+    first.find(find(1, 1, A, start=6, promise=2))
     first.promise(m.Promise(3, keys(1, start=7), begun=False))
-    found = [second.find(m.Find(keys(1, start=at), 1, B)).coming for at in (6, 7)]
+    found = [second.find(find(1, 1, B, start=at)).coming for at in (6, 7)]
     assert [(one.begun, one.chunk_seconds) for one in found] == [(False, 0.5), (False, 0.0)]
 
 
 def test_who_waits_has_nobody_wait_for_what_it_has_promised(stage: Stage) -> None:
     """Else two wait for each other."""
     first, second = stage.client(), stage.client()
-    first.find(m.Find(keys(5), 1, A, promise=1))
+    first.find(find(5, 1, A, promise=1))
     second.promise(m.Promise(1, keys(1)))
-    assert first.find(m.Find(keys(5), 1, A, promise=1)).coming.chunks == 1
+    assert first.find(find(5, 1, A, promise=1)).coming.chunks == 1
     assert coming(second, 5) is None
-    assert second.find(m.Find(keys(4, start=1), 1, B)).coming is None
+    assert second.find(find(4, 1, B, start=1)).coming is None
 
 
 def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> None:
     owner, reader = stage.client(), stage.client()
     join(owner, A)
     show(owner, A)
-    owner.find(m.Find(keys(4), 1, A, promise=7))
+    owner.find(find(4, 1, A, promise=7))
     for published in range(4):
         assert chunks(reader, 6) == (published, 4 - published)
-        publish(owner, A, keys(1, start=published), first=4 * published)
+        publish(owner, A, 1, 4 * published, published)
     assert chunks(reader, 6) == (4, 0)
     # What the owner has published already it does not promise.
-    owner.find(m.Find(keys(6), 1, A, promise=8))
+    owner.find(find(6, 1, A, promise=8))
     assert chunks(reader, 6) == (4, 2)
     counters = reader.stats().counters
     assert (counters["promised_chunks"], counters["promised_chunks_arrived"]) == (6, 4)
@@ -84,11 +84,11 @@ def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: St
     share(owner, A, 2)
     assert owner.promise(m.Promise(1, keys(4), instance=A)).chunks == 2
     assert chunks(reader, 6) == (2, 2)
-    publish(owner, A, keys(2, start=2), first=8)
+    publish(owner, A, 2, 8, 2)
     assert owner.promise(m.Promise(1, keys(4), instance=A)).chunks == 0
     # Another instance computes these chunks for itself.
     assert reader.promise(m.Promise(1, keys(4), instance=B)).chunks == 4
-    pooled = [chunk_key(1 << 40 | at) for at in range(3)]
+    pooled = keys(3, start=1 << 40)
     memory = make_memfd(1 << 20)
     owner.add_segment(info("s", 1 << 20), memory)
     os.close(memory)
@@ -100,12 +100,14 @@ def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: St
     store(1, pooled[:1])
     assert owner.promise(m.Promise(2, pooled, 2)).chunks == 2
     store(1, pooled[1:2])
-    found = reader.find(m.Find(pooled, 2, pool_only=True))
+    found = reader.find(find(3, 2, start=1 << 40, pool_only=True))
     assert len(found.pooled) == 2
     assert found.coming.chunks == 1
     store(1, pooled[2:])
     store(0, pooled[2:])
-    assert reader.find(m.Find(pooled, 2, pool_only=True, promise=2)).pooled == bytes([1] * 3)
+    assert reader.find(find(3, 2, start=1 << 40, pool_only=True, promise=2)).pooled == bytes(
+        [1] * 3
+    )
     assert owner.stats().counters["promised_chunks"] == 2 + 4 + 2
 
 
@@ -113,7 +115,7 @@ def test_a_promise_from_before_a_reset_is_refused(stage: Stage) -> None:
     """The answer names the epoch, with which the next one is taken."""
     owner, reader = stage.client(), stage.client()
     owner.clear(NAMESPACE, reset=True)
-    owner.find(m.Find(keys(4), 1, A, promise=1))
+    owner.find(find(4, 1, A, promise=1))
     assert chunks(reader, 4) == (0, 4)
     refused = owner.promise(m.Promise(1, keys(4)))
     assert (refused.chunks, refused.epoch > 0) == (0, True)

@@ -8,27 +8,38 @@ import os
 import signal
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any
 
 import instance_cases
 import msgspec
 import pytest
-from instance_cases import EACH, chunk_blocks, instance_id, join, keys, numbers, publish, show
+from instance_cases import (
+    EACH,
+    block_run,
+    find,
+    instance_id,
+    join,
+    make_table,
+    numbers,
+    prompt,
+    publish,
+    show,
+)
 from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, make_memfd, running
 from server_cases import CLIENT
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import instances, processes
+from vcache_backend.metadata_server import instances, processes, publications
 from vcache_backend.metadata_server import residents as residence
-from vcache_backend.metadata_server import residents as resident_chunks
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
+from vcache_backend.vram_pool.generations import Generations
 
+FULL = m.BlockTable("full")
 A, B = instance_id(1), instance_id(2)
-NOTHING = m.Found(b"")
-COUNTS = instance_cases.chunk_generations(2)
-"""Generations of a chunk."""
+NOTHING = m.Found(0, 0)
 OWN = f"""
 {CLIENT}
 from instance_cases import instance_id, share
@@ -55,8 +66,9 @@ def reader(alone: Stage, server: Child) -> Client:
     return alone.client()
 
 
-def found(client: Client, count: int = 3, ranks: int = 1) -> int:
-    return len(client.find(m.Find(keys(count), ranks)).pooled)
+def found(client: Client, chunks: int = 3, ranks: int = 1) -> int:
+    """How many blocks."""
+    return client.find(find(chunks, ranks)).end
 
 
 def memories(server: Child) -> int:
@@ -71,37 +83,37 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
     owner = alone.client()
     join(owner, A)
     show(owner, A, regions=2)
-    assert publish(owner, A, keys(3)) == 3
+    assert publish(owner, A, 3) == 12
 
-    there = reader.find(m.Find(keys(5), 1, B))
-    assert there.pooled == b"\0\0\0"
-    blocks = [chunk_blocks(4 * at) for at in range(3)]
-    here = m.ResidentRun(0, 3, A, b"".join(blocks), 3 * COUNTS)
+    there = reader.find(find(5, 1, B))
+    assert (there.found, there.end, there.pooled) == (12, 12, b"\0\0\0")
+    run = block_run(3)
+    here = m.ResidentRun(0, 0, A, run.blocks, run.generations)
     assert there.residents == [here]
-    assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
-    sent = reader.send_find(m.Find(keys(2)), SECONDS)
-    assert sent.answer().residents == [here.cut(0, 2)]
+    assert owner.find(find(5, 1, A)) == NOTHING
+    sent = reader.send_find(find(2, limit=7), SECONDS)
+    assert sent.answer().residents == [here.cut(0, 7)]
 
     joined, (table, *pidfds) = reader.open_instance(A)
-    assert joined == m.Joined(64, 1, EACH)
+    assert joined == m.Joined(64, 1)
     assert [processes.is_pidfd(fd, os.getpid()) for fd in pidfds] == [True, True]
     described, regions = reader.open_cache(A, 0)
     assert described == instance_cases.shape(64, 2)
     sizes = [os.fstat(fd).st_size for fd in (table, *regions)]
-    assert sizes == [4096 + 64 * 8, 4 * 64 * 64, 4 * 64 * 64]
+    assert sizes == [2 * 4096, 4 * 64 * 64, 4 * 64 * 64]
     for fd in (table, *regions, *pidfds):
         os.close(fd)
     stats = reader.stats()
     (told,) = stats.instances
     assert msgspec.structs.replace(told, silent=0.0) == m.InstanceStats(
-        A.hex(), "host", os.getpid(), 64, 3, namespace=instance_cases.NAMESPACE.hex(), early=True
+        A.hex(), "host", os.getpid(), 64, 12, namespace=instance_cases.NAMESPACE.hex(), early=True
     )
-    assert stats.counters["published"] == 3
-    assert stats.counters["resident_hits"] == 5
-    assert memories(server) == 3
+    assert stats.counters["published"] == 12
+    assert stats.counters["resident_hits"] == 3 + 1
+    assert memories(server) == 3 + 1, "the server reads the table"
 
     owner.close()
-    eventually(lambda: reader.find(m.Find(keys(5))) == NOTHING)
+    eventually(lambda: reader.find(find(5)) == NOTHING)
     assert not reader.stats().instances
     eventually(lambda: not memories(server))
     with pytest.raises(Refused, match="it is not here, or not any more"):
@@ -213,17 +225,17 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reade
                 ask()
 
     show(first, A, 0)
-    assert publish(first, A, keys(2)) == 0  # nobody knows what its blocks are yet
+    assert publish(first, A, 2) == 0  # nobody knows what its blocks are yet
     lacks("its scheduler")
     join(scheduler, A, ranks=2)
-    assert publish(first, A, keys(2)) == 2
+    assert publish(first, A, 2) == 8
     lacks("rank 1")
     assert reader.stats().instances[0].early
     scheduler.count(asked=256)
     eventually(lambda: not reader.stats().instances[0].early)
     show(second, A, 1, regions=2)
-    assert publish(second, A, keys(2, rank=1)) == 2
-    assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (2, "")
+    assert publish(second, A, 2, rank=1) == 8
+    assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (8, "")
     assert found(reader, 2, 1) == 0
 
 
@@ -234,11 +246,27 @@ def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: 
         instance_cases.share(owner, instance, 8)
     firsts = set()
     for _ in range(50):
-        there = reader.find(m.Find(keys(8)))
-        assert [(run.first, run.chunks) for run in there.residents] == [(0, 8)] * 2
+        there = reader.find(find(8))
+        assert [(run.first, run.stop) for run in there.residents] == [(0, 32)] * 2
         assert len({run.instance for run in there.residents}) == 2
         firsts.add(there.residents[0].instance)
     assert len(firsts) > 1
+
+
+def test_blocks_that_the_owner_has_reused_are_left_out(alone: Stage, reader: Client) -> None:
+    """At once, and all of them when the owner gives its table up."""
+    with alone.client() as owner, closing(Generations(A, 64)) as table:
+        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table.fd)
+        show(owner, A)
+        assert publish(owner, A, 3) == found(reader) == 12
+        table.void([7])
+        assert found(reader) == 7
+        table.filled([7])
+        assert found(reader) == 7
+        assert publish(owner, A, 1, 4, 1, generation=4, sequence=2) == 4
+        assert found(reader) == 4, "of the new blocks one has this generation"
+        table.give_up()
+        assert found(reader) == 0
 
 
 # ---- who may
@@ -252,30 +280,30 @@ def test_nobody_takes_over_an_instance_or_publishes_for_it(alone: Stage, reader:
     with pytest.raises(Refused, match=f"pid {owner.pid} is this part"):
         show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
-        publish(reader, A, keys(3), sequence=9)
+        publish(reader, A, 3, sequence=9)
     with pytest.raises(Refused, match="this connection does not belong to it"):
         reader.retract(A, 100)
     show(reader, A, 1)  # beyond its ranks: harmless
     with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
-        publish(reader, A, keys(3, rank=1))
+        publish(reader, A, 3, rank=1)
     with pytest.raises(Refused, match="this connection does not belong to it"):
         reader.retract(A, 100)
-    assert found(reader) == 3
-    assert publish(reader, B, keys(1)) == reader.retract(B, 1) == 0
+    assert found(reader) == 12
+    assert publish(reader, B, 1) == reader.retract(B, 1) == 0
 
 
 def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reader: Client) -> None:
     before, after = alone.client(), alone.client()
     instance_cases.share(before, A)
     show(after, A)
-    assert found(reader) == 3
+    assert found(reader) == 12
     with pytest.raises(Refused, match="has shown no cache"):
-        publish(before, A, keys(3))
+        publish(before, A, 3)
     join(after, A)
     assert found(reader) == 0  # another table
-    assert publish(after, A, keys(3)) == 3
+    assert publish(after, A, 3) == 12
     before.close()
-    assert found(reader) == 3
+    assert found(reader) == 12
 
 
 # ---- what goes with whom
@@ -285,7 +313,7 @@ def test_a_dead_owners_child_holds_no_instance(alone: Stage, server: Child, read
     owner = alone.script(OWN_AND_LEAVE_A_CHILD)
     child = int(owner.expect("child").split()[1])
     try:
-        assert found(reader) == 3
+        assert found(reader) == 12
         owner.signal(signal.SIGKILL)
         eventually(lambda: found(reader) == memories(server) == 0)
         os.kill(child, 0)
@@ -300,10 +328,10 @@ def test_who_comes_back_has_what_it_published(alone: Stage, server: Child, reade
     join(scheduler, A)
     show(worker, A)
     worker.on_return += [lambda: 1 / 0, lambda: show(worker, A)]  # type: ignore[list-item]
-    publish(worker, A, keys(3))
+    publish(worker, A, 3)
     with hung(server, worker), pytest.raises(VCacheError):
         worker.stats()
-    eventually(lambda: worker.connected and found(reader) == 3)
+    eventually(lambda: worker.connected and found(reader) == 12)
     assert worker.connections_lost == 1
     show(worker, A, blocks=32)
     show(worker, A)
@@ -317,20 +345,20 @@ def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Clien
     owner = alone.client()
     join(owner, A)
     show(owner, A)
-    publish(owner, A, keys(3), sequence=5)
+    publish(owner, A, 3, sequence=5)
     assert owner.retract(A, 5) == 0
-    assert owner.retract(A, 6) == 3
-    assert (found(reader), publish(owner, A, keys(3), sequence=5)) == (0, 0)
-    assert publish(owner, A, keys(3), sequence=6) == 3
+    assert owner.retract(A, 6) == 12
+    assert (found(reader), publish(owner, A, 3, sequence=5)) == (0, 0)
+    assert publish(owner, A, 3, sequence=6) == 12
     assert reader.clear(b"elsewher") == 0
-    assert found(reader) == 3
-    assert reader.clear(instance_cases.NAMESPACE, reset=True) == 3
+    assert found(reader) == 12
+    assert reader.clear(instance_cases.NAMESPACE, reset=True) == 12
     assert found(reader) == 0
     # computed before, told after
-    assert publish(owner, A, keys(3), sequence=7) == found(reader) == 0
+    assert publish(owner, A, 3, sequence=7) == found(reader) == 0
     epoch = owner.listen(A).epoch
-    assert publish(owner, A, keys(3), sequence=7, epoch=epoch) == found(reader) == 3
-    told = [reader.find(m.Find(keys(3))), reader.find(m.Find(keys(1))), reader.present(keys(1))]
+    assert publish(owner, A, 3, sequence=7, epoch=epoch) == found(reader) == 12
+    told = [reader.find(find(3)), reader.find(find(1)), reader.present(instance_cases.keys(1))]
     assert {one.epoch for one in told} == {epoch} != {0}
     with pytest.raises(Refused, match="this connection has shown no generations of it"):
         reader.listen(A)
@@ -338,16 +366,16 @@ def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Clien
 
 def test_a_retraction_looks_at_the_newest(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of before are unknown from then on, and make way."""
-    monkeypatch.setattr(residence, "RETRACT_LOOKS", 1)
+    monkeypatch.setattr(publications, "RETRACT_LOOKS", 1)
     with running(alone.path):
         owner, reader = alone.client(), alone.client()
         instance_cases.share(owner, A, 0)
         for at in range(4):
-            publish(owner, A, keys(1, start=at), first=4 * at, sequence=5 + at // 2)
-        assert owner.retract(A, 6) == 3
-        there = [len(reader.find(m.Find(keys(1, start=at))).pooled) for at in range(4)]
-        assert there == [0, 0, 0, 1]
-        assert publish(owner, A, keys(3), sequence=6) == found(reader) == 3
+            publish(owner, A, 1, 4 * at, at, sequence=5 + at // 2)
+        assert owner.retract(A, 6) == 12
+        there = [reader.find(find(1, start=at)).found for at in range(4)]
+        assert there == [0, 0, 0, 4]
+        assert publish(owner, A, 3, sequence=6) == found(reader) == 12
 
 
 # ---- what others hold as well
@@ -372,11 +400,11 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     a, b = alone.client(), alone.client()
     for client, name, count, first in ((a, A, 3, 0), (b, B, 2, BEHIND)):
         instance_cases.share(client, name, count, first)
-    assert reader.find(m.Find(keys(1), 1, A)).copies == []
+    assert reader.find(find(1, 1, A)).copies == []
     assert a.listen(A).copies == copies(B, 1, 0)
-    assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 1, 0)
+    assert b.find(find(9, 1, B, start=9)).copies == copies(A, 1, 0)
     assert a.listen(A).copies == b.listen(B).copies == []
-    publish(b, B, keys(1, start=2), first=BEHIND + 8, sequence=2)
+    publish(b, B, 1, BEHIND + 8, 2, sequence=2)
     b.retract(B, 3)
     assert a.listen(A).copies == []
     assert b.listen(B).copies == copies(A, 2)
@@ -391,7 +419,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
 
 def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """One publication tells only some of them."""
-    monkeypatch.setattr(resident_chunks, "MAX_NOTED", 1)
+    monkeypatch.setattr(residence, "MAX_NOTED", 1)
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
@@ -399,7 +427,7 @@ def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyP
             client.listen(name)
         (last, name), silent = clients[2], {A, B}
         for sequence in range(2, 200):
-            publish(last, name, keys(1), sequence=sequence)
+            publish(last, name, 1, sequence=sequence)
             silent -= {other for client, other in clients[:2] if client.listen(other).copies}
         assert not silent
 
@@ -407,40 +435,73 @@ def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyP
 # ---- what cannot be
 
 
-UNEQUAL = "of numbers and generations for"
+ONE = block_run(1)
+RUN = {name: getattr(ONE, name) for name in ONE.__struct_fields__}
+UNEQUAL = "B of hashes, numbers and generations"
 MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"blocks": chunk_blocks(0)[:-1]}, UNEQUAL),
-    ({"generations": COUNTS[:-8]}, UNEQUAL),
-    ({"blocks": chunk_blocks(0, 2), "generations": 2 * COUNTS}, UNEQUAL),
+    ({"blocks": ONE.blocks[:-1]}, UNEQUAL),
+    ({"generations": ONE.generations[:-8]}, UNEQUAL),
+    ({"hashes": prompt(2)}, UNEQUAL),
     ({"blocks": numbers(0, 1, 2, 64)}, "block 64 of an instance with 64"),
-    ({"keys": [b"elsewher" + bytes(18)]}, "keys not of namespace"),
+    ({"generations": instance_cases.counts(2, 2, 3, 2)}, "an odd generation"),
+    ({"table": 1}, "table 1 of an instance with 1"),
+    ({"table": m.MAX_TABLES}, f"<= {m.MAX_TABLES - 1}"),
     ({"sequence": -1}, ">= 0"),
-    ({"keys": keys(m.MAX_PUBLISHED + 1)}, f"<= {m.MAX_PUBLISHED}"),
+    ({"first": -1}, ">= 0"),
 ]
 
 
 def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reader: Client) -> None:
-    raw, table, memory = alone.raw(), instance_cases.make_table(64), make_memfd(4 * 64 * 64)
-    assert raw.ask("join", A, instance_cases.NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
+    raw, table, memory = alone.raw(), make_table(A), make_memfd(4 * 64 * 64)
+    tables = msgspec.to_builtins(instance_cases.FULL)
+    shown = raw.ask("join", A, instance_cases.NAMESPACE, 64, 1, EACH, tables, fds=(table,))
+    assert shown == ["count", 1]
     assert raw.ask("show_cache", A, 0, packed(), fds=(memory,)) == ["count", 1]
-    good = {"instance": A, "sequence": 1, "keys": keys(1), "blocks": chunk_blocks(0)}
-    good |= {"generations": COUNTS}
-    mixed: dict[str, Any] = {"keys": [*keys(1), *keys(1, rank=1)], "blocks": chunk_blocks(0, 2)}
-    mixed |= {"generations": 2 * COUNTS}
-    for changed, why in [*MISFITS, (mixed, "keys not of namespace")]:
-        refused = raw.ask("publish", *(good | changed).values())
+    many = [list(RUN.values())] * (m.MAX_PUBLISHED // EACH + 1)
+    runs = [([list((RUN | changed).values())], why) for changed, why in MISFITS]
+    runs += [(many, "more than 2,048 blocks"), ([[1, 0, 0, b"", b"", b""]] * 2049, "<= 2048")]
+    for wrong, why in runs:
+        # What is right beside it is not taken either.
+        refused = raw.ask("publish", A, 0, [list(RUN.values()), *wrong])
         assert (refused[0], refused[2]) == ("error", False)
         assert why in refused[1]
         assert found(reader) == 0
-    assert raw.ask("publish", *good.values()) == ["count", 1]
-    assert found(reader) == 1
+    assert raw.ask("publish", A, 0, [list(RUN.values())]) == ["count", 4]
+    assert found(reader) == 4
     for fd in (table, memory):
         os.close(fd)
 
 
+@pytest.mark.parametrize("wrong", ["no seals", "another size", "of another instance", "a file"])
+def test_a_table_that_cannot_be_trusted_refuses_the_join(
+    alone: Stage, reader: Client, tmp_path: Path, wrong: str
+) -> None:
+    """Reading one that its owner can shrink would end the server. What was there before stays."""
+    owner = alone.client()
+    instance_cases.share(owner, A)
+    fds = {
+        "no seals": lambda: make_memfd(2 * 4096, seals=False),
+        "another size": lambda: make_table(A, 513),
+        "of another instance": lambda: make_table(B, 64),
+        "a file": lambda: os.open(tmp_path / "table", os.O_RDWR | os.O_CREAT),
+    }
+    said = {
+        "no seals": "not sealed against shrinking",
+        "another size": "but one of 64 blocks has 8,192",
+        "of another instance": f"of instance {B.hex()} with 64 blocks",
+        "a file": "not a memfd but a plain file",
+    }
+    table = fds[wrong]()
+    with pytest.raises(Refused, match=said[wrong]):
+        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table)
+    os.close(table)
+    assert found(reader) == 12
+
+
 def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader: Client) -> None:
     memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
-    refused = raw.ask("join", B, instance_cases.NAMESPACE, 64, 1, EACH)
+    tables = msgspec.to_builtins(instance_cases.FULL)
+    refused = raw.ask("join", B, instance_cases.NAMESPACE, 64, 1, EACH, tables)
     assert "0 fds came along; exactly 1 is needed" in refused[1]
     for regions, fds in ((2, 1), (2, 3), (most, most - 1)):
         refused = raw.ask("show_cache", A, 0, packed(regions), fds=(memory,) * fds)
@@ -454,11 +515,11 @@ def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader:
     described, fds = reader.open_cache(A, 0)
     number = os.fstat(memory).st_ino
     assert (len(described.regions), {os.fstat(fd).st_ino for fd in fds}) == (most, {number})
-    assert (len(fds), memories(server)) == (most, most + 1)
+    assert (len(fds), memories(server)) == (most, most + 2)
     for fd in (memory, *fds):
         os.close(fd)
     raw.close()
-    eventually(lambda: memories(server) == 1)
+    eventually(lambda: memories(server) == 2)
 
 
 def test_without_descriptors_a_cache_waits(alone: Stage, server: Child, reader: Client) -> None:
@@ -508,9 +569,9 @@ def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.M
 
     with running(alone.path):
         owner, other = alone.client(), alone.client()
-        table = instance_cases.make_table(64)
+        table = make_table(A)
         number = os.fstat(table).st_ino
-        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, table)
+        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table)
         monkeypatch.setattr(os, "close", closed)
         owner.close()
         eventually(lambda: not other.stats().instances)
@@ -520,16 +581,17 @@ def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.M
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
     with alone.client() as greedy:
-        for number in range(3):
+        most = publications.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
+        for number in range(most):
             join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):
-            join(greedy, instance_id(11), m.MAX_BLOCKS)
-        for number in range(3, instances.MAX_INSTANCES):
+            join(greedy, instance_id(99), m.MAX_BLOCKS)
+        for number in range(most, instances.MAX_INSTANCES):
             show(greedy, instance_id(number))
         with pytest.raises(Refused, match="64 instances share in place already"):
             show(reader, instance_id(99))
     eventually(lambda: not reader.stats().instances)
-    join(reader, instance_id(11), m.MAX_BLOCKS)
+    join(reader, instance_id(99), m.MAX_BLOCKS)
 
 
 def test_clients_keep_descriptors(
@@ -547,20 +609,49 @@ def test_clients_keep_descriptors(
 
 
 def test_too_long_an_answer_is_cut_and_asked_for_again(alone: Stage, reader: Client) -> None:
-    """Three hundred chunks of 64 blocks take 230 kB."""
-    owner, each, count = alone.client(), 64, 300
-    join(owner, A, blocks=each * count, each=each)
-    show(owner, A)
-    where = chunk_blocks(0, count, each), instance_cases.chunk_generations(2, count, each)
-    assert owner.publish(m.Publish(A, 1, keys(count), *where)) == count
-    sent = reader.send_find(m.Find(keys(count)), SECONDS)
+    """Two copies of 8,000 blocks take 192 kB."""
+    each, chunks = 16, 500
+    for number in (1, 2):
+        owner, instance = alone.client(), instance_id(number)
+        join(owner, instance, blocks=each * chunks, each=each)
+        show(owner, instance)
+        assert publish(owner, instance, chunks, each=each) == each * chunks
+    sent = reader.send_find(find(chunks, each=each), SECONDS)
     part = sent.answer()
     assert part.cut
-    assert 200 < len(part.pooled) < count
-    whole = reader.find(m.Find(keys(count)))
-    assert (len(whole.pooled), whole.cut) == (count, False)
-    assert [(run.first, run.instance) for run in whole.residents] == [(0, A), (len(part.pooled), A)]
-    assert b"".join(run.blocks for run in whole.residents) == chunk_blocks(0, count, each)
+    assert each * chunks // 2 < part.found == part.end < each * chunks
+    assert part.found % each == 0
+    whole = reader.find(find(chunks, each=each, limit=each * chunks - 1))
+    assert (whole.found, whole.end, whole.cut) == (each * chunks, each * chunks - 1, False)
+    assert len(whole.pooled) == chunks
+    runs = sorted(whole.residents, key=lambda run: (run.instance, run.first))
+    spans = [(run.first, run.stop) for run in runs]
+    assert spans == [(0, part.found), (part.found, each * chunks - 1)] * 2
+    assert b"".join(run.blocks for run in runs[:2]) == numbers(*range(each * chunks - 1))
+
+
+def test_more_hashes_than_a_question_has_are_asked_for_in_parts(
+    alone: Stage, reader: Client
+) -> None:
+    """But of several block tables only the first count: a hit needs all of them at one end."""
+    each, chunks = 16, m.MAX_HASHES // 16 + 3
+    several = [FULL, m.BlockTable("window", 1, 4)]
+    for tables, count in (([FULL], each * chunks), (several, m.MAX_HASHES)):
+        with alone.client() as owner:
+            join(owner, A, blocks=2 * each * chunks, each=each, tables=tables)
+            show(owner, A)
+            for table in range(len(tables)):
+                first = table * each * chunks
+                taken = publish(owner, A, chunks, first, each=each, table=table)
+                assert taken == each * chunks
+            join(reader, B, tables=tables, each=each)
+            answer = reader.find(find(chunks, instance=B, each=each))
+            assert (answer.found, answer.end) == (count, count)
+            last = 4 if tables is several else count - m.MAX_HASHES
+            assert [run.count for run in answer.residents] == [m.MAX_HASHES, last]
+            sent = reader.send_find(find(chunks, instance=B, each=each), SECONDS)
+            assert (sent is None) == (len(tables) == 1)
+        eventually(lambda: len(reader.stats().instances) == 1)
 
 
 def packed(regions: int = 1) -> list[Any]:

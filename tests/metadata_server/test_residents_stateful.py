@@ -1,122 +1,171 @@
-"""What instances publish against a simple model (a dict an instance), in every order of events
+"""What instances publish against a simple model (each block by itself), in every order of events
 hypothesis can think of.
 
-Instances of two namespaces, with one rank or two, come, publish, retract, are hidden and go; chunks
-are pooled; namespaces are cleared; what that leaves is cleared away sooner or later. After every
-step each look-up finds what the model says, and nothing else."""
+Instances with one rank or two, with one block table or one of each kind, come, publish runs that
+overlap, reuse blocks, retract, are hidden and go; chunks are pooled; namespaces are cleared; what
+that leaves is cleared away sooner or later. After every step each look-up finds what the model
+says, and nothing else."""
 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from instance_cases import counts, instance_id, numbers
-from model import FakeClock, chunk_key
+from model import FakeClock
 from server_cases import add_region, asked
 
+from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.publications import BLOCK_BYTES, ForeignTable
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.metadata_server.residents import BLOCK_BYTES
 from vcache_backend.protocol import messages as m
+from vcache_backend.vram_pool.generations import Generations
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-BLOCKS, KEYS, MAX_CHUNKS = 5, 4, 8
-NAMESPACES = {1: (b"namespac", 1), 2: (b"elsewher", 2)}
-"""By number of ranks: (namespace, blocks a chunk)."""
-IDS = [instance_id(number) for number in range(4)]
-RANKS = dict(zip(IDS, (1, 1, 2, 2), strict=True))
-"""Of an instance, at first."""
-WRITER = Peer(1, ProcessId(11, 5), "gpu-0", "cuda")
-ALL_KEYS = {
-    (ranks, rank): [chunk_key(n, rank, NAMESPACES[ranks][0]) for n in range(KEYS)]
-    for ranks in (1, 2)
-    for rank in (0, 1)
+BLOCKS, HASHES, EACH = 12, 8, 2
+FULL = m.BlockTable("full")
+MIXED = [
+    m.BlockTable("window", 1, 2),
+    FULL,
+    m.BlockTable("state", 2, 1),
+    m.BlockTable("local", 1, 2),
+    m.BlockTable("full", 2),
+]
+KINDS: dict[int, tuple[bytes, int, list[m.BlockTable]]] = {
+    0: (b"namespac", 1, [FULL]),
+    1: (b"elsewher", 2, [FULL]),
+    2: (b"a-window", 1, [m.BlockTable("window", 1, 2)]),
+    3: (b"of-a-mix", 1, MIXED),
 }
-Place = tuple[bytes, bytes]
+"""Namespace, ranks and tables."""
+IDS = [instance_id(number) for number in range(5)]
+OF = dict(zip(IDS, (0, 0, 1, 3, 3), strict=True))
+"""An instance's kind, at first."""
+WRITER = Peer(1, ProcessId(11, 5), "gpu-0", "cuda")
+PROMPTS = [
+    [bytes([1 if at < 4 else 2 + other, at, *bytes(14)]) for at in range(HASHES)]
+    for other in range(2)
+]
+"""The hashes of two prompts that begin alike."""
+Name = tuple[int, bytes]
+"""Table and hash."""
 
 
 @dataclass
-class Told:
-    """A chunk as an instance has published it."""
+class Block:
+    """A block as an instance has published it."""
 
-    place: Place
+    name: Name
+    generation: int
     sequence: int
-    by: set[int]
-
-    def blocks(self) -> set[bytes]:
-        blocks = self.place[0]
-        return {blocks[at : at + 4] for at in range(0, len(blocks), 4)}
 
 
 @dataclass
 class Model:
-    """One instance."""
+    """One instance. told: by block."""
 
-    ranks: int
+    kind: int
+    table: Generations
     whole: bool = True
     floor: int = 0
-    told: dict[bytes, Told] = field(default_factory=dict)
+    told: dict[int, Block] = field(default_factory=dict)
+    awaited: dict[tuple[int, int, int], tuple[set[int], list[tuple[Name, int, int]]]] = field(
+        default_factory=dict
+    )
 
-    def found(self) -> dict[bytes, Place]:
-        return {key: one.place for key, one in self.told.items() if len(one.by) == self.ranks}
+    def found(self) -> dict[Name, set[tuple[int, int]]]:
+        """The blocks that are unchanged, by name."""
+        found: dict[Name, set[tuple[int, int]]] = {}
+        for block, one in self.told.items():
+            if self.table.counters[block] == one.generation:
+                found.setdefault(one.name, set()).add((block, one.generation))
+        return found
 
-    def publish(self, rank: int, sequence: int, key: bytes, place: Place, full: bool) -> bool:
-        old = self.told.get(key)
-        if old is not None and old.place == place:
-            if len(old.by) == self.ranks:
-                old.sequence = max(old.sequence, sequence)
-            elif sequence < old.sequence:
-                return False
-            else:
-                old.by = {rank} | (old.by if sequence == old.sequence else set())
-                old.sequence = sequence
-            return True
-        new = Told(place, sequence, {rank})
-        rivals = [k for k, one in self.told.items() if k == key or one.blocks() & new.blocks()]
-        twice = len(new.blocks()) * 4 < len(place[0])
-        if twice or any(self.told[k].sequence > sequence for k in rivals):
-            return False
-        if full and not rivals:
-            return False
-        for k in rivals:
-            del self.told[k]
-        self.told[key] = new
-        return True
+    def publish(self, rank: int, run: m.BlockRun, blocks: list[tuple[Name, int, int]]) -> int:
+        if run.sequence < self.floor or not blocks:
+            return 0
+        if KINDS[self.kind][1] == 1:
+            return self.take(run.sequence, blocks)
+        key = run.sequence, run.table, run.first
+        here = self.told.get(blocks[0][1])
+        if here is not None and (here.sequence, here.name) == (run.sequence, blocks[0][0]):
+            return len(blocks)
+        ranks, earlier = self.awaited.pop(key, ({rank}, blocks))
+        alike = 0
+        while alike < min(len(blocks), len(earlier)) and blocks[alike] == earlier[alike]:
+            alike += 1
+        ranks, blocks = ranks | {rank}, blocks[:alike]
+        if not blocks:
+            return 0
+        if len(ranks) == 2:
+            return self.take(run.sequence, blocks)
+        self.awaited[key] = ranks, blocks
+        while sum(len(waiting) for _, waiting in self.awaited.values()) > BLOCKS:
+            del self.awaited[next(iter(self.awaited))]
+        return len(blocks)
+
+    def take(self, sequence: int, blocks: list[tuple[Name, int, int]]) -> int:
+        taken = 0
+        if len({block for _, block, _ in blocks}) < len(blocks):
+            return 0
+        for name, block, generation in blocks:
+            old = self.told.get(block)
+            intact = old is not None and self.table.counters[block] == old.generation
+            if intact and old.sequence > sequence:
+                continue
+            self.told[block] = Block(name, generation, sequence)
+            taken += 1
+        return taken
+
+
+def lasts(table: m.BlockTable, hashes: list[bytes]) -> list[bytes]:
+    """The hashes of a table's blocks."""
+    return hashes[table.scale - 1 :: table.scale]
 
 
 class ResidentMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.service = Service(1, now=FakeClock(), max_chunks=MAX_CHUNKS)
+        self.undo = ExitStack()
+        self.service = Service(1, now=FakeClock())
         add_region(self.service, m.SegmentInfo(m.SegmentId("s"), "gpu-0", "cuda", 1 << 20))
         self.residents = self.service.residents
         self.model: dict[m.InstanceId, Model] = {}
         self.pooled: set[m.ChunkKey] = set()
 
-    def keys(self, ranks: int, rank: int = 0) -> list[m.ChunkKey]:
-        return ALL_KEYS[ranks, rank]
+    def teardown(self) -> None:
+        self.undo.close()
 
     # ---- instances
 
     @initialize()
     def start(self) -> None:
-        for instance, ranks in RANKS.items():
-            self.come(instance, ranks)
+        for instance, kind in OF.items():
+            self.come(instance, kind)
 
-    @rule(instance=st.sampled_from(IDS), ranks=st.sampled_from([1, 2]))
-    def come(self, instance: m.InstanceId, ranks: int) -> None:
-        namespace, each = NAMESPACES[ranks]
-        self.residents.open(m.Join(instance, namespace, BLOCKS, ranks, each))
+    @rule(instance=st.sampled_from(IDS), kind=st.sampled_from(list(KINDS)))
+    def come(self, instance: m.InstanceId, kind: int) -> None:
+        namespace, ranks, tables = KINDS[kind]
+        known = self.model.get(instance)
+        same = known is not None and known.kind == kind
+        table = known.table if known is not None and same else Generations(instance, BLOCKS)
+        if not same:
+            self.undo.callback(table.close)
+        join = m.Join(instance, namespace, BLOCKS, ranks, EACH, tables)
+        self.residents.open(join, partial(ForeignTable, table.fd, instance, BLOCKS))
         self.residents.show(instance, True)
-        if (known := self.model.get(instance)) is not None and known.ranks == ranks:
+        if known is not None and same:
             known.whole = True
         else:
-            self.model[instance] = Model(ranks)
+            self.model[instance] = Model(kind, table)
 
     @rule(instance=st.sampled_from(IDS), whole=st.booleans())
     def show(self, instance: m.InstanceId, whole: bool) -> None:
@@ -131,108 +180,144 @@ class ResidentMachine(RuleBasedStateMachine):
         self.model.pop(instance, None)
 
     @rule(instance=st.sampled_from(IDS))
-    @precondition(lambda self: self.residents.of(IDS[0]))
+    @precondition(lambda self: self.residents.blocks(IDS[0]))
     def change(self, instance: m.InstanceId) -> None:
         self.residents.empty(instance)
         if instance in self.model:
-            self.model[instance].told = {}
+            self.model[instance].told, self.model[instance].awaited = {}, {}
 
     # ---- publications
 
     @rule(
         instance=st.sampled_from(IDS),
-        first=st.integers(0, KEYS - 1),
-        places=st.lists(
-            st.tuples(
-                st.lists(st.integers(0, BLOCKS - 1), min_size=2, max_size=2), st.integers(1, 2)
-            ),
-            min_size=1,
-            max_size=3,
+        table=st.integers(0, len(MIXED) - 1),
+        prompt=st.sampled_from(PROMPTS),
+        first=st.integers(0, HASHES - 1),
+        blocks=st.one_of(
+            st.lists(st.integers(0, BLOCKS - 1), min_size=0, max_size=6),
+            st.integers(0, 4).map(lambda first: list(range(first, BLOCKS))),
         ),
-        sequence=st.integers(0, 2),
-        ranks=st.sampled_from([(0,), (1,), (0, 1)]),
+        sequence=st.integers(0, 3),
+        ranks=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]),
+        shorter=st.sampled_from([0, 0, 1, 2]),
     )
     @precondition(lambda self: self.model)
     def publish(
         self,
         instance: m.InstanceId,
+        table: int,
+        prompt: list[bytes],
         first: int,
-        places: list[tuple[list[int], int]],
+        blocks: list[int],
         sequence: int,
         ranks: tuple[int, ...],
+        shorter: int,
     ) -> None:
+        """shorter: of how many blocks the second rank does not know any more."""
         if (known := self.model.get(instance)) is None:
-            assert self.residents.publish(0, m.Publish(instance, sequence, [], b"", b"")) == 0
+            assert self.residents.publish(m.Publish(instance, 0, [])) == 0
             return
-        each = NAMESPACES[known.ranks][1]
-        chunks = [
-            (numbers(*blocks[:each]), counts(*[generation] * each)) for blocks, generation in places
-        ][: KEYS - first]
-        for rank in ranks if known.ranks > 1 else (0,):
-            keys = self.keys(known.ranks, rank)[first : first + len(chunks)]
-            packed = [b"".join(parts) for parts in zip(*chunks, strict=True)] or [b"", b""]
-            request = m.Publish(instance, sequence, keys, *packed)
-            taken = self.residents.publish(rank, request)
-            assert taken == self.told(known, rank, sequence, self.keys(known.ranks)[first:], chunks)
+        _, of_ranks, tables = KINDS[known.kind]
+        table %= len(tables)
+        for rank in ranks if of_ranks > 1 else (0,):
+            self.told(instance, rank, sequence, table, prompt, first, blocks)
+            blocks = blocks[: max(0, len(blocks) - shorter)]
 
     @rule(
-        instance=st.sampled_from(IDS[2:]),
-        number=st.integers(0, KEYS - 1),
-        block=st.integers(0, BLOCKS - 1),
-        sequences=st.lists(st.integers(0, 2), min_size=2, max_size=3),
-        first=st.integers(0, 1),
+        instance=st.sampled_from(IDS),
+        prompt=st.sampled_from(PROMPTS),
+        end=st.sampled_from([2, 3, 4, 6]),
+        blocks=st.permutations(range(BLOCKS)),
+        sequence=st.integers(0, 3),
     )
-    def publish_the_same_of_all_ranks(
-        self, instance: m.InstanceId, number: int, block: int, sequences: list[int], first: int
+    def compute(
+        self,
+        instance: m.InstanceId,
+        prompt: list[bytes],
+        end: int,
+        blocks: list[int],
+        sequence: int,
     ) -> None:
-        for at, sequence in enumerate(sequences):
-            places, ranks = [([block, BLOCKS - 1 - block], 1)], ((first + at) % 2,)
-            self.publish(instance, number, places, sequence, ranks)
+        """All that a hit which ends there needs."""
+        if (known := self.model.get(instance)) is not None:
+            _, ranks, tables = KINDS[known.kind]
+            for table, its in enumerate(tables):
+                due = range(end // its.scale) if its.kind == "full" else self.needs(its, end)
+                own, blocks = blocks[: len(due)], blocks[len(due) :]
+                for rank in range(ranks):
+                    self.told(instance, rank, sequence, table, prompt, due.start, own)
 
     def told(
-        self, known: Model, rank: int, sequence: int, keys: list[m.ChunkKey], chunks: list[Place]
-    ) -> int:
-        if sequence < known.floor:
-            return 0
-        room = MAX_CHUNKS - sum(len(model.told) for model in self.model.values())
-        limit = len(known.told) + max(0, room)
-        taken = 0
-        for key, place in zip(keys, chunks, strict=False):
-            taken += known.publish(rank, sequence, key, place, len(known.told) >= limit)
-        return taken
+        self,
+        instance: m.InstanceId,
+        rank: int,
+        sequence: int,
+        table: int,
+        prompt: list[bytes],
+        first: int,
+        blocks: list[int],
+    ) -> None:
+        known = self.model[instance]
+        hashes = lasts(KINDS[known.kind][2][table], prompt)[first:]
+        pairs = list(zip(hashes, blocks, strict=False))
+        counters = known.table.counters
+        told = [((table, one), block, int(counters[block])) for one, block in pairs]
+        run = m.BlockRun(
+            sequence,
+            table,
+            first,
+            b"".join(one for one, _ in pairs),
+            numbers(*(block for _, block in pairs)),
+            counts(*(generation for _, _, generation in told)),
+        )
+        taken = self.residents.publish(m.Publish(instance, rank, [run]))
+        assert taken == known.publish(rank, run, told)
 
-    @rule(instance=st.sampled_from(IDS), sequence=st.integers(0, 3))
+    @rule(instance=st.sampled_from(IDS), blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=3))
+    def reuse(self, instance: m.InstanceId, blocks: set[int]) -> None:
+        if instance in self.model:
+            self.model[instance].table.void(list(blocks))
+            self.model[instance].table.filled(list(blocks))
+
+    @rule(instance=st.sampled_from(IDS), sequence=st.integers(0, 4))
     def retract(self, instance: m.InstanceId, sequence: int) -> None:
-        known = self.model.get(instance, Model(1))
-        void = [key for key, one in known.told.items() if one.sequence < sequence]
-        assert self.residents.retract(instance, sequence) == len(void)
+        known = self.model.get(instance)
+        dropped = self.residents.retract(instance, sequence)
+        if known is None:
+            assert dropped == 0
+            return
+        void = [block for block, one in known.told.items() if one.sequence < sequence]
+        assert dropped <= len(void)
         known.floor = max(known.floor, sequence)
-        for key in void:
-            del known.told[key]
+        known.told = {at: one for at, one in known.told.items() if at not in void}
+        known.awaited = {key: one for key, one in known.awaited.items() if key[0] >= known.floor}
 
     # ---- the pool
 
     @rule(
-        ranks=st.sampled_from([1, 2]),
-        number=st.integers(0, KEYS - 1),
+        kind=st.sampled_from(list(KINDS)),
+        prompt=st.sampled_from(PROMPTS),
+        number=st.integers(0, HASHES // EACH - 1),
         by=st.sampled_from([(0,), (1,), (0, 1)]),
     )
-    def store(self, ranks: int, number: int, by: tuple[int, ...]) -> None:
-        keys = [self.keys(ranks, rank)[number] for rank in by if rank < ranks]
-        reserved = asked(self.service, WRITER, m.Reserve(keys, 256))
-        asked(self.service, WRITER, m.Commit(reserved.reservation))
-        every = [key for ranks in (1, 2) for rank in range(ranks) for key in self.keys(ranks, rank)]
-        present = zip(every, asked(self.service, WRITER, m.Contains(every)).present, strict=True)
-        self.pooled = {key for key, there in present if there}
+    def store(self, kind: int, prompt: list[bytes], number: int, by: tuple[int, ...]) -> None:
+        namespace, ranks, _ = KINDS[kind]
+        key = m.chunk_keys(namespace, b"".join(prompt), EACH)[number]
+        for rank in by:
+            if rank < ranks:
+                (own,) = m.of_rank([key], rank)
+                reserved = asked(self.service, WRITER, m.Reserve([own], 256))
+                asked(self.service, WRITER, m.Commit(reserved.reservation))
+                self.pooled.add(own)
 
-    @rule(ranks=st.sampled_from([0, 1, 2]), reset=st.booleans())
-    def clear(self, ranks: int, reset: bool) -> None:
-        namespace = NAMESPACES[ranks][0] if ranks else b""
+    @rule(kind=st.sampled_from([None, *KINDS]), reset=st.booleans())
+    def clear(self, kind: int | None, reset: bool) -> None:
+        namespace = b"" if kind is None else KINDS[kind][0]
         asked(self.service, WRITER, m.Clear(namespace, reset))
         self.pooled = {key for key in self.pooled if not key.startswith(namespace)}
         for model in self.model.values():
-            if ranks in (0, model.ranks):
-                model.told = {}
+            if kind in (None, model.kind):
+                model.told, model.awaited = {}, {}
 
     @rule(steps=st.integers(1, 20))
     def go_on(self, steps: int) -> None:
@@ -240,62 +325,157 @@ class ResidentMachine(RuleBasedStateMachine):
 
     @rule()
     def go_on_to_the_end(self) -> None:
-        """Then no block belongs to anything that is not found any more: memory is bounded by the
-        chunks that are.
-        """
+        """Then nothing is in memory but what the model has."""
         while self.service.backlog:
             self.service.backlog.run(100)
         for instance, model in self.model.items():
-            holders = self.residents._of[instance].holders
-            told = {bytes(one.place[0]): one.blocks() for one in model.told.values()}
-            held = {numbers(block) for block, one in enumerate(holders) if one is not None}
-            assert held == set().union(*told.values())
-            assert {one.blocks for one in holders if one is not None} == set(told)
-        of, models = self.residents._of, self.model.items()
-        chunks = sum(len(model.told) * of[i].chunk_bytes for i, model in models)
-        held = len(models) * BLOCKS * BLOCK_BYTES + chunks
-        assert self.residents.nbytes == held
+            of = self.residents._of[instance]
+            held = {block for block, run in enumerate(of.holders) if run is not None}
+            assert set().union(*model.found().values()) <= {
+                (block, run.expected[of.places[block]])
+                for block, run in enumerate(of.holders)
+                if run is not None
+            }
+            assert held <= set(model.told)
+            spare = [block for blocks in of._spare.values() for block in blocks]
+            assert sorted([*of.named.values(), *spare]) == sorted(held)
+            assert sum(run.left for run in of.runs) == of.live == len(held)
+            assert {run for run in of.holders if run is not None} == set(of.runs)
+            assert of._kept == len(of.runs) + len(of._awaited) + 1
+            assert of._of_runs == sum(map(len, of.runs))
+            assert of._of_waiting == sum(map(len, of._waiting))
+            assert len(of._awaited) == len(of._waiting) == len(model.awaited)
+        runs = [run for of in self.residents._of.values() for run in (*of.runs, *of._waiting)]
+        blocks = BLOCKS * len(self.model) * BLOCK_BYTES
+        assert self.residents.memory.nbytes == blocks + sum(map(publications._nbytes, runs))
 
     # ---- what always holds
 
     @invariant()
     def every_look_up_finds_what_is_there(self) -> None:
-        for ranks in (1, 2):
-            for asker in (*IDS[:2], m.InstanceId(b"")):
-                self.look_up(ranks, asker)
+        for kind in KINDS:
+            for asker in (IDS[0], IDS[3], m.InstanceId(b"")):
+                for at, prompt in enumerate(PROMPTS):
+                    for limit in (HASHES, HASHES - 1 - 2 * at):
+                        self.look_up(kind, asker, prompt, limit)
 
-    def look_up(self, ranks: int, asker: m.InstanceId) -> None:
-        keys = self.keys(ranks)
-        found = asked(self.service, WRITER, m.Find(keys, ranks, asker))
+    def look_up(self, kind: int, asker: m.InstanceId, prompt: list[bytes], limit: int) -> None:
+        namespace, ranks, tables = KINDS[kind]
+        if asker and (asker not in self.model or self.model[asker].kind != kind):
+            return
+        hashes = b"".join(prompt)
+        found = asked(self.service, WRITER, m.Find(namespace, hashes, EACH, limit, ranks, asker))
         others = {
-            i: model.found()
-            for i, model in self.model.items()
-            if i != asker and model.ranks == ranks and model.whole
+            instance: model.found()
+            for instance, model in self.model.items()
+            if instance != asker and model.kind == kind and model.whole
         }
-        last: m.InstanceId | None = None
-        for at, key in enumerate(keys):
-            pooled = all(self.keys(ranks, rank)[at] in self.pooled for rank in range(ranks))
-            places = {(one, *chunks[key]) for one, chunks in others.items() if key in chunks}
-            if not (pooled or places):
-                assert len(found.pooled) == at
-                assert all(run.stop <= at for run in found.residents)
-                return
-            assert found.pooled[at] == pooled
-            runs = [run.cut(at, at + 1) for run in found.residents if run.first <= at < run.stop]
-            here = [(run.instance, run.blocks, run.generations) for run in runs]
-            assert len(set(here)) == len(here) == min(m.MAX_REPLICAS, len(places))
-            assert set(here) <= places
-            if here:
-                assert here[0][0] == last or last not in {instance for instance, _, _ in places}
-                last = here[0][0]
-        assert (len(found.pooled), found.cut) == (KEYS, False)
+        keys = m.chunk_keys(namespace, hashes, EACH)
+        pooled = [all(key in self.pooled for key in m.of_ranks([one], ranks)) for one in keys]
+        names = [[(table, one) for one in lasts(its, prompt)] for table, its in enumerate(tables)]
+        covered = self.covered(tables, names, others, pooled)
+        end = self.longest(tables, names, others, min(covered, limit))
+        if any(table.kind == "full" for table in tables):
+            assert found.found == covered
+        else:
+            leading = [*pooled, False].index(False) * EACH
+            assert found.found == max(end, leading)
+        ends = {end}
+        if not (asker or any(others.values())):  # nobody has said of what tables the model is
+            ends.add(min(found.found, limit))
+        assert found.end in ends
+        assert not found.cut
+        assert list(map(bool, found.pooled)) == pooled[: found.found // EACH]
+        if any(others.values()):
+            self.runs_are_right(found, tables, names, others, pooled)
+        else:
+            assert not found.residents
+
+    @staticmethod
+    def covered(
+        tables: list[m.BlockTable],
+        names: list[list[Name]],
+        others: dict[m.InstanceId, dict[Name, set[tuple[int, int]]]],
+        pooled: list[bool],
+    ) -> int:
+        """How many leading hashes the full tables or the pool have."""
+        stops = [HASHES]
+        for table, blocks in zip(tables, names, strict=True):
+            here = [
+                any(name in told for told in others.values())
+                or all(pooled[at * table.scale // EACH : -(-(at + 1) * table.scale // EACH)])
+                for at, name in enumerate(blocks)
+            ]
+            if table.kind == "full":
+                stops.append([*here, False].index(False) * table.scale)
+        return min(stops)
+
+    @staticmethod
+    def needs(table: m.BlockTable, end: int) -> range:
+        stop = end // table.scale
+        if table.kind == "local":
+            return range(stop // table.reach * table.reach, stop)
+        return range(max(0, stop - table.reach), stop)
+
+    def longest(
+        self,
+        tables: list[m.BlockTable],
+        names: list[list[Name]],
+        others: dict[m.InstanceId, dict[Name, set[tuple[int, int]]]],
+        most: int,
+    ) -> int:
+        unit = max(table.scale for table in tables)
+        partly = [at for at, table in enumerate(tables) if table.kind != "full"]
+        for end in range(most // unit * unit, 0, -unit):
+            if not partly or any(
+                all(
+                    names[at][block] in told
+                    for at in partly
+                    for block in self.needs(tables[at], end)
+                )
+                for told in others.values()
+            ):
+                return end
+        return 0
+
+    def runs_are_right(
+        self,
+        found: m.Found,
+        tables: list[m.BlockTable],
+        names: list[list[Name]],
+        others: dict[m.InstanceId, dict[Name, set[tuple[int, int]]]],
+        pooled: list[bool],
+    ) -> None:
+        assert [run[:2] for run in found.residents] == sorted(run[:2] for run in found.residents)
+        holders: dict[tuple[int, int], list[bytes]] = {}
+        for run in found.residents:
+            assert run.fits()
+            assert 0 < run.count <= found.end // tables[run.table].scale
+            for block in range(run.first, run.stop):
+                one = run.cut(block, block + 1)
+                there = others[m.InstanceId(run.instance)][names[run.table][block]]
+                right = {(numbers(block), counts(number)) for block, number in there}
+                assert (one.blocks, one.generations) in right
+                holders.setdefault((run.table, block), []).append(run.instance)
+        partly = set[bytes]()
+        for table, its in enumerate(tables):
+            full = its.kind == "full"
+            due = range(found.end // its.scale) if full else self.needs(its, found.end)
+            here = {block for at, block in holders if at == table}
+            assert here <= set(due)
+            for block in due:
+                owners = holders.get((table, block), [])
+                assert len(set(owners)) == len(owners) <= (m.MAX_REPLICAS if full else 1)
+                assert owners or (full and pooled[block * its.scale // EACH])
+                partly |= set() if full else set(owners)
+        assert len(partly) <= 1
 
     @invariant()
     def the_tables_are_as_large_as_they_should_be(self) -> None:
         for instance in IDS:
             model = self.model.get(instance)
-            assert len(self.residents.of(instance)) == (0 if model is None else len(model.found()))
-        assert sum(len(model.told) for model in self.model.values()) <= MAX_CHUNKS
+            least = 0 if model is None else sum(map(len, model.found().values()))
+            assert least <= self.residents.blocks(instance) <= (BLOCKS if model else 0)
 
 
 ResidentMachine.TestCase.settings = settings(
@@ -312,5 +492,6 @@ ResidentMachine.TestCase.settings = settings(
 class TestResidentsAgainstTheModel(ResidentMachine.TestCase):
     @pytest.fixture(autouse=True)
     def little_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is left for later turns is left, however few chunks there are."""
+        """What is left for later turns is left, however few blocks there are."""
         monkeypatch.setattr(Backlog, "AT_ONCE", 1)
+        monkeypatch.setattr(publications, "MOST_KEPT", 8)

@@ -87,7 +87,11 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert worker.ask("commit", reservation, []) == ["count", 2]
     assert worker.ask("abort", worker.ask("reserve", [C], KIB)[1]) == ["count", 1]
     assert worker.ask("reserve", [A, C], 5 * KIB)[3] == [m.Refusal.EXISTS, m.Refusal.TOO_LARGE]
-    assert worker.ask("find", [A, B, C])[:3] == ["found", b"\1\1", []]
+    hashes = b"".join([key[8:24] for key in (A, B, C)])
+    found = ["found", 2, 1, b"\1\1", []]
+    assert worker.ask("find", A[:8], hashes, 1, 1)[:5] == found
+    found = ["found", 2, 2, b"\1", []]
+    assert worker.ask("find", A[:8], bytes(16) + hashes[:16], 2, 5)[:5] == found
     assert worker.ask("contains", [A, D]) == ["present", [True, False], 0]
     name, runs, _ = worker.ask("pin", [A, B, C], 2.0)
     # In each slab of this segment is one slot.
@@ -218,8 +222,9 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
 
 def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
     said = "find: 2,048 keys x 4,096 ranks; 16,384 is the limit"
-    assert worker.ask("find", [A] * 2048, 4096) == ["error", said, False]
-    assert worker.ask("find", [A] * 2048, 8)[:2] == ["found", b""]
+    hashes = bytes(2048 * m.HASH_BYTES)
+    assert worker.ask("find", A[:8], hashes, 1, 0, 4096) == ["error", said, False]
+    assert worker.ask("find", A[:8], hashes, 1, 0, 8)[:4] == ["found", 0, 0, b""]
 
 
 # ---- the process

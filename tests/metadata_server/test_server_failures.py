@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import processes
 import pytest
+from instance_cases import find
 from model import chunk_key
 from processes import (
     IN_A_CONTAINER,
@@ -56,7 +57,7 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(stage_: Stage, mem
         lambda client: client.lookup([A] * 60_000),  # larger than the socket's buffer
         lambda client: client.stats(),
         lambda client: client.add_segment(info("s0", 4 * KIB), memfd),
-        lambda client: client.send_find(m.Find([A]), SECONDS).answer(),
+        lambda client: client.send_find(find(1), SECONDS).answer(),
     ]
     clients = [stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=30)) for _ in calls]
     eventually(lambda: all(client.connected for client in clients))

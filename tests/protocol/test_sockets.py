@@ -29,10 +29,15 @@ REQUESTS += [m.AddSegment(S, "host", "host", 4096), m.OpenSegment(S), m.DropSegm
 REQUESTS += [m.ListSegments(1, 2, 3, 4, [m.Reads(INSTANCE, 5, 6)], [S]), m.Lend(4096)]
 REQUESTS += [m.Reserve([A], 1024), m.Commit(7, [A]), m.Abort(7), m.Clear(b"namespac")]
 REQUESTS += [m.Pin([A], 2.0), m.Contains([A]), m.Touch([A])]
-REQUESTS += [m.Remove([A]), m.Report("warn", "slow"), m.Join(INSTANCE, b"namespac", 64, 2, 4)]
+REQUESTS += [m.Remove([A]), m.Report("warn", "slow")]
+REQUESTS += [
+    m.Join(INSTANCE, b"namespac", 64, 2, 4, [m.BlockTable("full"), m.BlockTable("window", 1, 9)])
+]
 REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
-REQUESTS += [m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)), m.Retract(INSTANCE, 8)]
-REQUESTS += [m.Find([A], 2, INSTANCE), m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25)]
+RUN = m.BlockRun(7, 1, 3, bytes(16), bytes(4), bytes(8))
+REQUESTS += [m.Publish(INSTANCE, 1, [RUN], 9), m.Retract(INSTANCE, 8)]
+REQUESTS += [m.Find(b"namespac", bytes(64), 2, 3, 2, INSTANCE)]
+REQUESTS += [m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25)]
 SENT = [sockets.encode(request) for request in REQUESTS]
 
 
@@ -195,8 +200,9 @@ def test_a_close_that_waits_holds_up_nobody_else(alone: Stage, messages: list[by
 
 
 def test_requests_in_one_breath_are_answered_in_order_also_when_some_are_refused(raw: Raw) -> None:
-    wrong: list[list[Any]] = [["no_such_request"], ["find"], ["find", [b"short"]]]
-    wrong += [["find", [A] * m.MAX_KEYS, m.MAX_LOOKED_UP // m.MAX_KEYS + 1]]
+    wrong: list[list[Any]] = [["no_such_request"], ["find"], ["find", b"short", b"", 1, 0]]
+    wrong += [["find", b"namespac", bytes(size), 1, 0, 4096] for size in (5, 80)]
+    wrong += [["find", b"namespac", bytes(16 * (m.MAX_HASHES + 1)), 1, 0]]
     wrong += [["touch", [A] * (m.MAX_KEYS + 1)], ["reserve", [A], 0], ["reserve", [A], 1 << 60]]
     wrong += [["clear", b"more than eight bytes"], ["add_segment", "s", "host", "tape", 4096]]
     for message in (["touch", [A]], *wrong, ["contains", [A]]):

@@ -14,7 +14,7 @@ import neighbour_cases
 import pytest
 from engine_cases import said
 from kv_cases import SMALL
-from neighbour_cases import EACH, Reader, enters, kv_mapped, mapped, owner, read, still, threads
+from neighbour_cases import Reader, enters, kv_mapped, mapped, owner, read, still, threads
 from processes import PATIENT, QUICK, Stage, asked, eventually, hung, make_memfd
 from server_cases import few_descriptors
 
@@ -179,7 +179,7 @@ def test_an_fd_of_something_else_is_never_mapped() -> None:
         shape = cache_shape(cache.kv, cache.regions, neighbour_cases.HOST)
         with closing(Generations(ONE, shape.num_blocks)) as table:
             view = GenerationView.open(table.fd, ONE, shape.num_blocks)
-        made, nbytes = Neighbour(ONE, shape, view, EACH), cache.regions[0].nbytes
+        made, nbytes = Neighbour(ONE, shape, view), cache.regions[0].nbytes
     short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
     for fd, why in ((short, "holds"), (unsealed, "not sealed against")):
         with pytest.raises(SegmentError, match=why):

@@ -22,12 +22,14 @@ import numpy as np
 from integration.vllm.blocks import KVBlocks, TrackedBlockPool
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import (
+    HASH_BYTES,
     INSTANCE_BYTES,
+    BlockRun,
+    BlockTable,
     ChunkKey,
     Find,
     Found,
     InstanceId,
-    Publish,
     ResidentRun,
 )
 from vcache_backend.resident.mappings import Neighbours, Tables
@@ -42,7 +44,17 @@ from vcache_backend.vram_pool.exports import HostExportable
 from vcache_backend.vram_pool.generations import Generations, UInt64s
 
 from .living import Living, Settings, Slowly, live_as
-from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
+from .memory import (
+    CHUNK_TOKENS,
+    EACH,
+    FAMILIES,
+    MOST_CHUNKS,
+    POISON,
+    Memory,
+    content,
+    hashes_of,
+    keys_of,
+)
 
 BLOCKS = 8 * MOST_CHUNKS * EACH
 OFTEN = 20
@@ -119,12 +131,14 @@ class Instance(Living):
         regions = exportable.allocations()
         shown = cache_shape(self.kv, regions, self.session.device)
         self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
-        self.publisher = Publisher(self.client, self.session.stats, self.instance, EACH)
+        self.publisher = Publisher(self.client, self.session.stats, self.instance, 0, BLOCKS)
         self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
 
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
-        self.client.join(self.instance, prefix, BLOCKS, 1, EACH, self.table.fd)
+        self.client.join(
+            self.instance, prefix, BLOCKS, 1, EACH, [BlockTable("full")], self.table.fd
+        )
 
     def _listen(self) -> None:
         """Ask for the namespace's epoch; publications of another epoch are refused. The server also
@@ -147,11 +161,11 @@ class Instance(Living):
         family = min(self.dice.randrange(FAMILIES), self.dice.randrange(FAMILIES))
         return keys_of(self.hasher, family)[: self.dice.randint(1, MOST_CHUNKS)]
 
-    def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
-        """Blocks for so many chunks, and their new generations. From here on nobody may believe
-        what they held before.
+    def allocate(self, count: int) -> tuple[list[int], UInt64s]:
+        """So many blocks, and their new generations. From here on nobody may believe what they held
+        before.
         """
-        blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
+        blocks = [block.block_id for block in self.pool.get_new_blocks(count)]
         if self._late:
             return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
         # By vLLM's plan; what is published of it is told when they are written.
@@ -161,12 +175,12 @@ class Instance(Living):
     def publish(
         self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark
     ) -> None:
-        """Publish the chunks once they are written."""
+        """Publish these blocks, the first ones of the chunks, once they are written."""
         self.sequence += 1
         numbers, counts = np.array(blocks, dtype="<u4"), generations.astype("<u8")
-        packed = numbers.tobytes(), counts.tobytes()
-        made = Publish(self.instance, self.sequence, keys, *packed, self.epoch)
-        self.publisher.submit(made, written)
+        hashes = hashes_of(keys)[: HASH_BYTES * len(blocks)]
+        run = BlockRun(self.sequence, 0, 0, hashes, numbers.tobytes(), counts.tobytes())
+        self.publisher.submit([run], self.epoch, written)
 
     def close(self) -> None:
         self.publisher.close()
@@ -181,7 +195,7 @@ class Owner(Instance):
     def round(self) -> None:
         self.learn()
         keys = self.some_prompt()
-        blocks, generations = self.allocate(len(keys))
+        blocks, generations = self.allocate(len(keys) * EACH)
         self.step("handed out")
         written = Written(self.settings.control == "published early")
         self.publish(keys, blocks, generations, written)
@@ -231,63 +245,78 @@ class Owner(Instance):
 
 
 class Reader(Instance):
-    """Loads chunks, compares them, and publishes its copies for others."""
+    """Loads blocks, compares them, and publishes its copies for others."""
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice)
         self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)  # type: ignore[assignment]
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
-        self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
+        self._found: dict[ChunkKey, Found] = {}
 
     def round(self) -> None:
         self.learn()
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")
-        count, runs = self.tables.unchanged(found, EACH, 0)
+        count, runs = self._unchanged(found)
         if not count:
             return
-        keys = keys[:count]
         blocks, generations = self.allocate(count)
         # A byte that a copy does not write is noticed.
         self.words[:, blocks] = POISON
         self.step("before launch")
         stats = self.session.stats
-        before = stats.counted("chunks_").get("refused", 0)
-        load = self._load(keys, blocks, runs)
-        loaded = load.run(PATIENCE_SECONDS)
+        before = stats.counted("reads_").get("refused", 0)
+        load = self._load(blocks, runs)
+        load.run(PATIENCE_SECONDS)
+        loaded = load.filled
         self.step("behind the verdict")
         outcomes.loads += bool(loaded)
         outcomes.causes[load.cause] += 1
-        outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
-        if wrong := self.memory.wrong(blocks, keys[:loaded], found.epoch):
-            self.loaded_wrong(f"{wrong:,} bytes of {loaded} chunks from {runs}")
+        outcomes.reuse_hits += stats.counted("reads_").get("refused", 0) > before
+        if wrong := self.memory.wrong(blocks[:loaded], keys, found.epoch):
+            self.loaded_wrong(f"{wrong:,} bytes of {loaded} blocks from {runs}")
         elif loaded and found.epoch == self.epoch:
-            mine = slice(loaded * EACH)
-            self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
+            self.publish(keys, blocks[:loaded], generations[:loaded], Written(over=True))
         self.pool.free_blocks(blocks)
 
-    def _load(self, keys: list[ChunkKey], blocks: list[int], runs: Sequence[ResidentRun]) -> Load:
+    def _unchanged(self, found: Found) -> tuple[int, list[ResidentRun]]:
+        """How many leading blocks are unchanged, mostly up to any number, and where."""
+        most, count, runs = min(found.end, self.dice.randint(1, 2 * found.end + 1)), 0, []
+        while count < most:
+            for run in (run for run in found.residents if run.first <= count < run.stop):
+                here = run.cut(count, min(run.stop, most))
+                if right := self.tables.leading(here):
+                    runs.append(here.cut(count, count + right))
+                    count += right
+                    break
+            else:
+                break
+        return count, runs
+
+    def _load(self, blocks: list[int], runs: Sequence[ResidentRun]) -> Load:
         return Load(
             self.session,
             BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
-            keys,
+            [],
             mark=self.session.copier.mark(),
             runs=runs,
             neighbours=self.neighbours,
         )
 
     def _look_up(self, keys: list[ChunkKey]) -> Found:
-        asked = keys[0], keys[-1]
-        old = self._found.get(asked)
+        hashes = hashes_of(keys)
+        old = self._found.get(keys[-1])
         if old is not None and self.dice.random() < REMEMBERED:
             return old
         try:
-            found = self._found[asked] = self.client.find(Find(keys, 1, self.instance))
+            prefix, limit = self.session.namespace.prefix, len(keys) * EACH
+            question = Find(prefix, hashes, EACH, limit, instance=self.instance)
+            found = self._found[keys[-1]] = self.client.find(question)
         except VCacheError:
             time.sleep(OFFLINE_SECONDS)
-            return old or Found(b"")
+            return old or Found(0, 0)
         return found
 
 

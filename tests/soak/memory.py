@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.messages import HASH_BYTES, NAMESPACE_BYTES, ChunkKey
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 
@@ -48,8 +48,9 @@ class Memory:
         self.layout = Layout.of(self.tensors, BLOCK_SIZE, model="soak", chunk_size=CHUNK_TOKENS)
 
     def wrong(self, blocks: Sequence[int], keys: Sequence[ChunkKey], epoch: int) -> int:
-        """How many bytes of these chunks, which lie in the first of these blocks, are wrong."""
-        return differing(self.words[:, blocks[: len(keys) * EACH]], contents(keys, epoch))
+        """How many bytes in these blocks are wrong: they must be the first ones of these chunks."""
+        want = contents(keys[: -(-len(blocks) // EACH)], epoch)
+        return differing(self.words[:, blocks], want[:, : len(blocks)])
 
 
 def differing(got: npt.NDArray[np.int64], want: npt.NDArray[np.int64]) -> int:
@@ -68,6 +69,13 @@ def prompt(family: int, chunks: int = MOST_CHUNKS) -> npt.NDArray[np.int64]:
 def keys_of(hasher: TokenHasher, family: int) -> list[ChunkKey]:
     """The keys of the chunks of a family's longest prompt."""
     return hasher.keys(prompt(family))
+
+
+def hashes_of(keys: Sequence[ChunkKey]) -> bytes:
+    """The hashes of these chunks' blocks; the last one of a chunk is in its key."""
+    names = [key[NAMESPACE_BYTES : NAMESPACE_BYTES + HASH_BYTES] for key in keys]
+    places = range(EACH - 1, -1, -1)
+    return b"".join(bytes([name[0] ^ place]) + name[1:] for name in names for place in places)
 
 
 def contents(keys: Sequence[ChunkKey], epoch: int = 0) -> npt.NDArray[np.int64]:

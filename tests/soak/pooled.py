@@ -54,7 +54,7 @@ class Worker(Living):
         got = int(mask.sum())
         if not bool(mask[:got].all()) or got % CHUNK_TOKENS:
             raise AssertionError(f"what was retrieved is no prefix of chunks: {mask.tolist()}")
-        refused = engine._session.stats.counted("chunks_").get("refused", 0)
+        refused = engine._session.stats.counted("reads_").get("refused", 0)
         self.told.outcomes.reuse_hits += refused > self._refused
         self._refused = refused
         self._check(blocks, keys[: got // CHUNK_TOKENS])

@@ -5,7 +5,7 @@ importance. The server is real, and so are the tables."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -36,10 +36,11 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vcache_backend.integration.vllm import lookups, requests, waits
-from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import SavedChunks, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
-from vcache_backend.protocol.messages import Publish
+from vcache_backend.protocol.messages import BlockRun
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.transfer.keys import block_hashes
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Finished
@@ -74,18 +75,32 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 class Published(NamedTuple):
-    """One chunk of one step."""
+    """One block of one step. number: in its request's block table."""
 
     number: int
-    blocks: list[int]
-    generations: list[int]
+    block: int
+    generation: int
     sequence: int
+    table: int
+    name: bytes
 
 
-def lying(said: Publish) -> list[tuple[list[int], list[int]]]:
-    """Of each chunk the blocks, and their generations."""
+def lying(said: BlockRun | SavedChunks) -> list[tuple[int, int]]:
+    """Each block, and its generation."""
     both = np.frombuffer(said.blocks, dtype="<u4"), np.frombuffer(said.generations, dtype="<u8")
-    return list(zip(*(one.reshape(len(said.keys), -1).tolist() for one in both), strict=True))
+    return list(zip(*(one.tolist() for one in both), strict=True))
+
+
+def blocks_of(meta: StepMetadata) -> list[Published]:
+    """All blocks that a step publishes."""
+    runs = [run for spec in meta.publications for run in spec.runs]
+    return [
+        Published(
+            run.first + at, *lies, run.sequence, run.table, run.hashes[16 * at : 16 * at + 16]
+        )
+        for run in runs
+        for at, lies in enumerate(lying(run))
+    ]
 
 
 class Engine:
@@ -100,11 +115,13 @@ class Engine:
         lends: int = 0,
         role: str = "kv_both",
         states: int | None = None,
+        kinds: Sequence[Any] = (),
         asynchronous: bool = False,
         **connector: Any,
     ) -> None:
         """arguments: of vLLM's. lends: bytes, to the pool. states: which of two block tables has
-        states; None if there is one table, without. asynchronous: it may plan a step before the
+        states; None if there is one table, without. kinds: instead, vLLM's specification of each
+        block table (see `full` and those behind it). asynchronous: it may plan a step before the
         last one is over. connector: settings."""
         self.here = here
         # The model is written while this process runs.
@@ -129,6 +146,8 @@ class Engine:
             config.cache_config.mamba_cache_mode = "align"
             kept = MambaSpec(block_size=BLOCK, **shape)
             groups.insert(states, KVCacheGroupSpec(["state"], kept))
+        if kinds:
+            groups = [KVCacheGroupSpec([f"layer {at}"], one) for at, one in enumerate(kinds)]
         caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)
@@ -155,15 +174,15 @@ class Engine:
         shape = cache_shape(cache.kv, cache.regions, HOST)
         shown = OwnCache(client, instance, 0, shape, cache.regions)
         undo.callback(shown.close)
-        shared = self.half.publications
-        self.publisher = Publisher(client, EngineStats(), instance, shared.each)
+        blocks = self.half.publications.blocks
+        self.publisher = Publisher(client, EngineStats(), instance, 0, blocks)
         undo.callback(self.publisher.close)
 
     def tell(self, meta: StepMetadata) -> None:
         """The step is over: its worker publishes."""
         assert self.publisher is not None
         for spec in meta.publications:
-            self.publisher.submit(spec.publish, Finished(0.0))
+            self.publisher.submit(spec.runs, spec.epoch, Finished(0.0))
 
     def flush(self) -> None:
         """Wait until all that was published is known."""
@@ -229,14 +248,9 @@ class Engine:
         """The step that `output` describes writes its blocks."""
 
     def published(self, request: Request, meta: StepMetadata | None = None) -> list[Published]:
-        """The request's chunks in a step's publications; of the last step."""
-        keys, meta = self.keys(request), meta or self.metas[-1]
-        return [
-            Published(keys.index(key), *lies, spec.publish.sequence)
-            for spec in meta.publications
-            for key, lies in zip(spec.publish.keys, lying(spec.publish), strict=True)
-            if self.has(request, lies[0], meta)
-        ]
+        """The request's blocks in a step's publications; of the last step."""
+        meta = meta or self.metas[-1]
+        return [one for one in blocks_of(meta) if self.has(request, [one.block], meta)]
 
     def has(self, request: Request, blocks: Iterable[int], meta: StepMetadata) -> bool:
         """Whether the request has all these blocks in this step."""
@@ -244,8 +258,12 @@ class Engine:
         return self.rows[step].get(request.request_id, set()).issuperset(blocks)
 
     def keys(self, request: Request) -> list[Any]:
-        made, instance = request.block_hashes, self.half.context
-        return instance.keys.keys(made, 0, len(made) // EACH, instance.version)
+        return self.half.context.keys.keys(self.hashes(request))
+
+    def hashes(self, request: Request) -> bytes:
+        """As other instances know them."""
+        made = request.block_hashes
+        return block_hashes(made, 0, len(made), self.half.context.version)
 
     def stored(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         """Which of the request's chunks a step stores in the pool; the last step."""
@@ -267,7 +285,7 @@ class Engine:
     def right(self, published: list[Published]) -> bool:
         """Whether all of it is as the table has it now."""
         counters = self.half.publications.generations.counters
-        return all(counters[one.blocks].tolist() == one.generations for one in published)
+        return all(counters[one.block] == one.generation for one in published)
 
     def finish(self, request: Request) -> None:
         for _ in range(1000):

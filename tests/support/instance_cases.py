@@ -4,17 +4,20 @@ connections, without any vLLM.
 
 from __future__ import annotations
 
-import fcntl
+import mmap
 import os
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 from model import chunk_key
 from processes import make_memfd
 
+from vcache_backend.protocol import generation_table
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
-from vcache_backend.seals import FUTURE_WRITE, RESIZING
+from vcache_backend.protocol.slot_layout import HEADER
+from vcache_backend.seals import sealed
 
 NAMESPACE = b"namespac"
 PAGE = 64
@@ -25,10 +28,13 @@ def instance_id(number: int) -> m.InstanceId:
     return m.InstanceId(number.to_bytes(16, "big"))
 
 
-def make_table(blocks: int) -> int:
-    """A generation table's memfd: nobody but who has mapped it already can write."""
-    fd = make_memfd(4096 + blocks * 8, seals=False)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
+def make_table(instance: bytes, blocks: int = 64, generation: int = 2) -> int:
+    """A generation table's memfd, in which all blocks have this generation: nobody can write."""
+    fd, memory = sealed("test", generation_table.nbytes(blocks), generation_table.SEALS)
+    with memory:
+        header = generation_table.MAGIC, generation_table.VERSION, 0, instance, blocks
+        HEADER.pack_into(memory, 0, *header)
+        memory[mmap.PAGESIZE : mmap.PAGESIZE + 8 * blocks] = counts(*[generation] * blocks)
     return fd
 
 
@@ -47,20 +53,63 @@ def counts(*generations: int) -> bytes:
     return struct.pack(f"<{len(generations)}Q", *generations)
 
 
-def chunk_blocks(first: int, chunks: int = 1, each: int = EACH) -> bytes:
-    """Numbers from `first` on."""
-    return numbers(*range(first, first + chunks * each))
+def prompt(chunks: int, start: int = 0, each: int = EACH) -> bytes:
+    """The hashes of a prompt's chunks from number `start` on."""
+    every = range(start * each, (start + chunks) * each)
+    return b"".join([number.to_bytes(16, "big") for number in every])
 
 
-def chunk_generations(value: int, chunks: int = 1, each: int = EACH) -> bytes:
-    return counts(*[value] * (chunks * each))
+def keys(count: int, rank: int = 0, start: int = 0, each: int = EACH) -> list[m.ChunkKey]:
+    """The keys of the same prompt's chunks."""
+    ends = [(number + 1) * each - 1 for number in range(start, start + count)]
+    return [chunk_key(end, rank, NAMESPACE) for end in ends]
 
 
-def join(client: Client, name: bytes, blocks: int = 64, ranks: int = 1, each: int = EACH) -> None:
+def find(
+    chunks: int,
+    ranks: int = 1,
+    instance: bytes = b"",
+    start: int = 0,
+    each: int = EACH,
+    **more: Any,
+) -> m.Find:
+    """A question for the same prompt's chunks."""
+    limit = more.pop("limit", chunks * each)
+    hashes = prompt(chunks, start, each)
+    return m.Find(NAMESPACE, hashes, each, limit, ranks, m.InstanceId(instance), **more)
+
+
+def block_run(
+    chunks: int,
+    first: int = 0,
+    start: int = 0,
+    generation: int = 2,
+    sequence: int = 1,
+    each: int = EACH,
+    table: int = 0,
+) -> m.BlockRun:
+    """The same prompt's chunks from number `start` on, in blocks from `first` on."""
+    count = chunks * each
+    blocks, generations = numbers(*range(first, first + count)), counts(*[generation] * count)
+    hashes = prompt(chunks, start, each)
+    return m.BlockRun(sequence, table, start * each, hashes, blocks, generations)
+
+
+FULL = [m.BlockTable("full")]
+
+
+def join(
+    client: Client,
+    name: bytes,
+    blocks: int = 64,
+    ranks: int = 1,
+    each: int = EACH,
+    tables: Sequence[m.BlockTable] = FULL,
+) -> None:
     """Show a table, as a scheduler does."""
-    table = make_table(blocks)
+    table = make_table(name, blocks)
     try:
-        client.join(name, NAMESPACE, blocks, ranks, each, table)
+        client.join(name, NAMESPACE, blocks, ranks, each, tables, table)
     finally:
         os.close(table)
 
@@ -79,26 +128,22 @@ def show(client: Client, name: bytes, rank: int = 0, regions: int = 1, blocks: i
 def publish(
     client: Client,
     instance: bytes,
-    keys: Sequence[m.ChunkKey],
+    chunks: int,
     first: int = 0,
-    generation: int = 2,
-    sequence: int = 1,
+    start: int = 0,
+    rank: int = 0,
     epoch: int = 0,
+    **more: Any,
 ) -> int:
-    """Publish chunks in blocks from `first` on."""
-    size = len(keys)
-    packed = chunk_blocks(first, size), chunk_generations(generation, size)
-    return client.publish(m.Publish(m.InstanceId(instance), sequence, list(keys), *packed, epoch))
+    """Publish a run of chunks. Returns how many blocks were taken."""
+    run = block_run(chunks, first, start, **more)
+    return client.publish(m.Publish(m.InstanceId(instance), rank, [run], epoch))
 
 
-def share(client: Client, instance: bytes, count: int = 3, first: int = 0) -> None:
+def share(client: Client, instance: bytes, chunks: int = 3, first: int = 0) -> None:
     """All of it: an instance of one rank that has published so many chunks, in blocks from `first`
     on.
     """
     join(client, instance)
     show(client, instance)
-    assert publish(client, instance, keys(count), first) == count
-
-
-def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:
-    return [chunk_key(number, rank, NAMESPACE) for number in range(start, start + count)]
+    assert publish(client, instance, chunks, first) == chunks * EACH

@@ -23,7 +23,7 @@ from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import InstanceId, ResidentRun
+from vcache_backend.protocol.messages import InstanceId, ResidentRun, Table
 from vcache_backend.resident.mappings import Neighbour, Neighbours, open_instance
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.vram_pool import devices
@@ -38,6 +38,8 @@ HOST = Device("host", "host")
 NAMESPACE = b"resident"
 EACH = 2
 """Blocks of a chunk."""
+TABLES = [Table("full")]
+"""One block table, for all layers."""
 
 
 def mapped(neighbours: Neighbours, name: bytes) -> Neighbour | None:
@@ -159,7 +161,7 @@ class Owner:
 
     def join(self) -> None:
         size = self.table.blocks, self.ranks, self.each
-        self.client.join(self.name, NAMESPACE, *size, self.table.fd)
+        self.client.join(self.name, NAMESPACE, *size, TABLES, self.table.fd)
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their
@@ -171,11 +173,11 @@ class Owner:
         return [int(number) for number in self._written(blocks)]
 
     def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> ResidentRun:
-        """The same with these tokens' KV. The chunks as they would be published."""
+        """The same with these tokens' KV. The blocks as others would find them."""
         self._hand_out(blocks)
         self.cache.fill(tokens, self.slots(blocks))
         ids, now = np.array(blocks, dtype=np.uint32), self._written(blocks)
-        return ResidentRun(0, len(ids) // self.each, self.name, ids.tobytes(), now.tobytes())
+        return ResidentRun(0, 0, self.name, ids.tobytes(), now.tobytes())
 
     def reuse(self, block: int) -> None:
         """Another request gets this block, and writes it."""
@@ -251,7 +253,7 @@ def enters(neighbour: Neighbour) -> bool:
 def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:
     """Whether these are as they were published."""
     numbers = np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64)
-    return view.leading(*(one.tobytes() for one in numbers), len(blocks)) == 1
+    return view.leading(*(one.tobytes() for one in numbers)) == len(blocks)
 
 
 def kv_mapped(pid: int | None = None) -> int:

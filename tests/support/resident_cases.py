@@ -113,9 +113,15 @@ class Reader:
     def _places(self, tokens: int) -> BlockPlaces:
         return BlockPlaces(self.kv, CHUNK, self.blocks(tokens), self.size)
 
-    def load(self, tokens: Tensor, residents: Sequence[ResidentRun], known: bool = True) -> Load:
-        """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped
-        already.
+    def load(
+        self,
+        tokens: Tensor,
+        residents: Sequence[ResidentRun],
+        known: bool = True,
+        keys: bool = True,
+    ) -> Load:
+        """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped already.
+        keys: there may be chunks in the pool.
         """
         self.cache.poison()
         for one in residents:
@@ -123,25 +129,26 @@ class Reader:
                 mapped(self.neighbours, one.instance)
         resident = {"runs": residents, "neighbours": self.neighbours}
         mark, at = self.session.copier.mark(), self._places(len(tokens))
-        return Load(self.session, at, self.keys(tokens), mark=mark, **resident)
+        return Load(self.session, at, self.keys(tokens) if keys else [], mark=mark, **resident)
 
     def check(self, load: Load, tokens: Tensor) -> int:
-        """How many chunks are right, none of whose bytes is wrong."""
-        count = load.loaded * CHUNK
+        """How many blocks are right, none of whose bytes is wrong."""
+        count = load.filled * self.size
+        assert load.loaded == min(count // CHUNK, len(load.keys))
         assert self.cache.wrong(tokens[:count], self.slots(len(tokens))[:count]) == 0
-        return load.loaded
+        return load.filled
 
     def loaded(
         self, tokens: Tensor, residents: Sequence[ResidentRun], known: bool = True
     ) -> tuple[int, str]:
-        """A load to its end: how many chunks, and why not all."""
+        """A load to its end: how many blocks, and why not all."""
         load = self.load(tokens, residents, known)
         load.run(10)
         return self.check(load, tokens), load.cause
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Of chunks in other KV caches."""
+        """Of blocks in other KV caches."""
         return self.session.stats.snapshot()["resident"]
 
     def knows(self, *names: int) -> None:

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from engine_cases import Node
 from engine_cases import fresh as here
-from neighbour_cases import EACH, NAMESPACE, instance
+from neighbour_cases import EACH, NAMESPACE, TABLES, instance
 from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.errors import Refused, ServerTimeout, VCacheError
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, Find, Found, Publish
+from vcache_backend.protocol.messages import HASH_BYTES, BlockRun, Find, Found, Publish
 from vcache_backend.transfer import outbox, publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
@@ -50,24 +50,37 @@ class Owner(neighbour_cases.Owner):
     def __init__(self, here: Node) -> None:
         super().__init__(here.path, QUICK, NAME, scheduler=False)
         self.scheduler, self.stats = Client(here.path, QUICK), EngineStats()
-        self.publisher = Publisher(self.client, self.stats, NAME, EACH)
+        self.publisher = Publisher(self.client, self.stats, NAME, 0, self.table.blocks)
 
     def join(self) -> None:
-        self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, self.table.fd)
+        self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, TABLES, self.table.fd)
 
-    def publish(self, number: int, step: Step, sequence: int = 1, soon: bool = True) -> Publish:
-        """Chunk `number`, in blocks of its own."""
+    def publish(self, number: int, step: Step, sequence: int = 0, soon: bool = True) -> BlockRun:
+        """The two blocks of run `number`, which are no other's."""
         blocks = [2 * number, 2 * number + 1]
-        generations = self.table.counters[blocks].astype("<u8").tobytes()
-        numbers = np.array(blocks, dtype="<u4").tobytes()
-        publication = Publish(NAME, sequence, [key(number)], numbers, generations)
-        self.publisher.submit(publication, step, soon)
-        return publication
+        packs = np.array(blocks, dtype="<u4").tobytes(), self.table.counters[blocks].tobytes()
+        run = BlockRun(sequence or number + 1, 0, 0, b"".join(map(name, blocks)), *packs)
+        self.publisher.submit([run], 0, step, soon)
+        return run
+
+    def holds(self, run: BlockRun) -> bool:
+        return self.publisher.holds(run.blocks, run.generations)
+
+    def knows(self, run: BlockRun) -> list[bool]:
+        given = np.frombuffer(run.blocks, "<u4"), np.frombuffer(run.generations, "<u8")
+        known: list[bool] = self.publisher.known(*given).tolist()
+        return known
 
     def found(self, *numbers: int) -> list[bool]:
-        """Which of the chunks others find, each asked for by itself."""
-        answers: list[Found] = [self.scheduler.find(Find([key(number)])) for number in numbers]
-        return [bool(answer.residents) for answer in answers]
+        """Whose two blocks others find, each asked for by itself."""
+        return [self.blocks_found(2 * number, 2 * number + 1) == 2 for number in numbers]
+
+    def blocks_found(self, *blocks: int) -> int:
+        """How many of a prompt's blocks others find."""
+        hashes = b"".join(map(name, blocks))
+        answer: Found = self.scheduler.find(Find(NAMESPACE, hashes, EACH, len(blocks)))
+        assert sum(run.count for run in answer.residents) == answer.found
+        return answer.found
 
     def close(self) -> None:
         self.publisher.close()
@@ -75,8 +88,9 @@ class Owner(neighbour_cases.Owner):
         self.scheduler.close()
 
 
-def key(number: int) -> ChunkKey:
-    return ChunkKey(NAMESPACE + bytes([number]) * (KEY_BYTES - len(NAMESPACE) - 2) + b"\0\0")
+def name(block: int) -> bytes:
+    """The hash of what the block holds."""
+    return bytes([block + 1]) * HASH_BYTES
 
 
 @pytest.fixture
@@ -141,11 +155,11 @@ def test_a_closed_publisher_tells_no_more(owner: Owner, monkeypatch: pytest.Monk
     step = Step(over=False)
     asked = threading.Event()
     answers = threading.Event()
-    told = list[list[ChunkKey]]()
+    told = list[bytes]()
     publish = owner.client.publish
 
     def slowly(publication: Publish) -> int:
-        told.append(publication.keys)
+        told.extend(run.hashes for run in publication.runs)
         asked.set()
         assert answers.wait(SECONDS)
         return publish(publication)
@@ -161,7 +175,7 @@ def test_a_closed_publisher_tells_no_more(owner: Owner, monkeypatch: pytest.Monk
     owner.publisher.close(timeout=0.05)
     answers.set()
     owner.publisher.close(timeout=SECONDS)
-    assert told == [[key(0)]]
+    assert told == [name(0) + name(1)]
 
 
 def test_what_came_late_is_said_again_first(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,25 +200,27 @@ def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner)
     owner.join()
     broken = Step()
     broken.failed = True
-    owner.publish(1, broken)
-    owner.publish(2, Step())
+    failed, right = owner.publish(1, broken), owner.publish(2, Step())
     assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(1, 2) == [False, True]
+    assert (owner.knows(failed), owner.knows(right)) == ([False] * 2, [True] * 2)
 
 
 def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owner) -> None:
-    publication = owner.publish(1, Step())
+    run = owner.publish(1, Step())
     assert owner.publisher.outbox.flush(SECONDS)
-    assert not owner.publisher.holds(publication), "nobody can say so"
+    assert not owner.holds(run), "nobody can say so"
     owner.join()
     eventually(lambda: owner.found(1) == [True])
-    eventually(lambda: owner.publisher.holds(publication))
+    eventually(lambda: owner.holds(run))
+    owner.table.void([3])
+    assert not owner.holds(run)
 
 
 def test_who_refuses_is_not_told_all_each_time(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of thousands of chunks, each time that it takes one: at most once a second."""
+    """Of thousands of blocks, each time that it takes one: at most once a second."""
     monkeypatch.setattr(publisher, "RETRY_SECONDS", 3600.0)
     owner.join()
     owner.client.retract(NAME, 5)
@@ -212,14 +228,14 @@ def test_who_refuses_is_not_told_all_each_time(
         owner.publish(number, Step(), sequence=4 + number % 2)
         assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(0, 1) == [False, True]
-    assert owner.stats.counted("chunks_")["published"] == 6
+    assert owner.stats.counted("blocks_")["published"] == 12
 
 
 @pytest.mark.parametrize("how", ["", "which is late once", "which dies meanwhile"])
 def test_the_next_server_is_told_of_what_is_still_there(
     here: Node, owner: Owner, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of what was handed out since."""
+    """Not of what was handed out since, in the middle of a run too."""
     publish, once, over = owner.client.publish, iter([how]), threading.Event()
 
     def tell(*told: Any) -> int:
@@ -241,15 +257,21 @@ def test_the_next_server_is_told_of_what_is_still_there(
             eventually(lambda it=client, was=epoch: it.connected and it.epoch != was)
 
     owner.join()
-    for number, sequence in ((1, 1), (2, 2), (3, 2)):
-        owner.publish(number, Step(), sequence)
+    for number in (1, 2, 3):
+        owner.publish(number, Step())
+    four = [8, 9, 10, 11]
+    packs = np.array(four, dtype="<u4").tobytes(), owner.table.counters[four].tobytes()
+    long = BlockRun(9, 0, 5, b"".join(map(name, four)), *packs)
+    owner.publisher.submit([long], 0, Step())
     assert owner.publisher.outbox.flush(SECONDS)
+    assert owner.blocks_found(*four) == 4
     assert owner.found(1, 2, 3) == [True] * 3
     owner.scheduler.on_return.append(owner.join)
-    owner.table.void([4])
+    owner.table.void([4, 9])
     monkeypatch.setattr(owner.client, "publish", tell)
     another()
     assert over.wait(SECONDS)
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]
+    eventually(lambda: [owner.blocks_found(*part) for part in (four, [10, 11])] == [1, 2])
     assert owner.publisher.outbox.flush(SECONDS), "once"

@@ -16,7 +16,7 @@ import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
-from neighbour_cases import Owner, enters, held_up, instance, kv_mapped
+from neighbour_cases import EACH, Owner, enters, held_up, instance, kv_mapped
 from processes import QUICK, SECONDS, Worker, asked, eventually
 from resident_cases import Reader, owner, owner_apart
 
@@ -39,30 +39,33 @@ def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.T
 
 
 def only(there: ResidentRun, *chunks: int) -> list[ResidentRun]:
-    """These chunks, each a run of its own."""
-    return [there.cut(chunk, chunk + 1) for chunk in chunks]
+    """The blocks of these chunks, each a run of its own."""
+    return [there.cut(EACH * chunk, EACH * (chunk + 1)) for chunk in chunks]
 
 
 # ---- what is read
 
 
-def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here: Node) -> None:
+def test_blocks_are_read_where_another_instance_computed_them_in_one_launch(here: Node) -> None:
     one, reader, tokens = owner(here), Reader(here), prompt(5 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8, 12, 11])
-    assert reader.loaded(tokens, [there]) == (5, "")
+    assert reader.loaded(tokens, [there]) == (10, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert reader.copier.pulls == [10]
     assert asked(reader.session.client, "Pin", "Present") == 0
     nbytes = 5 * reader.cache.chunk_bytes
-    counted = {"chunks": 5, "bytes": nbytes, "stale": 0, "refused": 0}
+    counted = {"blocks": 10, "bytes": nbytes, "stale": 0, "refused": 0}
     assert reader.stats == counted | {"owners": {one.name.hex(): nbytes}}
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 2), (2, 1)])
 def test_vllms_blocks_may_be_several_of_the_tensors(here: Node, theirs: int, ours: int) -> None:
     one, reader, tokens = owner(here, split=theirs), Reader(here, split=ours), prompt(4 * CHUNK)
     there = one.compute(tokens, [9, 3, 4, 11, 0, 1, 7, 8][: 4 * one.each])
-    assert reader.loaded(tokens, [there]) == (4, "")
+    if theirs != ours:
+        assert reader.loaded(tokens, [there]) == (0, loads.ABSENT), "they hash other tokens"
+        return
+    assert reader.loaded(tokens, [there]) == (8 // ours, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
 
 
@@ -73,9 +76,9 @@ def test_new_owners_are_mapped_while_a_load_waits_or_reads_from_elsewhere(here: 
     tokens = prompt(5 * CHUNK)
     first, second = one.compute(tokens, list(range(10))), two.compute(tokens, list(range(10)))
     reader.put(tokens, [2])
-    elsewhere = second.cut(2, 3)._replace(instance=instance(9))
+    (elsewhere,) = (run._replace(instance=instance(9)) for run in only(second, 2))
     there = [*only(first, 0), *only(second, 1), elsewhere, *only(first, 3)]
-    assert reader.loaded(tokens, there, known=False) == (4, loads.ABSENT)
+    assert reader.loaded(tokens, there, known=False) == (8, loads.ABSENT)
 
 
 @pytest.mark.parametrize("last", range(1, 5))
@@ -97,6 +100,18 @@ def test_a_kv_cache_whose_mapping_ends_between_two_looks_at_it_is_read(
     monkeypatch.setattr(neighbours, "expects", look)
     load = reader.load(tokens, [there], known=False)
     assert (load.run(SECONDS), load.cause) == (1, "")
+
+
+def test_blocks_without_keys_are_read_and_nobody_is_asked(here: Node) -> None:
+    """What no run has is absent."""
+    _, reader, tokens, there = beside(here, 3, segment_bytes=ROOM)
+    reader.put(tokens, [2])
+    before = asked(reader.session.client, "Pin", "Present")
+    load = reader.load(tokens, [there.cut(0, 3), there.cut(3, 4)], keys=False)
+    assert (load.run(10), load.cause) == (0, loads.ABSENT)
+    assert reader.check(load, tokens) == 4
+    assert reader.copier.pulls == [4]
+    assert asked(reader.session.client, "Pin", "Present") == before
 
 
 def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
@@ -122,11 +137,27 @@ def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) ->
     _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
     reader.put(tokens, [0, 2, 3])
     asked_before = asked(reader.session.client, "Pin")
-    assert reader.loaded(tokens, only(there, 1, 4, 5)) == (6, "")
+    assert reader.loaded(tokens, only(there, 1, 4, 5)) == (12, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert reader.copier.pulls == [12]
     assert asked(reader.session.client, "Pin") == asked_before + 1
-    assert reader.stats["chunks"] == 3
+    assert reader.stats["blocks"] == 6
+
+
+def test_a_run_may_end_within_a_chunk_that_the_pool_has_and_begin_within_another(
+    here: Node,
+) -> None:
+    """No block is copied twice: the pool's are those that the runs lack."""
+    _, reader, tokens, there = beside(here, 5, segment_bytes=ROOM)
+    reader.put(tokens, [0, 1, 3])
+    runs = [there.cut(0, 1), there.cut(1, 3), there.cut(4, 7), there.cut(8, 9)]
+    load = reader.load(tokens[:-16], runs)
+    assert (load.run(10), load.cause, reader.check(load, tokens[:-16])) == (4, "", 9)
+    assert reader.cache.holds_only(tokens[:-16], reader.slots(len(tokens))[:-16])
+    assert reader.copier.pulls == [3, 6]
+    assert reader.stats["blocks"] == 7
+    assert load.stats.tokens == {"resident": 7 * reader.size, "host": 2 * reader.size}
+    assert load.stats.nbytes.total() == 9 * reader.cache.chunk_bytes // 2
 
 
 def test_a_pool_s_chunk_that_changed_ends_a_load_there(here: Node) -> None:
@@ -137,6 +168,7 @@ def test_a_pool_s_chunk_that_changed_ends_a_load_there(here: Node) -> None:
     reader.copier.half_way = lambda: remove() if len(reader.copier.pulls) == 2 else None
     load = reader.load(tokens, only(there, 0, 2, 3))
     assert (load.run(10), load.cause) == (1, "changed")
+    assert load.filled == 2
     reader.check(load, tokens)
 
 
@@ -148,18 +180,19 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
         reader.knows(1)
         here.server.kill()
         eventually(lambda: not reader.session.client.connected)
-        assert reader.loaded(tokens, only(there, 0, 1)) == (2, "server")
+        assert reader.loaded(tokens, only(there, 0, 1)) == (4, "server")
 
 
 # ---- a block that is used again; by another process, all the time: test_soak
 
 
-def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -> None:
+def test_a_block_that_changed_before_the_launch_is_not_read_at_all(here: Node) -> None:
     one, reader, tokens, there = beside(here, 4)
     one.reuse(5)
-    assert reader.loaded(tokens, [there]) == (2, loads.ABSENT)
-    assert reader.copier.pulls == [4]
-    assert reader.cache.holds_only(tokens[: 2 * CHUNK], reader.slots(len(tokens))[: 2 * CHUNK])
+    assert reader.loaded(tokens, [there]) == (5, loads.ABSENT)
+    assert reader.copier.pulls == [5]
+    right = 5 * reader.size
+    assert reader.cache.holds_only(tokens[:right], reader.slots(len(tokens))[:right])
     assert (reader.stats["stale"], reader.stats["refused"]) == (1, 0)
 
 
@@ -171,8 +204,8 @@ def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(here
     one.reuse(4)
     reader.copier.finished.set()
     assert load.advance()
-    assert (reader.check(load, tokens), load.cause) == (2, "changed")
-    assert reader.stats["refused"] == 2
+    assert (reader.check(load, tokens), load.cause) == (4, "changed")
+    assert reader.stats["refused"] == 4
     assert reader.session.stats.snapshot()["failures"] == {}
 
 
@@ -183,33 +216,20 @@ def test_a_reset_or_a_table_given_up_under_a_load_ends_it(here: Node, given_up: 
     assert reader.loaded(tokens, [there]) == (0, "changed")
 
 
-@pytest.mark.parametrize("wrong", ["blocks", "generations", "outside", "nobody"])
-def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> None:
-    """They come from others. That chunks' blocks and generations do not belong together need not
-    show in the numbers.
-    """
+@pytest.mark.parametrize("wrong", ["blocks", "bytes", "none", "generations", "outside", "nobody"])
+def test_what_a_publication_cannot_mean_is_no_block(here: Node, wrong: str) -> None:
+    """They come from others."""
     _, reader, tokens, there = beside(here, 3)
     first, second, third = only(there, 0, 1, 2)
     second = {
         "blocks": second._replace(blocks=second.blocks[:4]),
+        "bytes": second._replace(blocks=second.blocks + b"\0"),
+        "none": second._replace(blocks=b"", generations=b""),
         "generations": second._replace(generations=second.generations[:8]),
         "outside": second._replace(blocks=struct.pack("<2I", 1002, 1003)),
         "nobody": second._replace(instance=bytes(16)),
     }[wrong]
-    assert reader.loaded(tokens, [first, second, third]) == (1, loads.ABSENT)
-    assert not copies(reader, there.instance)
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: int) -> None:
-    """Who says that half of our chunk is one of its own: and publishes such, or such as ours."""
-    one, reader, tokens, there = beside(here, 2)
-    short = [
-        at._replace(blocks=at.blocks[: 4 * blocks], generations=at.generations[: 8 * blocks])
-        for at in only(there, 0, 1)
-    ]
-    one.client.join(one.name, b"resident", one.table.blocks, 1, 1, one.table.fd)
-    assert reader.loaded(tokens, short) == (0, loads.ABSENT)
+    assert reader.loaded(tokens, [first, second, third]) == (2, loads.ABSENT)
     assert not copies(reader, there.instance)
 
 
@@ -332,6 +352,6 @@ def test_a_gpu_reads_owners_and_the_pool_in_one_launch(here: Node, theirs: str, 
         reader = Reader(here, segment_bytes=ROOM, device=ours)
         reader.put(tokens, [0, 4])
         there = [*only(first, 1), *only(second, 2), *only(first, 3), *only(second, 5)]
-        assert reader.loaded(tokens, there) == (6, "")
+        assert reader.loaded(tokens, there) == (12, "")
         assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
         assert len(reader.stats["owners"]) == 2

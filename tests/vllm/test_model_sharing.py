@@ -25,6 +25,10 @@ MODEL = ModelSpec(
 IN_PLACE, THROUGH_POOL = {"connector": {"share": "in_place"}}, {"connector": {"share": "pool"}}
 GIB = 1 << 30
 HINDERED: dict[str, Any] = {"hindered": "of an order"}
+BESIDE = (
+    "a pool beside a KV cache shared in place takes models with one block table: leave out "
+    f"pool.segment_bytes, pool.device and offload.policy; or set {POOL}"
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,16 @@ HINDERED: dict[str, Any] = {"hindered": "of an order"}
         (IN_PLACE, {}, "in_place", 0, ""),
         (IN_PLACE | {"pool": {"segment_bytes": "8 GiB"}}, {}, "in_place", 8 * GIB, ""),
         (IN_PLACE, HINDERED, "in_place", 0, f"of an order; or set {POOL}"),
-        (IN_PLACE, HINDERED | {"several": True}, "in_place", 0, f"of an order: set {POOL}"),
+        (IN_PLACE, {"several": True, "unpooled": "no"}, "in_place", 0, ""),
+        (
+            IN_PLACE | {"pool": {"segment_bytes": "1 GiB"}},
+            {"several": True},
+            "in_place",
+            GIB,
+            BESIDE,
+        ),
+        (IN_PLACE, {"unshared": "of a kind"}, "in_place", 0, "of a kind"),
+        (THROUGH_POOL, {"unpooled": "of a size"}, "pool", 8 * GIB, "of a size"),
         (IN_PLACE, HINDERED | {"refused": "no"}, "in_place", 0, "no"),
         (THROUGH_POOL, HINDERED, "pool", 8 * GIB, ""),
         ({}, {"refused": "no"}, "in_place", 0, "no"),
@@ -93,10 +106,12 @@ def test_another_machine_goes_through_a_pool(monkeypatch: pytest.MonkeyPatch) ->
     assert "this machine is aarch64" in planned(share="in_place")[1]
 
 
-@pytest.mark.parametrize("windows", [(33, 0), (33,)])
-def test_several_tables_or_one_of_a_window_go_through_a_pool(windows: tuple[int, ...]) -> None:
-    assert planned(*windows) == ("pool", "")
-    assert planned(*windows, share="in_place")[1].endswith(f"through a pool only: set {POOL}")
+@pytest.mark.parametrize("windows", [(33, 0), (33,), (0,)])
+def test_in_place_takes_any_block_tables_and_any_chunk_size(windows: tuple[int, ...]) -> None:
+    assert planned(*windows) == ("in_place", "")
+    assert planned(*windows, size=72) == ("in_place", "")
+    assert planned(*windows, size=72, share="pool")[1].endswith("chunk_size) to 80")
+    assert planned(*windows, model_config__max_model_len=63) == ("in_place", "")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +129,7 @@ def test_several_tables_or_one_of_a_window_go_through_a_pool(windows: tuple[int,
     ],
 )
 def test_what_must_not_be_cached_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
-    refused = planned(**changes)[1]
+    refused = planned(share="pool", **changes)[1]
     assert said in refused
     assert bool(refused) == bool(said)
     assert "\n" not in refused

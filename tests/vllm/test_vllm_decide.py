@@ -37,7 +37,7 @@ WAITS = Wait(NOW, BOUND, began=2, target=CHUNKS, promised=True)
 
 def answer(hits: int, coming: int = 0, quiet: float = 0.0, chunk_seconds: float = 0.5) -> Answer:
     """So many chunks are there, and so many of the next ones are promised."""
-    made = Answer(0, hits, hits, NOW, 0.0)
+    made = Answer(0, hits, hits, NOW, 0.0, hits * SIZE)
     if coming:
         made.coming = Coming(coming, True, quiet, chunk_seconds)
         made.comes_to = hits + coming
@@ -76,6 +76,8 @@ ONCE = {
     "some of it": Case(answer(2), hit(20)),
     "all of it, but vLLM computes the last token": Case(answer(CHUNKS), hit(79)),
     "behind what vLLM has": Case(answer(4), hit(25), asked={"local": 15}),
+    "and some blocks": Case(replace(answer(2), tokens=27), hit(27)),
+    "a hit that ends before what is there": Case(replace(answer(4), tokens=25), hit(25)),
     "too little to load": Case(answer(1), miss(), rules={"least": 11}),
     "no server": Case(FAILED, miss()),
     "a late answer": Case(LATE, LookupDecision(RETRY)),

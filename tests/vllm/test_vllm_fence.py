@@ -80,7 +80,7 @@ class Worker:
         for end in self.copier.ends:
             end.set()
         assert self.session.flush(SECONDS)
-        loads = Loads(0, self.block_size, self.stores, Meter())
+        loads = Loads(0, self.stores, Meter())
         loads.begin(self.attached, StepMetadata(list(specs), ends=ends))
         return loads
 

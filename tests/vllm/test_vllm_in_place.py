@@ -13,11 +13,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import in_place_cases
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engine, here, lying, make, new_tokens
+from in_place_cases import (
+    BLOCK,
+    CHUNK,
+    EACH,
+    Engine,
+    Make,
+    blocks_of,
+    engine,
+    here,
+    make,
+    new_tokens,
+)
 from vllm_cases import needs_vllm
 from vllm_sources import differences
 
@@ -30,10 +40,11 @@ from vllm.v1.request import Request, RequestStatus
 from vcache_backend.integration.vllm.metadata import (
     LoadSpec,
     PublicationSpec,
+    SavedChunks,
     StepMetadata,
     WorkerReport,
 )
-from vcache_backend.protocol.messages import KEY_BYTES, MAX_PUBLISHED, ChunkKey, Publish
+from vcache_backend.protocol.messages import HASH_BYTES, BlockRun
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
@@ -54,25 +65,25 @@ def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
 # ---- what a step publishes
 
 
-def test_more_chunks_than_a_message_holds_reach_a_worker_elsewhere(engine: Engine) -> None:
+def test_more_blocks_than_a_message_holds_reach_a_worker_elsewhere() -> None:
     """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
-    keys, instance = [ChunkKey(bytes(KEY_BYTES))], engine.half.publications.instance
-    many = Publish(instance, 1, keys * (MAX_PUBLISHED + 1), b"", b"")
-    meta = StepMetadata(publications=[PublicationSpec(many)], victims=many)
+    many, saved = BlockRun(1, 0, 0, bytes(1 << 20), b"", b""), SavedChunks([], b"", b"", 0)
+    meta = StepMetadata(publications=[PublicationSpec([many], 0)], victims=saved)
     assert pickle.loads(pickle.dumps(meta)) == meta
 
 
-def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine) -> None:
+def test_a_step_publishes_the_blocks_it_completes_where_they_lie(engine: Engine) -> None:
     request = engine.add(new_tokens(3 * CHUNK - 2), max_tokens=8)
     meta = engine.step()
     first = engine.published(request)
-    assert ([one.number for one in first], meta.stores) == ([0, 1], [])
+    assert ([one.number for one in first], meta.stores) == ([*range(5)], [])
     own = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-    assert [block for one in first for block in one.blocks] == own[: 2 * EACH]
+    assert [one.block for one in first] == own[:5]
+    assert b"".join(one.name for one in first) == engine.hashes(request)[: 5 * HASH_BYTES]
     assert engine.right(first)
     later = [engine.published(request, engine.step()) for _ in range(4)]
     numbers = [[one.number for one in step] for step in later]
-    assert numbers == [[], [2], [], []], "with the answer's tokens, once they are final"
+    assert numbers == [[], [5], [], []], "with the answer's tokens, once they are final"
     assert later[1][0].sequence > first[0].sequence
 
 
@@ -81,35 +92,7 @@ def test_who_hits_what_another_request_of_its_step_computes_is_published(engine:
     both = [engine.add([*head, *new_tokens(2 * CHUNK + 1)]) for _ in range(2)]
     engine.step()
     assert [engine.hit(one) for one in both] == [0, 2 * CHUNK]
-    assert [engine.numbers(one) for one in both] == [[0, 1, 2, 3]] * 2
-
-
-def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engine: Engine) -> None:
-    tokens, pool = new_tokens(CHUNK), engine.scheduler.kv_cache_manager.block_pool
-    engine.add([*tokens, 5])
-    engine.step()
-    (before,) = [one for spec in engine.metas[-1].publications for one in lying(spec.publish)]
-    engine.finish(*engine.scheduler.running)
-    pool.evict_blocks({before[0][0]})
-    engine.finish(engine.add([*tokens[:BLOCK], 6]))
-    last = engine.add([*tokens, 7])
-    engine.step()
-    assert engine.hit(last) == CHUNK, "by its hashes"
-    (now,) = engine.published(last)
-    assert (now.blocks[1:], now.generations[0] == before[1][0]) == (before[0][1:], False)
-    assert engine.right([now])
-
-
-def test_a_chunk_where_it_was_published_is_known_however_many_came_since(engine: Engine) -> None:
-    """Of what is not known nothing can leave early, though others hold it as well."""
-    tokens = new_tokens(CHUNK)
-    engine.finish(engine.add([*tokens, 5]))
-    for _ in range(4 * in_place_cases.BLOCKS // EACH):
-        other, again = engine.add(new_tokens(CHUNK + 1)), engine.add([*tokens, 6])
-        engine.step()
-        assert (len(engine.published(other)), engine.published(again)) == (1, [])
-        engine.finish(other)
-        engine.finish(again)
+    assert [engine.numbers(one) for one in both] == [[*range(8)], [*range(8)]]
 
 
 def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engine) -> None:
@@ -121,7 +104,7 @@ def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engin
     evicted, *behind = manager.get_block_ids(request.request_id)[0][EACH:]
     manager.block_pool.evict_blocks({evicted})
     engine.finish(request)
-    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [1]
+    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [2, 3, 4]
     numbers = engine.half.publications.generations.counters[behind]
     assert (numbers & np.uint64(1)).tolist() == [0, 0, 1]
 
@@ -185,7 +168,7 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
     kept, gone = (engine.add(new_tokens(length), max_tokens=2 * CHUNK) for _ in range(2))
     engine.step()
     before = engine.published(gone)
-    assert len(before) == 2
+    assert len(before) == 4
     for _ in range(4 * CHUNK):
         if gone.num_preemptions:
             break
@@ -195,9 +178,9 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
     engine.step()
     engine.finish(gone)
     again = [one for meta in engine.metas[1:] for one in engine.published(gone, meta)]
-    assert {one.number for one in again} >= {1}
+    assert {one.number for one in again} >= {3}
     assert engine.right(again[-1:])
-    old, new = ([(one.blocks, one.generations) for one in ones] for ones in (before, again))
+    old, new = ([(one.block, one.generation) for one in ones] for ones in (before, again))
     assert not any(one in old for one in new)
 
 
@@ -212,7 +195,8 @@ def test_unwritten_blocks_are_not_found(make: Make, hit: int, stores: bool, shar
     engine.step()
     assert engine.hit(gone) == 9 * BLOCK
     published = engine.published(gone)
-    assert [one.number for one in published] == ([4] if stores and share == "in_place" else [])
+    fresh = [*range(9, hit)]
+    assert [one.number for one in published] == (fresh if stores and share == "in_place" else [])
     assert share == "pool" or engine.right(published)
 
 
@@ -254,7 +238,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     fresh = engine.add(request.prompt_token_ids)
     engine.step()
     published = engine.published(fresh)
-    assert [one.number for one in published] == [0, 1]
+    assert [one.number for one in published] == [*range(5)]
     assert engine.right(published)
     assert published[0].sequence >= sequence
 
@@ -316,26 +300,21 @@ class Written(Engine):
 
     def note(self, meta: StepMetadata) -> None:
         """What the step publishes. Of a request that ended with it, nobody knows the tokens."""
-        hashes = {
-            key: request.block_hashes[number * EACH : (number + 1) * EACH]
-            for request in self.scheduler.requests.values()
-            for number, key in enumerate(self.keys(request))
-        }
-        for publish in (spec.publish for spec in meta.publications):
-            for key, (blocks, generations) in zip(publish.keys, lying(publish), strict=True):
-                due = [self.named[name] for name in hashes.get(key, ())]
-                self.told += zip(blocks, generations, due, strict=bool(due))
+        due = {bytes(name[:HASH_BYTES]): there for name, there in self.named.items()}
+        self.told += [
+            (one.block, one.generation, due[one.name]) for one in blocks_of(meta) if one.name in due
+        ]
 
     def load(self, spec: LoadSpec, owner: Engine) -> bool:
         """As a worker does."""
         counters, right = owner.half.publications.generations.counters, True
-        assert sum(run.chunks for run in spec.residents) == len(spec.keys)
+        assert sum(run.count for run in spec.residents) == len(spec.blocks)
         for run in spec.residents:
             blocks = np.frombuffer(run.blocks, dtype="<u4")
             right &= counters[blocks].tobytes() == run.generations
-            at = np.arange(run.first * EACH, min(len(spec.blocks), run.stop * EACH))
+            at = np.arange(run.first, run.stop)
             at = at[np.array(spec.blocks)[at] >= 0]
-            self.holds[np.array(spec.blocks)[at]] = owner.holds[blocks[at - run.first * EACH]]
+            self.holds[np.array(spec.blocks)[at]] = owner.holds[blocks[at - run.first]]
         return right
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
-from vcache_backend.metadata_server.residents import BLOCK_BYTES, MAX_BYTES
-from vcache_backend.protocol.messages import MAX_BLOCKS, Find, Heard
+from vcache_backend.metadata_server.publications import BLOCK_BYTES, MAX_BYTES
+from vcache_backend.protocol.messages import MAX_BLOCKS, BlockTable, Find, Heard, ResidentRun
 from vcache_backend.transfer.outbox import LATER_SECONDS
 from vcache_backend.vram_pool.generations import Generations
 
@@ -40,10 +41,19 @@ def shared(here: Node) -> Iterator[Make]:
 
 
 def owners(meta: StepMetadata) -> list[bytes]:
-    """Of the chunks of the only load of a step, in order."""
+    """Of the blocks of the only load of a step, in order."""
     (load,) = meta.loads
-    assert sum(run.chunks for run in load.residents) == len(load.keys)
-    return [run.instance for run in load.residents for _ in range(run.chunks)]
+    assert [run.first for run in load.residents] == [*accumulate_counts(load.residents)]
+    assert sum(run.count for run in load.residents) == len(load.blocks)
+    return [run.instance for run in load.residents for _ in range(run.count)]
+
+
+def accumulate_counts(runs: list[ResidentRun]) -> Iterator[int]:
+    return accumulate((run.count for run in runs[:-1]), initial=0)
+
+
+def lying_at(run: ResidentRun) -> list[int]:
+    return memoryview(run.blocks).cast("I").tolist()
 
 
 def computed(engine: Engine, tokens: list[int]) -> Request:
@@ -63,14 +73,13 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     request = reader.add(tokens)
     loading = reader.step()
     (load,) = loading.loads
-    assert owners(loading) == [owner.half.publications.instance] * 3
+    assert owners(loading) == [owner.half.publications.instance] * 6
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
     (run,) = load.residents
-    rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()
-    assert [rows[one.number] for one in published] == [one.blocks for one in published]
+    assert lying_at(run) == [one.block for one in published]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
-    assert reader.numbers(request, reader.step()) == [0, 1, 2]
+    assert reader.numbers(request, reader.step()) == [*range(6)]
     told = [spec.loaded for spec in reader.metas[-1].publications]
     assert all(told), "so it is told when the token is out"
     assert not any(spec.loaded for meta in owner.metas for spec in meta.publications)
@@ -81,7 +90,7 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     owner.finish(again)
     assert owner.scheduler.reset_prefix_cache()
     owner.add(tokens)
-    assert owners(owner.step()) == [reader.half.publications.instance] * 3
+    assert owners(owner.step()) == [reader.half.publications.instance] * 6
 
 
 def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(shared: Make) -> None:
@@ -93,8 +102,16 @@ def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(shared:
     assert [block < 0 for block in load.blocks] == [True, False, False, False]
     (run,) = load.residents
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    rows = memoryview(run.blocks).cast("I", [run.chunks, EACH]).tolist()
-    assert rows == [one.blocks for one in published[1:]]
+    assert (run.first, lying_at(run)) == (0, [one.block for one in published[2:]])
+
+
+def test_a_hit_ends_with_the_block_in_which_two_prompts_differ(shared: Make) -> None:
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    for shared_tokens, blocks in [(5 * BLOCK + 3, 5), (4 * BLOCK, 4), (4 * BLOCK - 1, 3)]:
+        request = reader.add([*tokens[:shared_tokens], *new_tokens(CHUNK)])
+        assert len(owners(reader.step())) == blocks
+        reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
 
 def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> None:
@@ -105,7 +122,9 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
             def join(number: int, blocks: int) -> None:
                 table = crowd.enter_context(closing(Generations(instance(number), blocks)))
                 each = crowd.enter_context(here.client())
-                each.join(instance(number), NAMESPACE, blocks, 1, EACH, table.fd)
+                each.join(
+                    instance(number), NAMESPACE, blocks, 1, EACH, [BlockTable("full")], table.fd
+                )
 
             whole, rest = divmod(MAX_BYTES // BLOCK_BYTES, MAX_BLOCKS)
             for number in range(whole):
@@ -116,11 +135,12 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
             owner = make()
             source = owner.add(new_tokens(2 * CHUNK), load=False)
             owner.finish(source)
-            keys = owner.keys(source)
+            hashes = owner.hashes(source)
+            asked = Find(owner.half.context.prefix, hashes, EACH, len(hashes))
             there = [one.id for one in client.stats().instances if not one.missing]
             assert owner.half.publications.instance.hex() not in there
-            assert client.find(Find(keys)).pooled == b""
-        eventually(lambda: client.find(Find(keys)).pooled == bytes(2))
+            assert client.find(asked).found == 0
+        eventually(lambda: client.find(asked).found == 2 * EACH)
 
 
 def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
@@ -248,23 +268,21 @@ def test_news_of_copies_are_heard_though_nobody_reads_their_answer(shared: Make)
 
 
 def test_what_two_requests_have_computed_is_found_while_one_of_them_has_it(shared: Make) -> None:
-    """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache
-    finds the other one.
-    """
+    """As vLLM's own cache finds it."""
     engine, tokens = shared(), new_tokens(3 * CHUNK + 5)
     both = [engine.add(tokens, load=False) for _ in range(2)]
     both[1].skip_reading_prefix_cache = True
     meta = engine.step()
-    assert [engine.numbers(one, meta) for one in both] == [[0, 1, 2]] * 2
-    gone = [block for one in engine.published(both[1], meta) for block in one.blocks]
-    assert not {block for one in engine.published(both[0], meta) for block in one.blocks} & {*gone}
+    assert [engine.numbers(one, meta) for one in both] == [[*range(6)]] * 2
+    gone = {one.block for one in engine.published(both[1], meta)}
+    assert not {one.block for one in engine.published(both[0], meta)} & gone
     for request in both:
         engine.finish(request)
-    engine.half.context.blocks.evict(set(gone))
-    last = engine.add(tokens, load=False)
-    engine.step()
-    assert engine.hit(last) == 3 * CHUNK
-    assert engine.numbers(last) == [0, 1, 2]
+    engine.flush()
+    engine.half.context.blocks.evict(gone)
+    reader = shared()
+    reader.add(tokens)
+    assert len(owners(reader.step())) == 6
 
 
 def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(shared: Make) -> None:
@@ -279,7 +297,7 @@ def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(sha
     reader.step(kv_connector_worker_meta=WorkerReport(failed={request.request_id}), **said)
     reader.finish(request)
     assert reader.right(published)
-    assert [one.number for one in published] == [0, 1, 2]
+    assert [one.number for one in published] == [*range(6)]
 
 
 def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> None:
@@ -288,13 +306,15 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> Non
     owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
     copy = computed(other, tokens[: 2 * CHUNK + 1])
-    _, second, third = [one for meta in owner.metas for one in owner.published(source, meta)]
-    first, _ = [one for meta in other.metas for one in other.published(copy, meta)]
-    owner.half.publications.generations.void(second.blocks[1:] + third.blocks[1:])
-    other.half.publications.generations.void(first.blocks[1:])
+    mine = [one.block for meta in owner.metas for one in owner.published(source, meta)]
+    theirs = [one.block for meta in other.metas for one in other.published(copy, meta)]
+    owner.half.publications.generations.void([mine[3], mine[5]])
+    other.half.publications.generations.void(theirs[1:2])
     reader.add(tokens)
-    names = [engine.half.publications.instance for engine in (owner, other)]
-    assert owners(reader.step()) == names
+    first, second = (engine.half.publications.instance for engine in (owner, other))
+    found = owners(reader.step())
+    assert (found[1], found[3]) == (first, second)
+    assert len(found) == 5
 
 
 def test_what_a_reset_made_void_is_not_found(shared: Make) -> None:
@@ -328,12 +348,13 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(share
     owner.slow = True
     source = owner.add(tokens, load=False)
     late = owner.step()
-    assert owner.numbers(source, late) == [0, 1, 2]
+    assert owner.numbers(source, late) == [*range(6)]
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
     owner.slow = False
     owner.tell(late)
     owner.flush()
-    assert other.half.context.client.find(Find(other.keys(source))).pooled == b""
+    asked = Find(other.half.context.prefix, other.hashes(source), EACH, 6)
+    assert other.half.context.client.find(asked).found == 0
     owner.finish(source)
     longer = owner.add(tokens + new_tokens(CHUNK))
     meta = owner.step()
@@ -344,7 +365,7 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(share
     later = new_tokens(3 * CHUNK + 5)
     computed(owner, later)
     other.add(later)
-    assert owners(other.step()) == [owner.half.publications.instance] * 3
+    assert owners(other.step()) == [owner.half.publications.instance] * 6
 
 
 def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> None:
@@ -355,9 +376,9 @@ def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> N
     assert reader.tracked(request).lookup.question is not None
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
     eventually(lambda: reader.half.publications.heard == other.half.publications.heard)
-    assert len(published) == 3
+    assert len(published) == 6
     assert owner.right(published)
     # Nor does the owner's promise, which its thread sends late, hold the reader back.
     time.sleep(2 * LATER_SECONDS)
     assert reader.step().loads == []
-    assert reader.numbers(request) == [0, 1, 2]
+    assert reader.numbers(request) == [*range(6)]

@@ -66,7 +66,8 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
     first, second, scheduler = Meter(), Meter(counts_tokens=False), Meter()
     tokens = {"own": 256, "peer": 512}
     seconds = {"metadata_seconds": 0.001, "data_seconds": 0.004}
-    load: Any = SimpleNamespace(tokens=tokens, token_bytes=4000, **seconds)
+    nbytes = {tier: 4000 * count for tier, count in tokens.items()}
+    load: Any = SimpleNamespace(tokens=tokens, nbytes=nbytes, **seconds)
     first.loaded(load)
     second.loaded(load)
     scheduler.looked_up(1000, 768, 0.0005)

@@ -77,7 +77,7 @@ def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Mak
 
     mine = layers(device, 2)
     before, here = [cache.clone() for cache in mine], PagedKV.describe(mine, BLOCK)
-    chosen = plan_blocks(here, CHUNK, np.array([1, 9, 0, 2]), 1)
+    chosen = plan_blocks(here, CHUNK, np.array([-1, 9, 0, 2]), holes=True)
     addresses = np.array([slot.data_ptr() for slot in slots])
     assert copier.pull(here, *slot_rows(here, chosen, addresses), keep=slots).wait(10)
     # The other KV cache's blocks lie elsewhere in each kind of layers.

@@ -54,15 +54,15 @@ def test_a_block_equals_nothing_until_filled(table: Generations, view: Generatio
     for _ in range(2):  # it may go to somebody else before anybody has filled it
         table.void([3, 4])
         for published in (before, view.counters[3:5].tobytes()):
-            assert view.leading(u32(3, 4), published, 1) == 0
+            assert view.leading(u32(3, 4), published) == 0
     table.filled([3, 4])
-    assert view.leading(u32(3, 4), before, 1) == 0
-    assert view.leading(u32(3, 4), view.counters[3:5].tobytes(), 1) == 2
+    assert view.leading(u32(3, 4), before) == 0
+    assert view.leading(u32(3, 4), view.counters[3:5].tobytes()) == 2
 
 
 def test_a_block_that_the_cache_does_not_have_equals_nothing(view: GenerationView) -> None:
     for block in (BLOCKS, 1 << 31, (1 << 32) - 1):
-        assert view.leading(u32(0, block), u64(2, 2), 1) == 1
+        assert view.leading(u32(0, block), u64(2, 2)) == 1
 
 
 def test_a_change_that_cannot_be_made_is_told_and_changes_nothing(table: Generations) -> None:
@@ -72,13 +72,6 @@ def test_a_change_that_cannot_be_made_is_told_and_changes_nothing(table: Generat
 
 
 # ---- who can write it
-
-
-def test_void_and_outside_ends_are_not_chosen(table: Generations, view: GenerationView) -> None:
-    table.void([1])
-    void = int(table.counters[1])
-    for block, number in ((1, void), (BLOCKS, 2), ((1 << 32) - 1, 2)):
-        assert view.leading_ends(u32(block), u64(number), 1) == 0
 
 
 def test_a_view_cannot_write(view: GenerationView) -> None:

@@ -131,7 +131,8 @@ def slots(made: Any, count: int, device: str, shift: int = 0, first: int = 0) ->
     are wanted."""
     kv, layers = made(device) if callable(made) else dense(made, device)
     ids = np.random.default_rng(0).permutation(kv.num_blocks)[:count]
-    plan = plan_blocks(kv, 8, ids, first)
+    ids[:first] = -1
+    plan = plan_blocks(kv, 8, ids, holes=True)
     nbytes = shift + kv.chunk_bytes(8) + 64
     whole = [noise(device, 100 + slot, nbytes) for slot in range(-(-count // kv.blocks_in(8)))]
     addresses = np.array([slot.data_ptr() + shift for slot in whole], dtype=np.int64)

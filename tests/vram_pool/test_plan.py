@@ -19,7 +19,6 @@ from vcache_backend.vram_pool.copies.plan import plan_blocks, whole_blocks
 BLOCK = 4
 CHUNK = 16
 PAGE = 96
-VIRTUAL_BYTES = 2 * PAGE
 
 
 LAYERS = [torch.zeros((2, 32, BLOCK, 2, 6), dtype=torch.float16) for _ in range(3)]
@@ -38,7 +37,7 @@ def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_o
     first = [[0, 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))]
     assert copy.blocks[:6].tolist() == first
     assert copy.blocks[6:].tolist() == [[1, 192, 9], [1, 384, 8], [1, 960, 6]]
-    assert (copy.nbytes, copy.tokens) == (9 * 3 * 2 * PAGE, CHUNK + 2 * BLOCK)
+    assert copy.nbytes == 9 * 3 * 2 * PAGE
     assert copy.complete(2).tolist() == [True, False]
     with pytest.raises(LayoutError, match="names blocks -1 to 7"):
         plan_blocks(KV, CHUNK, np.array([7, -1]))
@@ -46,9 +45,22 @@ def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_o
 
 def test_with_several_tables_an_unwanted_block_is_no_place_and_its_chunk_is_not_stored() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
-    at = BlockPlaces(several, CHUNK, [5, 0, 7, 3, 4, -1], 2 * BLOCK)
-    assert at.load_plan(0, 2).blocks[:, 2].tolist() == [10, 11, 0, 1, 14, 15, 6, 7, 8, 9]
+    at = BlockPlaces(several, CHUNK, [5, 0, 7, -1, 4, -1], 2 * BLOCK)
+    plan = at.load_plan(1, 6)
+    assert plan.numbers.tolist() == [2, 3, 4, 5, 8, 9]
+    assert plan.ids.tolist() == [0, 1, 14, 15, 8, 9]
+    # Of a chunk's six blocks of the tensors, the first four are the first table's.
+    assert at.tokens(plan.numbers) == 4 * BLOCK
+    assert [at.after(block) for block in (0, 3, 5)] == [0, 4, 6]
+    assert [at.chunks(blocks) for blocks in (2, 3, 5, 6)] == [0, 1, 1, 2]
     assert [at.holds(chunk) for chunk in (0, 1, 2)] == [True, False, False]
+
+
+def test_only_leading_blocks_count_as_tokens_if_told_so() -> None:
+    several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
+    at = BlockPlaces(several, CHUNK, [5, 0, -1, 7, 3, 4, 1], BLOCK, counted=4)
+    plan = at.load_plan(0, 7)
+    assert (plan.ids.tolist(), at.tokens(plan.numbers)) == ([5, 0, 7, 3, 4, 1], 3 * BLOCK)
 
 
 @pytest.mark.parametrize("bad", [32 * BLOCK, -2, 1 << 40])
@@ -57,7 +69,7 @@ def test_a_place_outside_of_the_cache_is_refused_with_figures(bad: int) -> None:
     mapping[5] = bad
     said = r"names blocks .* but the KV cache has 32 blocks of 4 tokens"
     with pytest.raises(LayoutError, match=said):
-        SlotPlaces(KV, CHUNK, mapping, range(0, CHUNK, CHUNK)).load_plan(0, 1)
+        SlotPlaces(KV, CHUNK, mapping, range(0, CHUNK, CHUNK)).load_plan(0, CHUNK // BLOCK)
     for ids in ([7, 3, 32, 4], [7, 3, -1, 4]):
         with pytest.raises(LayoutError, match=said):
             plan_blocks(KV, CHUNK, np.array(ids))
@@ -105,7 +117,7 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
             here = mapping[first : first + BLOCK].tolist()
             one_block = here == list(range(here[0], here[0] + BLOCK)) and here[0] % BLOCK == 0
             if first >= skip and here[0] >= 0 and one_block:
-                rows.append([slot, virtual * VIRTUAL_BYTES, here[0] // BLOCK])
+                rows.append([slot * CHUNK // BLOCK + virtual, here[0] // BLOCK])
                 covered[first : first + BLOCK] = True
             elif first >= skip:
                 lacks = True
@@ -113,10 +125,13 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
     assert [at.holds(chunk) for chunk in range(len(starts))] == full
     if whole and lacks:
         with pytest.raises(LayoutError, match="names blocks -1 to"):
-            at.load_plan(0, len(starts))
+            at.load_plan(0, at.total)
         return
-    copy = at.load_plan(0, len(starts))
-    assert copy.blocks.tolist() == rows
-    assert copy.nbytes == len(rows) * 3 * 2 * PAGE
+    assert list(map(list, zip(*at.load_plan(0, at.total), strict=True))) == rows
+    wanted = [number for number, _ in rows]
+    following = [next((n for n in wanted if n >= one), at.total) for one in range(at.total)]
+    assert [at.after(one) for one in range(at.total)] == following
     assert at.loaded(len(starts)).tolist() == covered.tolist()
-    assert copy.complete(len(starts)).tolist() == full
+    if not whole:
+        stored = at.store_plan(range(len(starts)))
+        assert stored.complete(len(starts)).tolist() == full

@@ -217,6 +217,10 @@ class Directory:
             return [self._counts(key, at) for key, at in zip(keys, places, strict=True)]
         return places
 
+    def has_any(self, namespace: bytes) -> bool:
+        """Whether the pool has any chunk of a namespace."""
+        return self._of_space[namespace] > 0
+
     def of_all(self, keys: list[m.ChunkKey], ranks: int) -> list[bool]:
         """For each chunk (key of rank 0) whether the pool has it for all ranks."""
         present = [place is not None for place in self.places(keys)]

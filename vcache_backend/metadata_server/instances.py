@@ -10,14 +10,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from heapq import nlargest
 from typing import Any
 
 import msgspec
 
-from vcache_backend.errors import Refused
+from vcache_backend.errors import Refused, SegmentError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
+from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.protocol import messages as m
 
@@ -103,7 +105,9 @@ class InstanceRegistry:
 
     @property
     def descriptors(self) -> int:
-        return sum(len(part.fds) for _, part in self._parts())
+        """How many fds are kept, one more for each mapped table."""
+        mapped = sum(instance.join is not None for instance in self._of.values())
+        return mapped + sum(len(part.fds) for _, part in self._parts())
 
     def processes(self) -> set[ProcessId]:
         """Processes whose end removes their parts, even if a child keeps the connection open."""
@@ -114,12 +118,11 @@ class InstanceRegistry:
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
         if len(fds) != 1:
             raise Refused(f"{len(fds)} fds came along; exactly 1 is needed")
-        self._check(client, request.instance, m.SCHEDULER, 1)
+        self._check(client, request.instance, m.SCHEDULER, 2)
         status = os.fstat(fds[0])
         table = request, status.st_dev, status.st_ino
-        if self._is_new(client, request.instance, m.SCHEDULER, table):
-            self._residents.close(request.instance)
-        self._residents.open(request)
+        new = self._is_new(client, request.instance, m.SCHEDULER, table)
+        self._residents.open(request, partial(_mapped, request, fds[0]), new)
         self._enter(client, request.instance, m.SCHEDULER, fds, table).join = request
         self._changed(request.instance)
         return m.Count(1)
@@ -144,13 +147,12 @@ class InstanceRegistry:
     # ---- published
 
     def publish(self, client: Peer, request: m.Publish) -> m.Count:
-        """Publish chunks of the rank that this connection shows."""
-        if request.instance not in self._of or not request.keys:
+        """Publish blocks of the rank that this connection shows."""
+        if request.instance not in self._of:
             return m.Count(0)
-        rank = int.from_bytes(request.keys[0][-m.RANK_BYTES :], "big")
-        if not self.owns(client, request.instance, rank):
-            raise Refused(f"this connection has shown no cache of its rank {rank}")
-        return m.Count(self._residents.publish(rank, request))
+        if not self.owns(client, request.instance, request.rank):
+            raise Refused(f"this connection has shown no cache of its rank {request.rank}")
+        return m.Count(self._residents.publish(request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
         """Void publications with a lower sequence. Any part of the instance may ask."""
@@ -180,7 +182,7 @@ class InstanceRegistry:
         assert join is not None
         ranks = range(m.SCHEDULER, join.ranks)
         pidfds = [self._pidfd_of(parts[rank].peer.process) for rank in ranks]
-        joined = m.Joined(join.blocks, join.ranks, join.each)
+        joined = m.Joined(join.blocks, join.ranks)
         return joined, [*parts[m.SCHEDULER].fds, *pidfds]
 
     def open_cache(self, id_: m.InstanceId, rank: int) -> Answer:
@@ -223,7 +225,7 @@ class InstanceRegistry:
 
     def stats(self, stopped: Callable[[ProcessId], bool]) -> list[m.InstanceStats]:
         return [
-            each.stats(id_, len(self._residents.of(id_)), stopped) for id_, each in self._of.items()
+            each.stats(id_, self._residents.blocks(id_), stopped) for id_, each in self._of.items()
         ]
 
     # ---- inside
@@ -301,6 +303,13 @@ class InstanceRegistry:
         else:
             del self._of[id_]
             self._residents.close(id_)
+
+
+def _mapped(join: m.Join, fd: int) -> ForeignTable:
+    try:
+        return ForeignTable(fd, join.instance, join.blocks)
+    except SegmentError as error:
+        raise Refused(str(error)) from error
 
 
 def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:

@@ -47,9 +47,7 @@ class Service:
         self.max_segments, self.epoch, self._now = max_segments, epoch, now
         self.backlog, self.counters = Backlog(), Counter[str]()
         self.promises = Promises(self.backlog, self.counters, now)
-        self.residents = ResidentDirectory(
-            self.backlog, self.counters, max_chunks, self.promises.arrived
-        )
+        self.residents = ResidentDirectory(self.backlog, self.counters, self.promises.arrived)
         self.directory = Directory(
             now, write_seconds, self.backlog, self.counters, keep, self._was_reset, max_chunks
         )
@@ -107,18 +105,16 @@ class Service:
                 assert_never(request)
 
     def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
-        """Answer requests about chunks in instances' KV caches."""
+        """Answer requests about instances' KV caches."""
         instances = self.instances
         match request:
             case m.Find():
-                _check_ranks(request.keys, request.ranks)
                 return self._find(client, request)
             case m.Promise():
-                _check_ranks(request.keys, request.ranks)
+                _check_ranks(len(request.keys), request.ranks)
                 return self._promise(client, request)
             case m.Publish():
-                right = request.epoch == self.directory.epoch(request.keys)
-                return instances.publish(client, request) if right else m.Count(0)
+                return self._publish(client, request)
             case m.Retract():
                 self.promises.drop_client(client)
                 return instances.retract(client, request)
@@ -283,14 +279,18 @@ class Service:
 
     def _find(self, client: Peer, request: m.Find) -> m.Reply:
         """Answer a look-up, and note the chunks that its request will compute."""
-        keys, counters = request.keys, self.counters
-        answer, epoch = self.residents.find(request, self.directory), self.directory.epoch(keys)
-        counters["lookup_chunks"] += len(keys)
-        counters["lookup_hits"] += len(answer.pooled)
-        if answer.residents:
-            resident = (range(run.first, run.stop) for run in answer.residents)
-            counters["resident_hits"] += len(set[int]().union(*resident))
-        missing = [] if answer.cut else keys[len(answer.pooled) :]
+        count, counters = len(request.hashes) // m.HASH_BYTES // request.each, self.counters
+        if len(request.hashes) % m.HASH_BYTES:
+            raise Refused(f"{len(request.hashes):,} B are not whole hashes")
+        _check_ranks(count, request.ranks)
+        namespace, keys = request.namespace, list[m.ChunkKey]()
+        if self._needs_keys(request):
+            keys = m.chunk_keys(namespace, request.hashes, request.each)
+        answer = self.residents.find(request, keys, self.directory)
+        found, epoch = len(answer.pooled), self.directory.epoch([m.ChunkKey(namespace)])
+        counters["lookup_chunks"] += count
+        counters["lookup_hits"] += found
+        missing = [] if answer.cut else keys[found:]
         # A look-up without a promise takes no promise over.
         begins = request.begins and bool(request.promise)
         coming = self.promises.coming(client, missing, begins)
@@ -307,6 +307,17 @@ class Service:
             return answer
         return msgspec.structs.replace(answer, epoch=epoch, coming=coming, copies=copies)
 
+    def _needs_keys(self, request: m.Find) -> bool:
+        """Whether the pool or a promise may have chunks of a look-up, or will."""
+        pooled = self.directory.has_any(request.namespace)
+        return pooled or bool(request.promise) or len(self.promises) > 0
+
+    def _publish(self, client: Peer, request: m.Publish) -> m.Count:
+        """Take blocks, unless they were computed before a reset."""
+        join = self.residents.joined(request.instance)
+        epoch = self.directory.epoch([m.ChunkKey(join.namespace)]) if join is not None else 0
+        return self.instances.publish(client, request) if request.epoch == epoch else m.Count(0)
+
     def _promise(self, client: Peer, request: m.Promise) -> m.Promised:
         """Note the chunks that a request computes. Ignores a request that began before a reset."""
         epoch = self.directory.epoch(request.keys)
@@ -316,10 +327,10 @@ class Service:
     def _lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> list[m.ChunkKey]:
         """The keys (of rank 0), each once, whose chunks the request's instance has not published,
         and the pool lacks for a rank."""
-        own = self.residents.of(request.instance)
+        own, has = request.instance, self.residents.has
         keys = list(dict.fromkeys(keys))
         pairs = zip(keys, self.directory.of_all(keys, request.ranks), strict=True)
-        return [key for key, stored in pairs if not stored and key not in own]
+        return [key for key, stored in pairs if not (stored or has(own, key))]
 
     def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if self.directory.region(id_) is None:
@@ -344,7 +355,7 @@ class Service:
         return m.Count(int(reported is not None))
 
 
-def _check_ranks(keys: list[m.ChunkKey], ranks: int) -> None:
+def _check_ranks(keys: int, ranks: int) -> None:
     """Refuse a look-up that would take too long."""
-    if len(keys) * ranks > m.MAX_LOOKED_UP:
-        raise Refused(f"{len(keys):,} keys x {ranks:,} ranks; {m.MAX_LOOKED_UP:,} is the limit")
+    if keys * ranks > m.MAX_LOOKED_UP:
+        raise Refused(f"{keys:,} keys x {ranks:,} ranks; {m.MAX_LOOKED_UP:,} is the limit")

@@ -42,7 +42,7 @@ _COUNTERS = {
     "expired_reservations": "Reservations whose writer was too slow or is gone.",
     "evicted": "Chunks that made room for others in the pool.",
     "removed": "Chunks of the pool that were forgotten because a client asked for it.",
-    "published": "Chunks that instances showed to others in their KV caches.",
+    "published": "Blocks that instances showed to others in their KV caches.",
     "refused_full": "Chunks that were not stored: nothing in the pool could make room.",
     "refused_too_large": "Chunks that were not stored: they are larger than any segment.",
     "refused_no_segment": "Chunks that were not stored: their worker can use no segment.",
@@ -148,8 +148,8 @@ def _instances(stats: ServerStats) -> Iterator[Metric]:
     stopped = rows(lambda one: bool(one.stopped) or one.silent > SILENT_SECONDS, True)
     what = "1 if a process of an instance is stopped, or nothing was heard of it for 10 s."
     yield _gauge("instance_stopped", what, stopped, labels)
-    what = "Chunks that others find in an instance's KV cache."
-    yield _gauge("instance_resident_chunks", what, rows(lambda one: one.resident), labels)
+    what = "Blocks that others find in an instance's KV cache."
+    yield _gauge("instance_resident_blocks", what, rows(lambda one: one.resident), labels)
     what = "0 if an instance that gets requests lacks a part, so that others cannot read its KV."
     shared = rows(lambda one: one.early or not one.missing)
     yield _gauge("instance_shared", what, shared, labels)

@@ -17,10 +17,6 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.channel import Channel, R, Sent
 
-_PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
-_KEY_BYTES = m.KEY_BYTES + 2
-"""Bytes of a key in a message that publishes chunks."""
-
 
 class Client(Channel):
     """A connection to the metadata server that reconnects by itself.
@@ -55,6 +51,8 @@ class Client(Channel):
         self._untold = Counter[str]()
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
+        self._parts = True
+        """Whether a look-up of too many hashes goes on behind what was found."""
         self._idle = True
         """Whether the last `ListSegments` had no counts to send."""
         token = secrets.randbits(m.TOKEN_BITS)
@@ -65,8 +63,13 @@ class Client(Channel):
     # ---- chunks
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """Count the leading chunks that the pool has for all ranks."""
-        return len(self.find(m.Find(keys, ranks, pool_only=True)).pooled)
+        """Count the leading chunks that the pool has for all ranks. keys: of rank 0, and of one
+        namespace."""
+        if not keys:
+            return 0
+        hashes = b"".join([key[m.NAMESPACE_BYTES : -m.RANK_BYTES] for key in keys])
+        namespace = keys[0][: m.NAMESPACE_BYTES]
+        return self.find(m.Find(namespace, hashes, 1, 0, ranks, pool_only=True)).found
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return self.present(keys).present
@@ -178,10 +181,18 @@ class Client(Channel):
     # The caller keeps the fds that it passes, and closes the fds that it gets.
 
     def join(
-        self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int
+        self,
+        instance: bytes,
+        namespace: bytes,
+        blocks: int,
+        ranks: int,
+        each: int,
+        tables: Sequence[m.BlockTable],
+        fd: int,
     ) -> None:
         """Register a generation table as its scheduler. Repeat after each reconnection."""
-        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
+        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each, list(tables))
+        self._parts = [table.kind for table in tables] == ["full"]
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
     def show_cache(
@@ -192,11 +203,8 @@ class Client(Channel):
         self._call(request, m.Count, self._config.control_seconds, fds)
 
     def publish(self, whole: m.Publish) -> int:
-        """Publish chunks of one rank, in several requests if necessary. Returns how many count."""
-        count = len(whole.keys)
-        packed_bytes = (len(whole.blocks) + len(whole.generations)) // max(1, count)
-        most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + packed_bytes)))
-        return self._sum(whole.cut(start, start + most) for start in range(0, count, most))
+        """Publish blocks of one rank, in several requests if necessary. Returns how many count."""
+        return self._sum(_publications(whole))
 
     def retract(self, instance: bytes, sequence: int) -> int:
         """Void publications before `sequence`, late ones too. Returns how many were dropped."""
@@ -207,26 +215,40 @@ class Client(Channel):
         return self._call(m.Listen(m.InstanceId(instance)), m.Heard)
 
     def find(self, whole: m.Find) -> m.Found:
-        """Find chunks; see `Find`. Sends several requests for many keys."""
+        """Find blocks and chunks; see `Find`. Sends several requests for many hashes, unless the
+        instance has joined with several tables: then only the first `MAX_HASHES` count."""
         deadline = time.perf_counter() + self._config.request_seconds
-        answer = m.Found(b"")
+        answer, size = m.Found(0, 0), m.HASH_BYTES
+        most = _most_found(whole) * size
         while True:
-            part = whole.keys[len(answer.pooled) :][: max(1, _most_found(whole))]
-            request = msgspec.structs.replace(whole, keys=part)
+            hashes = whole.hashes[answer.found * size :][:most]
+            limit = max(0, whole.limit - answer.found)
+            request = msgspec.structs.replace(whole, hashes=hashes, limit=min(limit, m.MAX_HASHES))
             more = self._call(request, m.Found, deadline - time.perf_counter())
-            answer = _joined(answer, more) if answer.pooled else more
-            ends = len(more.pooled) < len(part) and not more.cut
-            if ends or not more.pooled or len(answer.pooled) == len(whole.keys):
+            answer = _joined(answer, more, whole.each) if answer.found else more
+            ends = more.found * size < len(hashes) and not more.cut
+            if (
+                ends
+                or not self._parts
+                or not more.found
+                or answer.found * size == len(whole.hashes)
+            ):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
     def send_find(self, request: m.Find, seconds: float) -> Sent[m.Found] | None:
-        """Send a look-up, whose answer may be `cut`. None if the keys exceed one request."""
-        fits = len(request.keys) <= _most_found(request)
-        return self._send(request, m.Found, seconds) if fits else None
+        """Send a look-up, whose answer may be `cut`. None if the hashes exceed one request. Of an
+        instance with several tables, see `find`."""
+        most = _most_found(request) * m.HASH_BYTES
+        if len(request.hashes) > most:
+            if self._parts:
+                return None
+            leading, limit = request.hashes[:most], min(request.limit, m.MAX_HASHES)
+            request = msgspec.structs.replace(request, hashes=leading, limit=limit)
+        return self._send(request, m.Found, seconds)
 
     def promise(self, request: m.Promise) -> m.Promised:
         """Promise the leading chunks, as many as fit into a request. See `Promise`."""
-        leading = request.keys[: _most_found(request)]
+        leading = request.keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)]
         return self._call(msgspec.structs.replace(request, keys=leading), m.Promised)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
@@ -262,14 +284,35 @@ def _parts(keys: list[m.ChunkKey]) -> list[list[m.ChunkKey]]:
     return [keys[start : start + m.MAX_KEYS] for start in starts]
 
 
-def _most_found(request: m.Find | m.Promise) -> int:
-    """How many keys of a look-up or a promise fit into one request."""
-    return min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)
+def _publications(whole: m.Publish) -> Iterator[m.Publish]:
+    """Split a publication for requests. A long run is cut where it is cut on all ranks."""
+    runs, count, most = list[m.BlockRun](), 0, m.MAX_PUBLISHED
+    for run in whole.runs:
+        for first in range(0, run.count, most):
+            part = run.cut(first, first + most) if run.count > most else run
+            if count + part.count > most:
+                yield msgspec.structs.replace(whole, runs=runs)
+                runs, count = [], 0
+            runs.append(part)
+            count += part.count
+    if runs:
+        yield msgspec.structs.replace(whole, runs=runs)
 
 
-def _joined(first: m.Found, then: m.Found) -> m.Found:
-    """Join two answers. `then` is about the keys after the keys of `first`."""
-    moved = [run.numbered(run.first + len(first.pooled)) for run in then.residents]
-    return m.Found(
-        first.pooled + then.pooled, first.residents + moved, then.epoch, then.cut, then.coming
+def _most_found(request: m.Find) -> int:
+    """How many hashes of a look-up fit into one request: whole chunks."""
+    chunks = min(m.MAX_HASHES // request.each, m.MAX_LOOKED_UP // request.ranks)
+    return max(1, chunks) * request.each
+
+
+def _joined(first: m.Found, then: m.Found, each: int) -> m.Found:
+    """Join two answers. `then` is about the hashes after `first.found`, a multiple of `each`."""
+    moved = [run.numbered(run.first + first.found) for run in then.residents]
+    return msgspec.structs.replace(
+        then,
+        found=first.found + then.found,
+        end=first.end + then.end,
+        pooled=first.pooled + then.pooled,
+        residents=first.residents + moved,
+        copies=first.copies + then.copies,
     )

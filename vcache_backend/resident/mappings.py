@@ -25,7 +25,7 @@ from vcache_backend import threads
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.protocol import sockets
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import CacheShape, Found, Joined, ResidentRun
+from vcache_backend.protocol.messages import CacheShape, Joined, ResidentRun
 from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.vram_pool import host_memory, regions
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
@@ -123,27 +123,11 @@ class Tables:
             view, _ = self._views[instance]
             return None if view.dead else view
 
-    def unchanged(self, found: Found, each: int, first: int) -> tuple[int, list[ResidentRun]]:
-        """Choose the chunks to load from an answer's copies, whose order is random. Returns the
-        number of leading chunks, and the runs to read in place. each: blocks of a chunk. first: the
-        number of the answer's first chunk.
-
-        Takes a chunk that no copy has unchanged from the pool. Checks only a chunk's last block,
-        which vLLM frees first: the load checks all blocks."""
-        runs, chunk = list[ResidentRun](), 0
-        while chunk < len(found.pooled):
-            for run in found.residents:
-                if run.first <= chunk < run.stop and run.fits(each):
-                    view, packs = self.view(run.instance), (run.blocks, run.generations)
-                    if view and (count := view.leading_ends(*packs, each, chunk - run.first)):
-                        runs.append(run.cut(chunk, chunk + count).numbered(first + chunk))
-                        chunk += count
-                        break
-            else:
-                if not found.pooled[chunk]:
-                    break
-                chunk += 1
-        return chunk, runs
+    def leading(self, run: ResidentRun) -> int:
+        """Count the leading blocks of the run that are unchanged now; 0 while the table cannot be
+        opened. See `view`."""
+        view = self.view(run.instance) if run.fits() else None
+        return 0 if view is None else view.leading(run.blocks, run.generations)
 
     def close(self) -> None:
         """Forget all tables. Views that callers hold stay usable. Idempotent."""
@@ -193,11 +177,11 @@ class Neighbour:
     """The KV cache of one rank of another instance. Any thread.
 
     bases: the address of each plane's block 0 in this process. Read this memory only between
-    `enter` and `leave`, and never write to it. each: vLLM's blocks in a chunk. split: the tensors'
-    blocks in a block of vLLM. Generations count vLLM's blocks."""
+    `enter` and `leave`, and never write to it. split: the tensors' blocks in a block of vLLM.
+    Generations count vLLM's blocks."""
 
-    def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView, each: int) -> None:
-        self.instance, self.shape, self.view, self.each = instance, shape, view, each
+    def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView) -> None:
+        self.instance, self.shape, self.view = instance, shape, view
         self.split = shape.num_blocks // view.blocks
         self.bases: Int64s = np.zeros(0, dtype=np.int64)
         self._lock = threading.Lock()
@@ -212,9 +196,9 @@ class Neighbour:
             return not self._forbidden
 
     def right(self, blocks: bytes, generations: bytes) -> int:
-        """Count the leading chunks whose blocks still have these generations. Both packed as in the
+        """Count the leading blocks that still have these generations. Both packed as in the
         protocol."""
-        return self.view.leading(blocks, generations, self.each)
+        return self.view.leading(blocks, generations)
 
     def leave(self) -> None:
         """Report that a copy is over and its generations were checked: once for each `enter` that
@@ -338,7 +322,7 @@ class Neighbours:
         shape, fds = self._client.open_cache(instance, self._rank)
         try:
             check_shape(shape, joined.blocks, self._kv, self._device)
-            neighbour = Neighbour(instance, shape, view, joined.each)
+            neighbour = Neighbour(instance, shape, view)
             undo.callback(_unmap, neighbour)
             neighbour.map(fds, self._device)
         finally:

@@ -12,8 +12,8 @@ namespace's fingerprint:
 - LMCache's (`vcache-lmcache-1`): the count of tag names and values, then the sorted names and
   values, each after its length, then LMCache's hash, signed
 - vLLM's: the first 16 bytes of vLLM's hash of the chunk's last block, unchanged
-- vLLM's, with a version of the weights, an adapter, or both: that key, keyed with the digest of
-  the version; then keyed with that of the adapter
+- vLLM's, with a version of the weights, an adapter, or both: those 16 bytes, exclusive or with the
+  digest of the version's and the adapter's digests (not keyed, `vcache-mask-1`)
 - of a version (256 bits, not keyed, `vcache-weights-1`): its name
 - of an adapter (256 bits, not keyed, `vcache-lora-2`): name, path and content, each after its
   length
@@ -37,10 +37,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.protocol.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey
+from vcache_backend.protocol.messages import (
+    HASH_BYTES,
+    NAMESPACE_BYTES,
+    RANK_BYTES,
+    ChunkKey,
+    chunk_keys,
+)
 from vcache_backend.transfer.layout import Namespace
 
-HASH_BYTES = 16
 Tokens = npt.NDArray[np.uint32]
 
 
@@ -116,29 +121,35 @@ class TokenHasher:
 # ---- vLLM's
 
 
+def block_hashes(hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes) -> bytes:
+    """Make the hashes of the blocks [first, stop), `HASH_BYTES` each. hashes: vLLM's, SHA-256.
+    computed_with: digests of 32 bytes, for example `adapter_digest`; empty digests do not count."""
+    whole = np.frombuffer(b"".join(hashes[first:stop]), dtype="<u8")
+    made: npt.NDArray[np.uint64] = whole.reshape(-1, 4)[:, :2]
+    if any(computed_with):
+        made = made ^ np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")
+    return made.tobytes()
+
+
 class BlockHashKeys:
-    """Makes keys of rank 0 from vLLM's block hashes, for one namespace. hashes_per_chunk: how many
+    """Makes keys of rank 0 from `block_hashes`, for one namespace. hashes_per_chunk: how many
     hashes a chunk spans. Any thread."""
 
     def __init__(self, namespace: Namespace, hashes_per_chunk: int) -> None:
-        self._prefix, self._each = namespace.prefix, hashes_per_chunk
-        self._suffix = bytes(RANK_BYTES)
+        self.prefix, self.each = namespace.prefix, hashes_per_chunk
 
-    def keys(
-        self, hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes
-    ) -> list[ChunkKey]:
-        """Make the keys of the chunks [first, stop). hashes: of all the request's blocks, SHA-256.
-        computed_with: digests of 32 bytes, for example `adapter_digest`; empty digests do not
-        count."""
-        each, prefix, suffix = self._each, self._prefix, self._suffix
-        ends = hashes[(first + 1) * each - 1 : stop * each : each]
-        made: list[Any] = [prefix + last[:HASH_BYTES] + suffix for last in ends]
-        for digest in filter(None, computed_with):
-            made = [
-                prefix + blake2b(key, key=digest, digest_size=HASH_BYTES).digest() + suffix
-                for key in made
-            ]
-        return made
+    def keys(self, hashes: bytes) -> list[ChunkKey]:
+        """Make the keys of the whole chunks in `hashes`, which begin with a chunk."""
+        return chunk_keys(self.prefix, hashes, self.each)
+
+
+def _mask(*digests: bytes) -> bytes:
+    """What the digests add to each hash of a request, by exclusive or: hashes of different digests
+    are as hard to make equal as two hashes of one digest."""
+    mask = blake2b(digest_size=HASH_BYTES, person=b"vcache-mask-1")
+    for digest in digests:
+        mask.update(digest)
+    return mask.digest()
 
 
 def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:

@@ -1,4 +1,4 @@
-"""Loads chunks: copies them into a KV cache, run by run as they arrive, from this node's memory or
+"""Loads blocks: copies them into a KV cache, run by run as they arrive, from this node's memory or
 the offload tier."""
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
 
 ABSENT = "absent"
-"""The cause of a load that ended because no source has a chunk."""
+"""The cause of a load that ended because no source has a block."""
 CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, CHANGED)
-"""Causes that do not count as failures. Changed chunks have their own counter."""
+"""Causes that do not count as failures. Changed memory has its own counter."""
 POLL_SECONDS = 0.0002
 """How often to check whether another instance's KV cache has been mapped."""
 COPY_SECONDS = 10.0
@@ -43,13 +43,12 @@ LINGER_SECONDS = 0.1
 
 
 class Load:
-    """Copies the leading chunks of `keys` to their places. Runs in the worker's thread that
-    launches kernels.
+    """Copies leading blocks to their places. Runs in the worker's thread that launches kernels.
 
-    Call `advance`, which never waits for chunks or copies, until it returns True. Then the `loaded`
-    leading chunks are in place and verified, and `cause` says why further chunks are not;
-    `stats.tell` counts the load. A load is not over while a copy may still write into its places,
-    unless it was abandoned."""
+    Call `advance`, which never waits for chunks or copies, until it returns True. Then the `filled`
+    leading blocks are in place and verified, unless they were not wanted, and `cause` says why
+    further blocks are not; `stats.tell` counts the load. A load is not over while a copy may still
+    write into its places, unless it was abandoned."""
 
     def __init__(
         self,
@@ -63,27 +62,31 @@ class Load:
         runs: Sequence[ResidentRun | SlotRun] = (),
         neighbours: Neighbours | None = None,
     ) -> None:
-        """`keys[i]` and `places` belong to chunk i.
+        """keys: `keys[i]` belongs to chunk i of `places`. Blocks without a key, perhaps all, are
+        looked for in `runs` only.
 
         mark: see `LoadContext`; None: the current stream continues behind the copies.
         offload: look in the offload tier for chunks that the pool lacks. name: of the request, for
-        the log. runs: where chunks are known to be, in the KV caches of `neighbours` or in the
-        pool; the load finds the others itself.
+        the log. runs: where blocks are known to be, in the KV caches of `neighbours` or in the
+        pool: a resident run counts blocks of `places`, a run of slots counts chunks. The load finds
+        the other chunks itself.
 
-        A new KV cache is mapped in the background, and the load waits for it. If a chunk is gone
-        when its copy would start, another source may provide it."""
+        A new KV cache is mapped in the background, and the load waits for it. If memory is used
+        again before its copy would start, another source may provide the blocks."""
         self.keys, self.places = keys, places
-        self.stats = LoadStats(session, places.kv, name, len(keys))
-        self.loaded, self.cause = 0, ""
+        self.stats = LoadStats(session, name, places.total)
+        self.cause = ""
         self._session = session
         self._context = LoadContext(session, places, keys, mark, self.stats)
         self._memory = MemorySource(self._context, runs, neighbours)
         self._offload: OffloadSource | None = None
-        if offload and session.tier is not None:
+        if offload and keys and session.tier is not None:
             self._offload = OffloadSource(self._context, session.tier, self._memory)
         self._parts: deque[Part] = deque()
-        self._end = len(keys)
-        """The first chunk that is no longer wanted: no copy of this or a later chunk starts."""
+        self._settled = 0
+        """The first block behind those that copies have brought."""
+        self._end = places.total
+        """The first block that is no longer wanted: no copy of this or a later block starts."""
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
@@ -108,7 +111,7 @@ class Load:
 
     def run(self, patience: float) -> int:
         """Wait until the load is over. Abandons it after `patience` seconds without a further
-        chunk. Returns how many chunks are in place."""
+        block. Returns `loaded`."""
         if not self._wait_until(self.advance, patience):
             self.abandon()
         self.stats.tell()
@@ -116,11 +119,11 @@ class Load:
 
     def launch(self, patience: float) -> int:
         """Launch the load's copies; `finish` waits for their ends. Waits at most `patience` seconds
-        for the next chunk. Returns how many leading chunks are in place or being copied; no further
+        for the next block. Returns how many leading chunks are in place or being copied; no further
         copy starts later."""
         self._wait_until(lambda: self.advance() or self.launched, patience)
         self.hold()
-        return self.reached
+        return self._chunks(self.reached)
 
     def end(self, deadline: float) -> None:
         """Wait until the load is over; abandon the load at `deadline` (time.monotonic)."""
@@ -155,9 +158,19 @@ class Load:
             self._parts[0].copy.moving.wait(seconds)
 
     @property
+    def filled(self) -> int:
+        """How many leading blocks are in place, or not wanted."""
+        return self.places.after(self._settled)
+
+    @property
+    def loaded(self) -> int:
+        """How many leading chunks are in place. Only chunks with keys count."""
+        return self._chunks(self.filled)
+
+    @property
     def reached(self) -> int:
-        """How many leading chunks are in place or being copied."""
-        return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
+        """How many leading blocks are in place, being copied, or not wanted."""
+        return self.places.after(self._parts[-1].stop) if self._parts else self.filled
 
     @property
     def launched(self) -> bool:
@@ -201,13 +214,16 @@ class Load:
 
     # ---- inside
 
+    def _chunks(self, blocks: int) -> int:
+        return min(self.places.chunks(blocks), len(self.keys)) if self.keys else 0
+
     def _wait_until(self, done: Callable[[], bool], patience: float) -> bool:
-        """Wait until `done()`. False after `patience` seconds without a further chunk."""
-        seen = self.reached, self.loaded
+        """Wait until `done()`. False after `patience` seconds without a further block."""
+        seen = self.reached, self.filled
         until = time.monotonic() + patience
         while not done():
-            if (self.reached, self.loaded) != seen:
-                seen = self.reached, self.loaded
+            if (self.reached, self.filled) != seen:
+                seen = self.reached, self.filled
                 until = time.monotonic() + patience
             elif time.monotonic() >= until:
                 return False
@@ -220,30 +236,31 @@ class Load:
             self._settle()
 
     def _launch(self) -> bool:
-        """Start the copy of the next available chunks. Returns False without such chunks, and holds
+        """Start the copy of the next available blocks. Returns False without such blocks, and holds
         the load if none are coming."""
-        chunk, memory, offload = self.reached, self._memory, self._offload
-        if memory.expects(chunk):
+        block, memory, offload = self.reached, self._memory, self._offload
+        if memory.expects(block):
             return False
-        if offload is not None and offload.expects(chunk):
-            return self._began(offload.launch(chunk))
-        if self._began(memory.launch(chunk)):
+        if offload is not None and offload.expects(block):
+            return self._began(offload.launch(block))
+        if self._began(memory.launch(block)):
             return True
         if offload is not None and offload.may_have:
             self._context.idle_since = perf_counter()
             # Another instance may have stored the chunk between the two questions.
-            if not offload.prepare(chunk) and self._began(memory.launch(chunk)):
+            if not offload.prepare(block) and self._began(memory.launch(block)):
                 return True
-            if offload.expects(chunk):
+            if offload.expects(block):
                 return False
-        if memory.expects(chunk):
-            # The chunk's first owner is gone, and the second owner's KV cache is being mapped.
+        if memory.expects(block):
+            # The block's first owner is gone, and the second owner's KV cache is being mapped.
             return False
         self.hold(memory.cause or (offload.cause if offload is not None else "") or ABSENT)
         return False
 
     def _began(self, parts: Sequence[Part]) -> bool:
-        """Note the parts of a copy. Then begin to fetch the next chunk, if memory lacks it."""
+        """Note the parts of a copy. Then begin to fetch the next chunk, if memory lacks its next
+        block."""
         self._parts += parts
         if parts and self._offload is not None and not self._memory.has(self.reached):
             self._offload.prepare(self.reached)
@@ -256,14 +273,14 @@ class Load:
                 return
             self._parts.popleft()
             right, cause = part.settle()
-            self.loaded = part.first + right
+            self._settled = part.first + right
             if cause:
                 self._fail(cause)
                 return
             self._context.idle_since = perf_counter()
 
     def _fail(self, cause: str) -> None:
-        """End the load with the chunks that are now in place."""
+        """End the load with the blocks that are now in place."""
         self._failed = True
         self.cause = cause
 
@@ -288,7 +305,7 @@ class Load:
                     part.drop()
 
     def _release(self) -> None:
-        """Release the chunks that no copy reads."""
+        """Release the memory that no copy reads."""
         self._memory.cancel()
         if self._offload is not None:
             self._offload.cancel()

@@ -1,23 +1,36 @@
-"""The places of a request's chunks in a KV cache, by slots or by blocks, and plans of copies."""
+"""The places of a request's blocks in a KV cache, by slots or by blocks, and plans of copies."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, plan_blocks, whole_blocks
+from vcache_backend.vram_pool.copies.plan import CopyPlan, placed, plan_blocks, whole_blocks
 
 SlotMapping = torch.Tensor | npt.NDArray[np.int64]
 
 
+class LoadPlan(NamedTuple):
+    """The wanted blocks of a part of a load."""
+
+    numbers: Int64s
+    """Of the blocks in the load, ascending. Counted in the KV cache's blocks, of which several may
+    make a block of the load."""
+    ids: Int64s
+    """The KV cache's blocks."""
+
+
 class BlockPlaces:
-    """Places by block numbers: `blocks` lists the chunks' blocks, of `block_size` tokens each,
-    chunk by chunk. Plans raise LayoutError for places outside the KV cache."""
+    """Places by block numbers: `blocks` lists blocks of `block_size` tokens each. A load or a store
+    of chunks lists them chunk by chunk. Plans raise LayoutError for places outside the KV cache."""
 
     def __init__(
         self,
@@ -28,36 +41,79 @@ class BlockPlaces:
         skip: int = 0,
         *,
         holes: bool = False,
+        counted: int = 0,
     ) -> None:
         """block_size: a multiple of the tensors' block size. skip: a load wants only
         `blocks[skip:]`. holes: negative blocks are not wanted; without `holes` a negative block is
-        an error, unless several groups exist (`PagedKV.shares`)."""
-        self.kv, self._size, self._holes = kv, chunk_size, holes
-        self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
+        an error, unless several groups exist (`PagedKV.shares`). counted: only the blocks before
+        this one count as tokens; 0: all blocks, of chunks with several groups those of the first
+        group."""
+        self.kv, self._size, self._holes = kv, chunk_size, holes or bool(kv.shares)
+        self.split, self.total = block_size // kv.block_size, len(blocks)
+        """How many of the tensors' blocks make one of `blocks`, and the number of these."""
         ids = np.array(blocks, dtype=np.int64)
-        if parts > 1:
-            split = ids[:, None] * parts + np.arange(parts)
+        if self.split > 1:
+            split = ids[:, None] * self.split + np.arange(self.split)
             ids = np.where(ids[:, None] < 0, -1, split).reshape(-1)
         self._ids: Int64s = ids
-        self._skip = skip * parts
+        self._skip, self._counted = skip * self.split, counted * self.split
 
-    def load_plan(self, first: int, count: int) -> CopyPlan:
-        """Plan the copy of the wanted blocks of `count` chunks, from number `first` on, out of
-        slots 0, 1, ..."""
-        start = first * self._each
-        ids = self._ids[start : start + count * self._each]
-        skip = min(max(self._skip - start, 0), len(ids))
-        return plan_blocks(self.kv, self._size, ids, skip, holes=self._holes)
+    @cached_property
+    def each(self) -> int:
+        """How many of `blocks` make a chunk. LayoutError if chunks cut a block."""
+        each, rest = divmod(self.kv.blocks_in(self._size), self.split)
+        if rest:
+            raise LayoutError(f"chunk_size {self._size} is not a multiple of the block size")
+        return each
+
+    def chunks(self, blocks: int) -> int:
+        """How many leading chunks have no wanted block behind the leading `blocks` blocks."""
+        return -(-blocks // self.each) if blocks == self.total else blocks // self.each
+
+    def after(self, block: int) -> int:
+        """The first wanted block, from this one on; `total` without one."""
+        wanted = self._wanted
+        if wanted is None:
+            return block
+        at = int(np.searchsorted(wanted, block))
+        return int(wanted[at]) if at < len(wanted) else self.total
+
+    @cached_property
+    def _wanted(self) -> Int64s | None:
+        """The wanted blocks; None: all."""
+        lacking = self._ids < 0 if self._holes else np.zeros(len(self._ids), dtype=np.bool_)
+        lacking[: self._skip] = True
+        if not lacking.any():
+            return None
+        return np.flatnonzero(~lacking.reshape(-1, self.split).all(1))
+
+    def load_plan(self, first: int, stop: int) -> LoadPlan:
+        """Plan the copy of the wanted blocks among the blocks [first, stop)."""
+        begin, end = max(first * self.split, self._skip), stop * self.split
+        numbers, ids = placed(self.kv, self._ids[begin:end], holes=self._holes)
+        return LoadPlan(numbers + begin, ids)
+
+    def tokens(self, numbers: Int64s) -> int:
+        """How many tokens blocks with these numbers count (`LoadPlan.numbers`)."""
+        shares, count = self.kv.shares, len(numbers)
+        if self._counted:
+            count = int(np.searchsorted(numbers, self._counted))
+        elif len(shares) > 1:
+            inside = numbers % self.kv.blocks_in(self._size)
+            count = int(np.count_nonzero(inside < shares[0].of(self._size)))
+        return count * self.kv.block_size
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
         """Plan the copy of these chunks into slots 0, 1, ..."""
-        rows = self._ids[: len(self._ids) // self._each * self._each].reshape(-1, self._each)
+        each = self.each * self.split
+        rows = self._ids[: len(self._ids) // each * each].reshape(-1, each)
         return plan_blocks(self.kv, self._size, rows[list(chunks)].reshape(-1), holes=self._holes)
 
     def holds(self, chunk: int) -> bool:
         """Whether the whole chunk has a place: otherwise it cannot be stored."""
-        own = self._ids[chunk * self._each : (chunk + 1) * self._each]
-        return len(own) == self._each and not (own < 0).any()
+        each = self.each * self.split
+        own = self._ids[chunk * each : (chunk + 1) * each]
+        return len(own) == each and not (own < 0).any()
 
     def distinct(self) -> bool:
         ids = self._ids[self._skip :]
@@ -65,7 +121,7 @@ class BlockPlaces:
 
     def there(self, chunks: int) -> npt.NDArray[np.bool_]:
         """Shape (blocks,): whether each block of the leading `chunks` chunks has a place."""
-        mask: npt.NDArray[np.bool_] = self._ids[: chunks * self._each] >= 0
+        mask: npt.NDArray[np.bool_] = self._ids[: chunks * self.each * self.split] >= 0
         return mask
 
 

@@ -1,8 +1,8 @@
 """Where a load's chunks come from: this node's memory, and the offload tier.
 
-Memory is read in one way, wherever it lies: find the chunks' slots or blocks, copy them, and
-compare their generations afterwards (`vram_pool.generations`). A chunk of the pool is one slot, a
-chunk in another instance's KV cache is several blocks."""
+Memory is read in one way, wherever it lies: find the slots or blocks, copy them, and compare their
+generations afterwards (`vram_pool.generations`). A load counts in blocks. Another instance's KV
+cache has single blocks, pool and offload tier have chunks of `BlockPlaces.each` blocks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
+from vcache_backend.protocol.messages import NUMBER_BYTES, ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.mappings import Neighbour, Neighbours
-from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.places import BlockPlaces, LoadPlan
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.stats import LoadStats, Origin
+from vcache_backend.transfer.stats import LoadStats, Origin, Read
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, chunk_planes
+from vcache_backend.vram_pool.copies.plan import chunk_planes
 from vcache_backend.vram_pool.devices import where
 from vcache_backend.vram_pool.pool import PoolSegment
 
@@ -33,49 +32,46 @@ if TYPE_CHECKING:
     from vcache_backend.offload.transfers import Fetch
 
 CHANGED = "changed"
-"""The cause of a load that ended because a chunk's generations had changed after its copy."""
+"""The cause of a load that ended because generations had changed after the copy."""
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
 """A load's cause, by the cause of a fetch that ended early. All other causes: `store`."""
 PIN_SECONDS = 0.25
 """How long the server keeps the chunks of a load from eviction: until the copy, which waits for the
 steps under way and takes milliseconds, is mostly over. After that a reused slot is a miss."""
 
-OFFLOADED = Origin("store", "offload", "offload", "the offload tier")
+OFFLOADED = Origin("store", "chunks_offload", "bytes_offload", "the offload tier")
 Run = ResidentRun | SlotRun
 
 
 class Settled(NamedTuple):
-    """How many leading chunks are right, and the cause if some are not."""
+    """How many leading blocks are right, and the cause if some are not."""
 
-    chunks: int
+    blocks: int
     cause: str = ""
 
 
 class Place(NamedTuple):
-    """Where the pages of a part's chunks begin, and what is known of the memory."""
+    """Where the pages of a part's blocks begin, and what is known of the memory."""
 
     planes: Int64s
     """For each plane of the KV cache, see `Copier.pull`. Parts with the same array share it."""
-    offsets: Callable[[Int64s, Int64s, int], Int64s]
-    """Called with the blocks' chunks (counted from the part's first), the blocks' offsets in one
-    kind's part of a chunk, and the kind's number; returns what to add to `planes`."""
+    offsets: Callable[[Int64s, int], Int64s]
+    """Called with blocks of the load (`LoadPlan.numbers`), and the number of a kind of layers;
+    returns what to add to this kind's `planes`."""
     origin: Origin
     local: bool = False
-    """Whether the chunks are on the KV cache's device."""
+    """Whether the blocks are on the KV cache's device."""
     host: bool = False
-    """Whether the chunks are in host memory that a GPU reads."""
+    """Whether the blocks are in host memory that a GPU reads."""
     keep: object = None
     """Keeps the memory mapped."""
 
 
 @dataclass
 class RunningCopy:
-    """A running copy into the KV cache: `count` chunks of a load from number `first` on. launched:
-    by perf_counter."""
+    """A running copy of a load's blocks. launched: by perf_counter."""
 
-    first: int
-    count: int
-    plan: CopyPlan
+    plan: LoadPlan
     moving: Completion
     launched: float
 
@@ -84,14 +80,6 @@ class RunningCopy:
         """Seconds that the copy took. Only after the copy."""
         seconds = self.moving.seconds
         return perf_counter() - self.launched if seconds is None else seconds
-
-    def tokens(self, first: int, count: int) -> int:
-        """How many tokens the copy brings of the `count` chunks from number `first` on."""
-        if count == self.count:
-            return self.plan.tokens
-        start = first - self.first
-        begin, end = np.searchsorted(self.plan.blocks[:, 0], (start, start + count))
-        return int(end - begin) * self.plan.block_size
 
 
 @dataclass(eq=False)
@@ -116,14 +104,18 @@ class LoadContext:
     def kv(self) -> PagedKV:
         return self.places.kv
 
+    def end(self, chunk: int) -> int:
+        """The first block behind the chunks before this one."""
+        return min(chunk * self.places.each, self.places.total)
+
     def launch(self, parts: Sequence[Part]) -> None:
-        """Start one copy of these consecutive parts. After a VCacheError no part of the copy runs;
-        after another exception, parts may."""
-        first, count, session = parts[0].first, sum(part.count for part in parts), self.session
+        """Start one copy of these parts, which only unwanted blocks lie between. After a
+        VCacheError no part of the copy runs; after another exception, parts may."""
+        session = self.session
         try:
             with session.stats.timed("plan"):
-                plan = self.places.load_plan(first, count)
-            rows, origins = _rows(self.kv, plan, parts)
+                plan = self.places.load_plan(parts[0].first, parts[-1].stop)
+            rows, origins = _rows(self.places, plan, parts)
             local, host = (
                 all(part.place.local for part in parts),
                 any(part.place.host for part in parts),
@@ -136,81 +128,102 @@ class LoadContext:
             for part in parts:
                 part.drop()
             raise
-        copy = RunningCopy(first, count, plan, moving, started)
+        copy = RunningCopy(plan, moving, started)
         for part in parts:
             part.copy = copy
 
 
 @dataclass(eq=False)
 class Part(ABC):
-    """`count` consecutive chunks of a load, from number `first` on, in one place.
+    """The blocks [first, stop) of a load, in one place.
 
-    The chunks stay readable until `settle` or `drop`. Neither is called if nobody can know whether
+    The blocks stay readable until `settle` or `drop`. Neither is called if nobody can know whether
     the copy is over."""
 
     context: LoadContext
     first: int
-    count: int
+    stop: int
     place: Place
     copy: RunningCopy = field(init=False, repr=False)
     """The copy of this part, and perhaps of other parts; set by the launch."""
 
     @abstractmethod
     def settle(self) -> Settled:
-        """Release the chunks after the copy, and return how many of them are right."""
+        """Release the memory after the copy, and return how many blocks are right."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Release chunks that are no longer needed. No copy reads them."""
+        """Release memory that is no longer needed. No copy reads it."""
 
-    def brought(self, count: int, waited: float | None = None) -> None:
-        """Count the leading `count` chunks. waited: see `LoadStats.brought`."""
-        copy, stats = self.copy, self.context.stats
-        tokens = copy.tokens(self.first, count)
-        seconds = copy.seconds * self.count / copy.count  # its share
-        stats.later(stats.brought, self.place.origin, self.first, count, tokens, seconds, waited)
+    def brought(self, items: int, stop: int, waited: float | None = None) -> None:
+        """Count the blocks before `stop`. items: their chunks, or blocks of another KV cache.
+        waited: see `LoadStats.brought`."""
+        copy, context, numbers = self.copy, self.context, self.copy.plan.numbers
+        places, bounds = context.places, np.array([self.first, stop, self.stop])
+        first, end, last = np.searchsorted(numbers, bounds * places.split).tolist()
+        read = Read(
+            first=self.first,
+            stop=stop,
+            items=items,
+            tokens=places.tokens(numbers[:end]) - places.tokens(numbers[:first]),
+            nbytes=(end - first) * context.kv.block_bytes,
+            # Its share.
+            seconds=copy.seconds * (last - first) / max(len(numbers), 1),
+        )
+        context.stats.later(context.stats.brought, self.place.origin, read, waited)
 
 
-def _rows(kv: PagedKV, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, Int64s]:
+def _rows(places: BlockPlaces, plan: LoadPlan, parts: Sequence[Part]) -> tuple[Int64s, Int64s]:
     """The table of a copy, see `Copier.pull`."""
-    insides = [plan.offsets(kv, number) for number in range(len(kv.kinds))]
-    rows = np.empty((len(plan.blocks), 2 + len(insides)), dtype=np.int64)
-    rows[:, 2] = plan.blocks[:, 2]
-    numbers: dict[int, int] = {}
+    kinds = range(len(places.kv.kinds))
+    rows = np.empty((len(plan.ids), 2 + len(kinds)), dtype=np.int64)
+    rows[:, 2] = plan.ids
+    origins: dict[int, int] = {}
     bases: list[Int64s] = []
-    chunks = list(accumulate((part.count for part in parts), initial=0))
-    bounds = np.searchsorted(plan.blocks[:, 0], chunks).tolist()
-    for part, start, begin, end in zip(parts, chunks, bounds, bounds[1:], strict=False):
-        planes, offsets = part.place.planes, part.place.offsets
-        if id(planes) not in numbers:
-            numbers[id(planes)] = len(bases)
+    bounds = np.array([(part.first, part.stop) for part in parts]) * places.split
+    for part, (begin, end) in zip(
+        parts, np.searchsorted(plan.numbers, bounds).tolist(), strict=True
+    ):
+        planes, numbers = part.place.planes, plan.numbers[begin:end]
+        if id(planes) not in origins:
+            origins[id(planes)] = len(bases)
             bases.append(planes)
-        rows[begin:end, 0] = numbers[id(planes)]
-        for number, inside in enumerate(insides):
-            rows[begin:end, 2 + number if number else 1] = offsets(
-                plan.blocks[begin:end, 0] - start, inside[begin:end], number
-            )
+        rows[begin:end, 0] = origins[id(planes)]
+        for kind in kinds:
+            rows[begin:end, 2 + kind if kind else 1] = part.place.offsets(numbers, kind)
     return rows, np.stack(bases)
 
 
-def _in_slots(context: LoadContext, slots: Int64s, *of: Any) -> Place:
-    """slots: the address of each chunk, which lies in one piece. of: the rest of the place."""
-    planes = chunk_planes(context.kv, context.session.chunk_size)
-    return Place(planes, lambda chunks, inside, kind: slots[chunks] + inside, *of)
+def _in_slots(context: LoadContext, first: int, slots: Int64s, *of: Any) -> Place:
+    """slots: the address of each chunk from number `first` on, which lies in one piece. of: the
+    rest of the place."""
+    kv, size = context.kv, context.session.chunk_size
+    each = kv.blocks_in(size)
+
+    def offsets(numbers: Int64s, kind: int) -> Int64s:
+        chunks, inside = np.divmod(numbers, each)
+        its = kv.kinds[kind]
+        found: Int64s = slots[chunks - first] + inside * (its.parts * its.page_bytes)
+        return found
+
+    return Place(chunk_planes(kv, size), offsets, *of)
 
 
 def _in_blocks(context: LoadContext, neighbour: Neighbour, run: ResidentRun) -> Place:
     blocks = np.frombuffer(run.blocks, dtype=np.uint32).astype(np.int64)
-    parts = blocks[:, None] * neighbour.split + np.arange(neighbour.split)
-    ids = parts.reshape(run.chunks, -1)
+    split = neighbour.split
 
-    def offsets(chunks: Int64s, inside: Int64s, number: int) -> Int64s:
-        kv, stride = context.kv.kinds[number], neighbour.shape.kinds[number].stride
-        found: Int64s = ids[chunks, inside // (kv.parts * kv.page_bytes)] * stride
+    def offsets(numbers: Int64s, kind: int) -> Int64s:
+        if split > 1:
+            block, inside = np.divmod(numbers, split)
+            ids = blocks[block - run.first] * split + inside
+        else:
+            ids = blocks[numbers - run.first]
+        found: Int64s = ids * neighbour.shape.kinds[kind].stride
         return found
 
     name = f"the KV cache of instance {run.instance.hex()}"
-    origin = Origin("resident", "resident", "resident", name, run.instance)
+    origin = Origin("resident", "blocks_resident", "bytes_resident", name, run.instance)
     local = neighbour.shape.device == context.session.device.name
     return Place(neighbour.bases, offsets, origin, local)
 
@@ -220,7 +233,7 @@ def _in_blocks(context: LoadContext, neighbour: Neighbour, run: ResidentRun) -> 
 
 @dataclass(eq=False)
 class MemoryPart(Part):
-    """Chunks in slots of a segment, or in blocks of a neighbour, between `enter` and `leave`."""
+    """Blocks in slots of a segment, or in blocks of a neighbour, between `enter` and `leave`."""
 
     memory: PoolSegment | Neighbour = field(kw_only=True)
     run: Run = field(kw_only=True)
@@ -230,12 +243,13 @@ class MemoryPart(Part):
             right = self.memory.right(*_packed(self.run))
         finally:
             self.memory.leave()
+        stop = max(_stop(self.context, self.run, right), self.first)
         if right:
-            self.brought(right)
-        if right == self.count:
-            return Settled(right)
-        self.context.stats.changed(self.place.origin, self.first + right, self.count - right)
-        return Settled(right, CHANGED)
+            self.brought(right, stop)
+        if stop == self.stop:
+            return Settled(stop - self.first)
+        self.context.stats.changed(self.place.origin, stop, self.stop, _count(self.run) - right)
+        return Settled(stop - self.first, CHANGED)
 
     def drop(self) -> None:
         self.memory.leave()
@@ -246,11 +260,29 @@ def _packed(run: Run) -> tuple[bytes, bytes]:
     return run.slots if isinstance(run, SlotRun) else run.blocks, run.generations
 
 
+def _count(run: Run) -> int:
+    return run.chunks if isinstance(run, SlotRun) else len(run.blocks) // NUMBER_BYTES
+
+
+def _stop(context: LoadContext, run: Run, count: int | None = None) -> int:
+    """The load's first block behind the run's leading `count` slots or blocks; all by default."""
+    stop = run.first + (_count(run) if count is None else count)
+    return context.end(stop) if isinstance(run, SlotRun) else min(stop, context.places.total)
+
+
+class _Known(NamedTuple):
+    """A run, and the blocks [first, stop) of the load that it has."""
+
+    first: int
+    stop: int
+    run: Run
+
+
 class MemorySource:
     """Other instances' KV caches and the pool. Runs in the worker's thread.
 
-    Forgets a chunk when its copy starts, when the chunk proves to be gone, and when a later chunk
-    is asked for: a load never goes back. cause: why no chunk can come from the pool now; empty if
+    Forgets blocks when their copy starts, when they prove to be gone, and when a later block is
+    asked for: a load never goes back. cause: why no chunk can come from the pool now; empty if
     the pool simply lacks the chunk."""
 
     def __init__(
@@ -259,47 +291,50 @@ class MemorySource:
         runs: Sequence[Run] = (),
         neighbours: Neighbours | None = None,
     ) -> None:
-        """runs: where chunks are; of several places for a chunk, the first is tried first. Begins
-        to map the KV caches."""
+        """runs: where blocks and chunks are; of several places for a block, the first is tried
+        first. Begins to map the KV caches."""
         self._context, self._neighbours = context, neighbours
-        self._runs = [run for run in runs if neighbours or not isinstance(run, ResidentRun)]
-        self._unasked = bool(self._runs)
-        self.cause = ""
-        for run in self._runs:
-            if isinstance(run, ResidentRun) and neighbours is not None:
+        self._known = list[_Known]()
+        for run in runs:
+            if isinstance(run, SlotRun):
+                self._known.append(self._spanned(run))
+            elif neighbours is not None and run.fits():
+                self._known.append(self._spanned(run))
                 neighbours.expects(run.instance)
+        self._unasked = bool(self._known and context.keys)
+        self.cause = ""
 
-    def expects(self, chunk: int) -> bool:
-        """Whether this chunk's KV cache is still being mapped."""
-        run, neighbours = self._at(chunk), self._neighbours
-        if not isinstance(run, ResidentRun) or neighbours is None:
+    def expects(self, block: int) -> bool:
+        """Whether this block's KV cache is still being mapped."""
+        known, neighbours = self._at(block), self._neighbours
+        if known is None or neighbours is None or isinstance(known.run, SlotRun):
             return False
-        return neighbours.expects(run.instance)
+        return neighbours.expects(known.run.instance)
 
-    def next(self, chunk: int) -> int | None:
-        """Return the first chunk that is known to be here, from number `chunk` on."""
-        self._forget_before(chunk)
-        return max(chunk, min(run.first for run in self._runs)) if self._runs else None
+    def next(self, block: int) -> int | None:
+        """Return the first block that is known to be here, from number `block` on."""
+        self._forget_before(block)
+        return max(block, min(known.first for known in self._known)) if self._known else None
 
-    def has(self, chunk: int) -> bool:
-        """Whether this source is known to have the chunk, or the pool is still to be asked."""
-        return self._unasked or self._at(chunk) is not None
+    def has(self, block: int) -> bool:
+        """Whether this source is known to have the block, or the pool is still to be asked."""
+        return self._unasked or self._at(block) is not None
 
-    def launch(self, chunk: int) -> Sequence[Part]:
-        """Start one copy of the available chunks, from this number on. Returns the chunks' parts.
+    def launch(self, block: int) -> Sequence[Part]:
+        """Start one copy of the available blocks, from this number on. Returns the blocks' parts.
 
         Asks the server where the first chunks are in the pool, unless their place is known. The
         copy does not wait for later ones."""
-        parts, at = list[Part](), chunk
+        places, parts, at = self._context.places, list[Part](), block
         try:
-            while at < len(self._context.keys) and not self.expects(at):
+            while at < places.total and not self.expects(at):
                 part = self._take(at)
-                if part is None and not parts and self._ask(chunk):
+                if part is None and not parts and self._ask(block):
                     part = self._take(at)
                 if part is None:
                     break
                 parts.append(part)
-                at += part.count
+                at = places.after(part.stop)
         except BaseException:
             for part in parts:
                 part.drop()
@@ -309,45 +344,56 @@ class MemorySource:
         return parts
 
     def cancel(self) -> None:
-        """Forget chunks that no copy reads. Idempotent."""
-        self._runs.clear()
+        """Forget blocks that no copy reads. Idempotent."""
+        self._known.clear()
 
     # ---- inside
 
-    def _forget_before(self, chunk: int) -> None:
-        if any(run.stop <= chunk for run in self._runs):
-            self._runs = [run for run in self._runs if run.stop > chunk]
+    def _spanned(self, run: Run) -> _Known:
+        end, stop = self._context.end, _stop(self._context, run)
+        return _Known(end(run.first) if isinstance(run, SlotRun) else run.first, stop, run)
 
-    def _at(self, chunk: int) -> Run | None:
-        """The run to try next for this chunk."""
-        self._forget_before(chunk)
-        return next((run for run in self._runs if run.first <= chunk), None)
+    def _forget_before(self, block: int) -> None:
+        if any(known.stop <= block for known in self._known):
+            self._known = [known for known in self._known if known.stop > block]
 
-    def _take(self, chunk: int) -> Part | None:
-        """Take unchanged chunks of one place, from this number on. Forgets chunks that have changed
+    def _at(self, block: int) -> _Known | None:
+        """The run to try next for this block."""
+        self._forget_before(block)
+        return next((known for known in self._known if known.first <= block), None)
+
+    def _take(self, block: int) -> Part | None:
+        """Take unchanged blocks of one place, from this number on. Forgets blocks that have changed
         there: another place may have them."""
-        while (run := self._at(chunk)) is not None and not self.expects(chunk):
-            here = run.cut(chunk, run.stop)
+        context = self._context
+        while (known := self._at(block)) is not None and not self.expects(block):
+            run = known.run
+            first = block // context.places.each if isinstance(run, SlotRun) else block
+            here = run.cut(first, run.stop)
             found = self._located(here)
             if found is None:
-                self._forget(run, chunk, here.chunks)
+                self._forget(known, first, _count(here))
                 continue
             memory, place = found
             right = memory.right(*_packed(here))
             if not right or not memory.enter():
-                self._forget(run, chunk, max(right, 1))
+                self._forget(known, first, max(right, 1))
                 continue
-            self._forget(run, chunk + right, int(right < here.chunks))
-            these = here.cut(chunk, chunk + right)
-            return MemoryPart(self._context, chunk, right, place, memory=memory, run=these)
+            self._forget(known, first + right, int(right < _count(here)))
+            these = here.cut(first, first + right)
+            stop = _stop(context, these)
+            return MemoryPart(context, block, stop, place, memory=memory, run=these)
         return None
 
-    def _forget(self, run: Run, before: int, lost: int) -> None:
-        """Forget the run's chunks before this number, and the next `lost` ones, which are gone."""
-        at, first = next(at for at, one in enumerate(self._runs) if one is run), before + lost
-        self._runs[at : at + 1] = [run.cut(first, run.stop)] if first < run.stop else []
+    def _forget(self, known: _Known, before: int, lost: int) -> None:
+        """Forget the run's slots or blocks before this number, and the next `lost` ones, which are
+        gone."""
+        run, first = known.run, before + lost
+        at = next(at for at, one in enumerate(self._known) if one is known)
+        left = [self._spanned(run.cut(first, run.stop))] if first < run.stop else []
+        self._known[at : at + 1] = left
         if lost:
-            self._context.session.stats.count(chunks_stale=lost)
+            self._context.session.stats.count(reads_stale=lost)
 
     def _located(self, run: Run) -> tuple[Neighbour | PoolSegment, Place] | None:
         """The memory and the place of a run; None if it cannot be read here."""
@@ -356,11 +402,9 @@ class MemorySource:
     def _of_neighbour(self, run: ResidentRun) -> tuple[Neighbour, Place] | None:
         neighbours, context = self._neighbours, self._context
         neighbour = None if neighbours is None else neighbours.get(run.instance)
-        here = context.kv.blocks_in(context.session.chunk_size)
-        if neighbour is None or neighbour.each * neighbour.split != here:
+        if neighbour is None or neighbour.split != context.places.split:
             return None
-        fits = run.fits(neighbour.each)
-        return (neighbour, _in_blocks(context, neighbour, run)) if fits else None
+        return neighbour, _in_blocks(context, neighbour, run)
 
     def _of_segment(self, run: SlotRun) -> tuple[PoolSegment, Place] | None:
         context, device = self._context, self._context.session.device
@@ -372,25 +416,23 @@ class MemorySource:
             return None
         whole, local = segment.mapped.whole, segment.local
         tier, counter = where(device, device.name if local else ""), "own" if local else "peer"
-        origin = Origin(tier, "retrieved", counter, f"the pool on {segment.mapped.device}")
+        name = f"the pool on {segment.mapped.device}"
+        origin = Origin(tier, "chunks_retrieved", f"bytes_{counter}", name)
         host = context.kv.device.type != "cpu" and whole.device.type == "cpu"
         addresses = whole.data_ptr() + slots
-        return segment, _in_slots(context, addresses, origin, local, host, whole)
+        return segment, _in_slots(context, run.first, addresses, origin, local, host, whole)
 
-    def _ask(self, chunk: int) -> bool:
-        """Ask the server where in the pool the chunks are, from this number on, whose place is not
+    def _ask(self, block: int) -> bool:
+        """Ask the server where in the pool the chunks are, from this block's on, whose place is not
         known. Returns whether it says so of the first."""
         context, session = self._context, self._context.session
         self._unasked, self.cause = False, ""
+        wanted = self._lacking(block)
+        if not wanted:
+            return False
         if not session.client.connected:
             self.cause = "server"
             return False
-        wanted: Sequence[int] = range(chunk, len(context.keys))
-        if self._runs:
-            known = np.zeros(len(context.keys), dtype=np.bool_)
-            for run in self._runs:
-                known[run.first : run.stop] = True
-            wanted = [chunk, *(chunk + 1 + np.flatnonzero(~known[chunk + 1 :])).tolist()]
         started = perf_counter()
         try:
             with session.stats.timed("pin"):
@@ -402,8 +444,20 @@ class MemorySource:
         finally:
             context.stats.metadata_seconds += perf_counter() - started
         for run in pinned.runs:
-            self._runs += _renumbered(run, wanted)
+            self._known += map(self._spanned, _renumbered(run, wanted))
         return bool(pinned.runs)
+
+    def _lacking(self, block: int) -> Sequence[int]:
+        """The chunk of this block, and the later chunks that are not wholly known."""
+        places, count = self._context.places, len(self._context.keys)
+        if not count or (chunk := block // places.each) >= count:
+            return []
+        known = np.zeros(count * places.each, dtype=np.bool_)
+        known[places.total :] = True
+        for first, stop, _ in self._known:
+            known[first:stop] = True
+        lacking = np.flatnonzero(~known.reshape(count, -1)[chunk + 1 :].all(axis=1))
+        return [chunk, *(chunk + 1 + lacking).tolist()]
 
 
 def _renumbered(run: SlotRun, numbers: Sequence[int]) -> list[SlotRun]:
@@ -424,16 +478,17 @@ def _renumbered(run: SlotRun, numbers: Sequence[int]) -> list[SlotRun]:
 class OffloadedPart(Part):
     """Chunks that have arrived in the tier's buffers."""
 
+    chunks: range = field(kw_only=True)
     epoch: int = field(kw_only=True)
     give_back: Callable[[], None] = field(kw_only=True)
 
     def settle(self) -> Settled:
         context = self.context
         self.give_back()
-        self.brought(self.count, perf_counter() - context.idle_since)
+        self.brought(len(self.chunks), self.stop, perf_counter() - context.idle_since)
         context.epochs.add(self.epoch)
-        context.fetched += range(self.first, self.first + self.count)
-        return Settled(self.count)
+        context.fetched += self.chunks
+        return Settled(self.stop - self.first)
 
     def drop(self) -> None:
         self.give_back()
@@ -453,11 +508,12 @@ class OffloadSource:
         self.cause = ""
         self._fetch: Fetch | None = None
         self._next = self._stop = 0
+        """Chunks: the next one of the fetch, and the first one behind it."""
 
-    def expects(self, chunk: int) -> bool:
-        """Whether this chunk is being fetched."""
+    def expects(self, block: int) -> bool:
+        """Whether this block's chunk is being fetched."""
         fetch = self._fetch
-        if fetch is None or self._next != chunk:
+        if fetch is None or self._next != block // self._context.places.each:
             return False
         if not fetch.over:
             return True
@@ -467,18 +523,22 @@ class OffloadSource:
         self.cancel()
         return False
 
-    def prepare(self, chunk: int) -> bool:
-        """Begin to fetch chunks from this number on. Waits at most for the server's answer. Returns
-        whether chunks are being fetched."""
-        if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
+    def prepare(self, block: int) -> bool:
+        """Begin to fetch chunks from this block's on. Waits at most for the server's answer.
+        Returns whether chunks are being fetched."""
+        context, each = self._context, self._context.places.each
+        chunk = block // each
+        lacks = block >= context.places.total or chunk >= len(context.keys)
+        if not self.may_have or lacks or self._fetch is not None:
             return self._fetch is not None
-        stop = self._memory.next(chunk)
-        if stop == chunk:
+        known = self._memory.next(block)
+        if known == block:
             return False
         try:
-            fetch = self._context.session.fetch(self._context.keys[chunk:stop])
+            stop = None if known is None else -(-known // each)
+            fetch = context.session.fetch(context.keys[chunk:stop])
         except VCacheError as error:
-            self._context.session.miss("fetch", error)
+            context.session.miss("fetch", error)
             fetch = None
             self.cause = error.cause
         if fetch is None:
@@ -489,18 +549,22 @@ class OffloadSource:
         self._stop = chunk + len(fetch.keys)
         return True
 
-    def launch(self, chunk: int) -> Sequence[Part]:
-        """Start the copy of the arrived chunks, from this number on. Returns the chunks' part."""
-        context, fetch = self._context, self._fetch
+    def launch(self, block: int) -> Sequence[Part]:
+        """Start the copy of the arrived chunks, from this block on. Returns the chunks' part."""
+        context, fetch, chunk = self._context, self._fetch, block // self._context.places.each
         if fetch is None or self._next != chunk or not (arrived := fetch.ready()):
             return []
         self._next += len(arrived)
         slots = np.array([one.chunk.address for one in arrived], dtype=np.int64)
         host = context.kv.device.type != "cpu"
-        place = _in_slots(context, slots, OFFLOADED, False, host)
-        give_back = partial(fetch.give_back, arrived)
         part = OffloadedPart(
-            context, chunk, len(arrived), place, epoch=fetch.epoch, give_back=give_back
+            context,
+            block,
+            context.end(self._next),
+            _in_slots(context, chunk, slots, OFFLOADED, False, host),
+            chunks=range(chunk, self._next),
+            epoch=fetch.epoch,
+            give_back=partial(fetch.give_back, arrived),
         )
         context.launch([part])
         return [part]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.histogram import Histogram
 from vcache_backend.protocol.messages import MAX_OWNERS, InstanceId, Reads
-from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session
@@ -42,7 +41,7 @@ class EngineStats:
         self._said: dict[str, int] = {}
         """By reason: the `Client.epoch` of the last log line."""
         self._owners: dict[bytes, tuple[int, int]] = {}
-        """By instance: bytes read, and chunks refused. The instance read last comes last."""
+        """By instance: bytes read, and blocks refused. The instance read last comes last."""
         self.updates = 0
         """How often a counter was increased."""
 
@@ -60,7 +59,7 @@ class EngineStats:
             self.updates += 1
 
     def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
-        """Count bytes read in the KV cache of instance `owner`, and chunks `refused` because they
+        """Count bytes read in the KV cache of instance `owner`, and blocks `refused` because they
         changed after their publication."""
         with self._lock:
             before = self._owners.pop(owner, (0, 0))
@@ -117,8 +116,8 @@ class EngineStats:
             def of(kind: str, *names: str) -> dict[str, int]:
                 return {name: counts[f"{kind}_{name}"] for name in names}
 
-            resident = of("chunks", "stale", "refused") | {
-                "chunks": counts["chunks_resident"],
+            resident = of("reads", "stale", "refused") | {
+                "blocks": counts["blocks_resident"],
                 "bytes": counts["bytes_resident"],
             }
             return {
@@ -147,18 +146,33 @@ class _Timed:
 
 
 class Origin(NamedTuple):
-    """Where loaded chunks come from."""
+    """Where loaded blocks come from."""
 
     tier: str
     """Of the load's tokens, see `LoadStats.tokens`."""
-    chunks: str
-    """The counter of chunks, without `chunks_`."""
+    counter: str
+    """The counter of chunks, or of another KV cache's blocks."""
     nbytes: str
-    """The counter of bytes, without `bytes_`."""
+    """The counter of bytes."""
     name: str
     """For the log."""
     owner: bytes = b""
     """The instance in whose KV cache they are."""
+
+
+class Read(NamedTuple):
+    """The blocks [first, stop) of a load, which a copy has brought."""
+
+    first: int
+    stop: int
+    items: int
+    """Their chunks, or blocks of another KV cache."""
+    tokens: int
+    """Wanted ones."""
+    nbytes: int
+    """Of wanted blocks."""
+    seconds: float
+    """The duration of the copy."""
 
 
 class LoadStats:
@@ -166,15 +180,14 @@ class LoadStats:
 
     `tell` counts after the load is over: a request waits for the load's end, and not for counts.
 
-    tokens: by tier: see `devices.where`, and "resident" (another instance's KV cache), "store"
-    (the offload tier). metadata_seconds: of questions to the server. data_seconds: of copies, and
-    of waits for the offload tier."""
+    tokens, nbytes: by tier: see `devices.where`, and "resident" (another instance's KV cache),
+    "store" (the offload tier). metadata_seconds: of questions to the server. data_seconds: of
+    copies, and of waits for the offload tier."""
 
-    def __init__(self, session: Session, kv: PagedKV, name: str, chunks: int) -> None:
-        """name: the request, for the log. chunks: of the whole load."""
-        self._session, self._name, self.chunks = session, name, chunks
-        self.token_bytes = kv.chunk_bytes(session.chunk_size) // session.chunk_size
-        self.tokens: Counter[str] = Counter()
+    def __init__(self, session: Session, name: str, blocks: int) -> None:
+        """name: the request, for the log. blocks: of the whole load."""
+        self._session, self._name, self._blocks = session, name, blocks
+        self.tokens, self.nbytes = Counter[str](), Counter[str]()
         self.metadata_seconds = self.data_seconds = 0.0
         self._untold: list[Callable[[], None]] = []
 
@@ -187,35 +200,27 @@ class LoadStats:
         while self._untold:
             self._untold.pop(0)()
 
-    def brought(
-        self,
-        origin: Origin,
-        first: int,
-        count: int,
-        tokens: int,
-        seconds: float,
-        waited: float | None = None,
-    ) -> None:
-        """Count `count` loaded chunks, from number `first` on, and wanted `tokens`.
-
-        seconds: the duration of the copy. waited: since the load had no other work; None: as long
-        as the copy."""
-        stats, nbytes = self._session.stats, tokens * self.token_bytes
-        self.tokens[origin.tier] += tokens
-        self.data_seconds += seconds if waited is None else waited
-        counts = {f"chunks_{origin.chunks}": count, f"bytes_{origin.nbytes}": nbytes}
-        stats.count(tokens_retrieved=tokens, **counts)
-        stats.add_time("retrieve_copy", seconds)
+    def brought(self, origin: Origin, read: Read, waited: float | None = None) -> None:
+        """Count loaded blocks. waited: since the load had no other work; None: as long as the
+        copy."""
+        stats = self._session.stats
+        self.tokens[origin.tier] += read.tokens
+        self.nbytes[origin.tier] += read.nbytes
+        self.data_seconds += read.seconds if waited is None else waited
+        counts = {origin.counter: read.items, origin.nbytes: read.nbytes}
+        stats.count(tokens_retrieved=read.tokens, **counts)
+        stats.add_time("retrieve_copy", read.seconds)
         if origin.owner:
-            stats.read_from(origin.owner, nbytes)
-        said = "hit %s: chunks %d to %d of %d from %s, copy %.2f ms, asking the server %.2f ms"
-        times = 1e3 * seconds, 1e3 * self.metadata_seconds
-        log.debug(said, self._name, first, first + count, self.chunks, origin.name, *times)
+            stats.read_from(origin.owner, read.nbytes)
+        said = "hit %s: blocks %d to %d of %d from %s, copy %.2f ms, asking the server %.2f ms"
+        times = 1e3 * read.seconds, 1e3 * self.metadata_seconds
+        log.debug(said, self._name, read.first, read.stop, self._blocks, origin.name, *times)
 
-    def changed(self, origin: Origin, first: int, count: int) -> None:
-        """Count chunks from number `first` on whose memory was used again during the copy."""
-        self._session.stats.count(chunks_refused=count)
+    def changed(self, origin: Origin, first: int, stop: int, items: int) -> None:
+        """Count memory of the blocks [first, stop) that was used again during the copy. items:
+        their chunks, or blocks of another KV cache."""
+        self._session.stats.count(reads_refused=items)
         if origin.owner:
-            self._session.stats.read_from(origin.owner, 0, count)
-        said = "hit %s: chunks %d to %d changed in %s while they were read"
-        log.debug(said, self._name, first, first + count, origin.name)
+            self._session.stats.read_from(origin.owner, 0, items)
+        said = "hit %s: blocks %d to %d changed in %s while they were read"
+        log.debug(said, self._name, first, stop, origin.name)

@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
+from vcache_backend.protocol import generation_table
+from vcache_backend.protocol.generation_table import MAGIC, SEALS, VERSION
 from vcache_backend.protocol.messages import (
     GENERATION_BYTES,
     INSTANCE_BYTES,
@@ -39,16 +41,11 @@ from vcache_backend.protocol.slot_layout import HEADER as _HEADER
 from vcache_backend.protocol.slot_layout import MAGIC as _SLOTS_MAGIC
 from vcache_backend.protocol.slot_layout import SLOTS, TABLE_BYTES, owner
 from vcache_backend.protocol.slot_layout import VERSION as _SLOTS_VERSION
-from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking, sealed
+from vcache_backend.seals import lacking, sealed
 
-MAGIC = b"vcache-g"
-VERSION = 3
 MACHINE = "x86_64"
 VOID = 1
 """The counter of a block that must not be read."""
-SEALS = RESIZING | FUTURE_WRITE
-"""The seals that every reader demands: a table with other writers proves nothing."""
-
 MOST_ALONE = 500
 """With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits to
 get it back. `take` always lends it."""
@@ -96,7 +93,7 @@ class Generations:
             )
         self.blocks = blocks
         with raising_as(SegmentError, f"generation table of {blocks:,} blocks", OSError):
-            self.fd, self._memory = sealed("generations", _size(blocks), SEALS)
+            self.fd, self._memory = sealed("generations", generation_table.nbytes(blocks), SEALS)
         self._undo = ExitStack()
         self._undo.callback(os.close, self.fd)
         self._undo.callback(self._release)
@@ -158,27 +155,9 @@ class GenerationView:
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
         """Map the table behind the caller's `fd`. Raises SegmentError unless it is the sealed table
-        of `instance` with `blocks` blocks.
-
-        Checks size and seals first: a mapping that shrinks would kill this process."""
+        of `instance` with `blocks` blocks."""
         _check_machine()
-        with raising_as(SegmentError, "generation table", OSError):
-            _check(fd, blocks)
-            # Map all pages now: otherwise the first steps would wait for each page.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(fd, _size(blocks), flags=flags, prot=mmap.PROT_READ)
-        magic, version, _, theirs, count = _HEADER.unpack_from(memory)
-        if magic != MAGIC or version != VERSION:
-            raise SegmentError(
-                f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, "
-                f"{VERSION}; install the same vcache-backend"
-            )
-        if theirs != instance or count != blocks:
-            raise SegmentError(
-                f"generation table: of instance {theirs.hex()} with {count:,} blocks, not of "
-                f"{instance.hex()} with {blocks:,}"
-            )
-        return cls(memory, blocks)
+        return cls(generation_table.mapped(fd, instance, blocks), blocks)
 
     @classmethod
     def of_segment(cls, fd: int, segment: str) -> GenerationView:
@@ -200,32 +179,17 @@ class GenerationView:
         """Whether the owner gave the table up. A killed owner leaves its table alive."""
         return bool(self._dead[0])
 
-    def leading(self, blocks: bytes, generations: bytes, each: int) -> int:
-        """Count the leading chunks of `each` blocks whose blocks all still have the numbers in
-        `generations`. Both arguments are packed as in the protocol, with an entry for each block.
+    def leading(self, blocks: bytes, generations: bytes) -> int:
+        """Count the leading blocks that still have the numbers in `generations`. Both arguments are
+        packed as in the protocol, with an entry for each block.
 
         Void blocks, blocks outside of the cache and blocks of a dead table do not count."""
-        counted = min(len(blocks) // NUMBER_BYTES, len(generations) // GENERATION_BYTES)
-        whole = counted // each * each
-        numbers = np.frombuffer(blocks, dtype=np.uint32, count=whole)
-        expected = generations[: whole * GENERATION_BYTES]
-        right = whole if self._unchanged(numbers, expected) else self._same(numbers, expected)
+        count = min(len(blocks) // NUMBER_BYTES, len(generations) // GENERATION_BYTES)
+        numbers = np.frombuffer(blocks, dtype=np.uint32, count=count)
+        expected = generations[: count * GENERATION_BYTES]
+        right = count if self._unchanged(numbers, expected) else self._same(numbers, expected)
         # Read `dead` after the counters: an owner that cannot keep its counters gives the table up
         # before it hands out a block.
-        return 0 if self.dead else right // each
-
-    def leading_ends(self, blocks: bytes, generations: bytes, each: int, first: int = 0) -> int:
-        """Like `leading`, but reads only each chunk's last block. Begins with chunk number `first`,
-        and takes no time for uncounted chunks."""
-        # Without numpy, which takes longer for a few blocks.
-        last = first * each + each - 1
-        ends = memoryview(blocks).cast("I")[last::each]
-        expected = memoryview(generations).cast("Q")[last::each]
-        counters, count, right = self.counters.data, self.blocks, 0
-        for block, number in zip(ends, expected, strict=True):
-            if block >= count or counters[block] != number or number & 1:
-                break
-            right += 1
         return 0 if self.dead else right
 
     def _unchanged(self, blocks: UInt32s, generations: bytes) -> bool:
@@ -245,27 +209,9 @@ class GenerationView:
         return len(unchanged) if unchanged.all() else int(unchanged.argmin())
 
 
-def _check(fd: int, blocks: int) -> None:
-    """Refuse a table of the wrong size, and a table that other processes could shrink or write to.
-    Raises SegmentError, OSError."""
-    if reason := lacking(fd, SEALS):
-        raise SegmentError(f"generation table: {reason}")
-    nbytes = os.fstat(fd).st_size
-    if not 0 < blocks <= MAX_BLOCKS or nbytes != _size(blocks):
-        raise SegmentError(
-            f"generation table: fd {fd} holds {nbytes:,} B, but one of {blocks:,} blocks has "
-            f"{_size(blocks):,}"
-        )
-
-
 def _check_machine() -> None:
     if platform.machine() != MACHINE:
         raise SegmentError(
             f"generations need a machine that orders stores and loads as {MACHINE} does, not "
             f"{platform.machine()}"
         )
-
-
-def _size(blocks: int) -> int:
-    """Bytes of a table, in whole pages: the header and the counters."""
-    return mmap.PAGESIZE * (1 + -(-blocks * 8 // mmap.PAGESIZE))

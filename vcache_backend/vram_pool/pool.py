@@ -67,7 +67,7 @@ class PoolSegment:
     def right(self, slots: bytes, generations: bytes) -> int:
         """Count the leading slots that still have these generations. Both packed as in the
         protocol."""
-        return self.view.leading(slots, generations, 1)
+        return self.view.leading(slots, generations)
 
     def enter(self) -> bool:
         """Whether a copy may begin. Tensors keep the memory mapped."""

@@ -4,7 +4,7 @@ logprobs, bit for bit.
 For each prompt, `first` is computed by instance A, which stores it, and in a step of the same shape
 by a vLLM without a pool, the reference. Then `then` is asked of the reference, whose own prefix
 cache has it, and of instance B on the other GPU, which has never computed it, so that B's KV can
-only come from the pool. The reference's hit is as long as the pool's (see `prompts`), so both
+only come from the pool, or from A in place. Both hits must be as long (see `prompts`), so both
 compute the same tokens in steps of the same shapes; 64 greedy tokens follow, one request at a time.
 B's KV blocks hold other prompts' bytes before. A prompt counts as equal only if B's hit has the
 right length and every token and logprob is the same."""
@@ -22,11 +22,13 @@ from ...processes import Child
 from ...results import OutOfTime, Row, fraction
 from ..fleet import Fleet, Run
 from ..instances import joined
-from ..prompts import Hit, Prompts
+from ..prompts import ANY, Hit, Prompts
 
 LOGPROBS = 5
 SECONDS = 60.0
 MASK = 0x01
+EXPONENT, STEP = 3, 64
+"""Of a page every 64th byte, from the fourth on: in bfloat16 and in float32 it is an exponent's."""
 
 
 def said(answer: dict[str, Any]) -> str:
@@ -34,10 +36,10 @@ def said(answer: dict[str, Any]) -> str:
     return json.dumps([answer["tokens"], answer["logprobs"]])
 
 
-def difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
+def difference(expected: dict[str, Any], got: dict[str, Any]) -> str:
     """In words how an answer differs from that of a right hit; empty: not at all."""
-    if got["cached"] != hit.cached:
-        return f"{got['cached']} tokens cached where {hit.cached} were due"
+    if got["cached"] != expected["cached"]:
+        return f"{got['cached']} tokens cached where {expected['cached']} were due"
     if said(expected) == said(got):
         return ""
     pairs = zip(expected["logprobs"], got["logprobs"], strict=True)
@@ -49,7 +51,7 @@ def difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
     """The answer to `then` after a hit in vLLM's own prefix cache, once `first` is computed."""
     answer = _asked(child, fleet, hit.then)
-    if answer["cached"] != hit.cached:
+    if hit.cached not in (ANY, answer["cached"]):
         has = f"{answer['cached']} tokens where {hit.cached} were due"
         raise RuntimeError(f"the reference's hit has {has} ({hit.kind})")
     return answer
@@ -84,9 +86,11 @@ class Pair:
         """Have A compute and store `first`, and the reference compute it. Empties the pool first if
         it would have to evict.
         """
-        self.fleet.make_room(len(hit.first))
-        self.fleet.compute(self._writer, hit.first)
-        self.alone.ask("generate", SECONDS, tokens=hit.first, count=1)
+        first = *hit.before, hit.first
+        self.fleet.make_room(sum(map(len, first)))
+        for prompt in first:
+            self.fleet.compute(self._writer, prompt)
+            self.alone.ask("generate", SECONDS, tokens=prompt, count=1)
 
     def both(self, hit: Hit) -> tuple[dict[str, Any], dict[str, Any]]:
         """The reference's answer and B's, at the same time on their GPUs."""
@@ -101,7 +105,7 @@ class Pair:
 def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
     """The row over all `hits`, or over those before the time was up. kind: of the instances."""
     fleet, clock, prompts, _ = run
-    pair, wrong, good = Pair(fleet, kind), Counter[str](), list[bool]()
+    pair, wrong, good, some = Pair(fleet, kind), Counter[str](), list[bool](), 0
     pair.soil(prompts)
     for hit in hits:
         try:
@@ -109,21 +113,23 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
         except OutOfTime:
             break
         pair.store(hit)
-        how = difference(*pair.both(hit), hit)
+        expected, got = pair.both(hit)
+        how, some = difference(expected, got), some + bool(expected["cached"])
         good.append(not how)
         if how:
             wrong[hit.kind] += 1
             print(f"  {hit.kind}: {how}", flush=True)
-    kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
+    kinds = Counter(_said(hit.kind) for hit in hits[: len(good)])
     what = (
         f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by "
         f"another instance, bit for bit against vLLM's own prefix-cache hit of the same "
         f"length; prompts by length: {dict(sorted(kinds.items()))}"
     )
+    what += f"; {some} of {len(good)} hit something"
     what += f"; wrong: {dict(wrong)}" if wrong else ""
     early = len(good) < len(hits) and all(good)
     what += f"; the time was up after {len(good)} of {len(hits)} prompts" if early else ""
-    row = fraction(joined(fleet.rows, "equal", kind), good, what)
+    row = fraction(joined(fleet.rows, "equal", kind), [*good, 2 * some > len(good)], what)
     # Too few do not say that all are equal.
     return [msgspec.structs.replace(row, ok=None) if early else row]
 
@@ -162,6 +168,8 @@ def sensitive(run: Run, kind: str = "", times: int = 2) -> list[Row]:
 
     for length in few * times:
         hit = prompts.whole(length)
+        if fleet.in_place:
+            hit = hit._replace(cached=ANY)
         one, again = hits(hit)
         altered = prompts.altered(hit.first)
         other, _ = hits(Hit(hit.kind, altered, altered, hit.cached))
@@ -175,26 +183,38 @@ def sensitive(run: Run, kind: str = "", times: int = 2) -> list[Row]:
     ]
 
 
-def flipped(run: Run) -> list[Row]:
-    """Flip a byte of each block of A's KV cache, from which B's answer comes in place: the
-    comparison must see it, and must see nothing before and after.
+def flipped(run: Run, kind: str = "") -> list[Row]:
+    """Flip bytes of each block of A's KV cache, from which B's answer comes in place: the
+    comparison must see it, and must see nothing before and after. Of the plain kind one byte, in
+    layer 0; of others some of every page, whichever table it belongs to.
     """
-    fleet, scale, pair = run.fleet, run.fleet.scale, Pair(run.fleet)
-    hit = run.prompts.whole(scale.few[1])
+    fleet, scale, pair = run.fleet, run.fleet.scale, Pair(run.fleet, kind)
+    hit = run.prompts.whole(scale.few[1])._replace(cached=ANY)
     fleet.pool.clear()
     pair.store(hit)
     expected, got = pair.both(hit)
+    where = {"offset": EXPONENT, "step": STEP}
+    if not kind:
+        # V of a token's first head follows its K.
+        where = {"offset": 2 * scale.model["head_dim"] + 1}
 
     def again() -> str:
-        # V of a token's first head follows its K.
-        pair.a.ask("flip", offset=2 * scale.model["head_dim"] + 1, mask=MASK)
+        pair.a.ask("flip", mask=MASK, **where)
         pair.b.ask("reset")
-        return difference(expected, _asked(pair.b, fleet, hit.then), hit)
+        return difference(expected, _asked(pair.b, fleet, hit.then))
 
-    before, caught, after = difference(expected, got, hit), again(), again()
+    before, caught, after = difference(expected, got), again(), again()
     what = (
-        "a byte of each block of layer 0 in the owner's KV cache exclusive or "
+        f"{'bytes' if kind else 'a byte'} of each block in the owner's KV cache exclusive or "
         f"0x{MASK:02x}: {caught or 'equal'}; {before or 'equal'} before, {after or 'equal'} after"
     )
     right = caught.startswith("differs") and not before and not after
-    return [fraction(f"{fleet.rows}_flipped_byte_caught", [right], what)]
+    return [fraction(joined(fleet.rows, "flipped_byte_caught", kind), [right], what)]
+
+
+def _said(kind: str) -> str:
+    """A hit's kind, as rows count it."""
+    words = kind.split()
+    if len(words) > 1:
+        return words[-1] if words[-1] == "again" else words[0]
+    return "partial" if "+" in kind else kind

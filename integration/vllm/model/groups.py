@@ -1,5 +1,5 @@
-"""Groups of layers with separate block tables: which blocks a chunk holds, a hit needs, and a
-request still has.
+"""Groups of layers with separate block tables: which blocks a hit needs in place, which blocks a
+chunk of the pool holds, and which a request still has.
 
 Does not import vLLM: reads only numbers and type names from vLLM's objects."""
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
+from vcache_backend.protocol.messages import BlockTable
 from vcache_backend.vram_pool.copies.geometry import PagedKV, Share
 
 from .weights import digest, text
@@ -24,16 +25,18 @@ _KINDS = {
     "MLAAttentionSpec": "full",
     "SlidingWindowSpec": "window",
     "SlidingWindowMLASpec": "window",
+    "ChunkedLocalAttentionSpec": "local",
     "MambaSpec": "state",
 }
 """By the name of vLLM's specification. `state`: a state in place of tokens (Mamba, gated delta
 nets, short convolutions)."""
+_LOCAL = (
+    "chunked local attention is shared in place only: leave out connector.share, or set "
+    "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"
+)
+"""Why no chunk of the pool can hold it: vLLM gives its blocks back while their request runs."""
 _ENCODER = "an encoder's output depends on the whole input: no setting changes that"
 _REASONS = {
-    "ChunkedLocalAttentionSpec": (
-        "chunked local attention gives blocks back while their request runs: set "
-        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"
-    ),
     "CrossAttentionSpec": _ENCODER,
     "EncoderOnlyAttentionSpec": _ENCODER,
 }
@@ -48,21 +51,64 @@ class LayerGroup(NamedTuple):
     block_size: int
     """In tokens."""
     window: int
-    """How many tokens the layers attend to, with the current token and extra tokens that vLLM
-    retains; 0: all."""
+    """How many tokens the layers attend to, with the current token and `retained`; 0: all."""
     layers: tuple[str, ...] = ()
     state: str = ""
     """A digest of the kind of state; empty if the layers keep tokens."""
+    retained: int = 0
+    """Extra tokens before the window whose blocks vLLM keeps, though no layer attends to them."""
+    local: int = 0
+    """Of chunked local attention: the tokens of one attention chunk."""
 
     def __str__(self) -> str:
         """The group's kind and block size."""
         attends = f"window{self.window}" if self.window else "full"
+        if self.local:
+            attends = f"local{self.local}"
         kind = f"state-{self.state}" if self.state else attends
         return f"{kind}/{self.block_size}"
+
+    @property
+    def full(self) -> bool:
+        """Whether the layers attend to all tokens."""
+        return not (self.window or self.state or self.local)
+
+    def table(self, hash_block: int) -> BlockTable:
+        """Describe the group for the server. hash_block: tokens of a hash."""
+        size = self.block_size
+        scale = size // hash_block
+        if self.state:
+            return BlockTable("state", scale, 1)
+        if self.local:
+            return BlockTable("local", scale, self.local // size)
+        if self.window:
+            return BlockTable(
+                "window", scale, max(1, -(-(self.window - 1 - self.retained) // size))
+            )
+        return BlockTable("full", scale)
+
+    def needed(self, end: int) -> int:
+        """The first block that a hit of `end` tokens needs: this block and all blocks up to `end`.
+        end: a multiple of the block size."""
+        blocks = end // self.block_size
+        table = self.table(self.block_size)
+        if table.kind == "local":
+            return blocks // table.reach * table.reach
+        return max(0, blocks - table.reach) if table.reach else 0
 
     def blocks(self, rows: Sequence[Any], begin: int, end: int) -> Any:
         """The group's blocks with the tokens [begin, end), as a list or an array like its row."""
         return rows[self.number][begin // self.block_size : end // self.block_size]
+
+
+class Span(NamedTuple):
+    """The blocks [first, first + length) of a table (by its place in `Groups.all`), as blocks [at,
+    at + length) of a load."""
+
+    table: int
+    first: int
+    at: int
+    length: int
 
 
 class Groups:
@@ -76,14 +122,18 @@ class Groups:
     each group in `states`, it is stored as `parts` further chunks with separate keys (vLLM's pages
     have one size)."""
 
-    def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
-        """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each
-        group."""
+    def __init__(
+        self, groups: Sequence[LayerGroup], chunk_size: int, sizes: Sequence[int] = ()
+    ) -> None:
+        """chunk_size: in tokens. sizes: tokens of a block, by vLLM's group number, if vLLM has more
+        groups. LayoutError if a chunk does not consist of whole blocks of each group."""
+        self.all = list(groups)
+        """In vLLM's order."""
         tokens = [group for group in groups if not group.state]
-        self.groups = sorted(tokens, key=lambda group: (group.window > 0, group.number))
+        self.groups = sorted(tokens, key=lambda group: (not group.full, group.number))
         """The groups that keep tokens; those that attend to all tokens come first."""
         self.states = [group for group in groups if group.state]
-        self.sizes = [group.block_size for group in groups]
+        self.sizes = list(sizes) or [group.block_size for group in groups]
         """Tokens of a block, by vLLM's group number."""
         self.block = math.lcm(*self.sizes)
         self.size = chunk_size
@@ -94,10 +144,10 @@ class Groups:
             raise LayoutError(f"{misfit}: {advice}")
         self.shares = [Share(group.block_size, _tail(group, chunk_size)) for group in self.groups]
         """A chunk's part in each group."""
-        self.plain = len(groups) == len(self.groups) == 1 and not self.groups[0].window
+        self.plain = len(groups) == 1 and self.all[0].full
         """The only table's layers attend to all tokens."""
         self.whole = self.block if self.plain else chunk_size
-        """Hits end at multiples of this many tokens."""
+        """Hits of the pool end at multiples of this many tokens; in place, of `block`."""
 
     @property
     def text(self) -> str:
@@ -148,6 +198,25 @@ class Groups:
                 f"out {num_blocks} of {self.groups[0].block_size}"
             )
         return kv.with_states(states, split)
+
+    def spans(
+        self, rows: Sequence[list[int]], begin: int, local: int, end: int
+    ) -> tuple[list[int], list[Span]]:
+        """List the blocks to load in place for the tokens [local, end), and where each table's
+        blocks are in this list. Tables that attend to all tokens come first, from `begin` on.
+
+        begin, local, end: multiples of all blocks; begin <= local. -1 stands for a block before
+        `local`, which vLLM has, and for a block that vLLM does not want."""
+        listed, spans = list[int](), list[Span]()
+        for group in [*self.groups, *self.states]:
+            size, table = group.block_size, self.all.index(group)
+            first = begin // size if group.full else max(group.needed(end), local // size)
+            row = [number or -1 for number in rows[group.number][first : end // size]]
+            for own in range(local // size - first):
+                row[own] = -1
+            spans.append(Span(table, first, len(listed), len(row)))
+            listed += row
+        return listed, spans
 
     def length(self, rows: Sequence[Sequence[int]]) -> int:
         """How many of the request's tokens have blocks in every group."""
@@ -258,7 +327,14 @@ class Groups:
 def several(kv_cache_config: Any) -> bool:
     """Whether the model has several block tables, or a single table of a sliding window."""
     kinds = [kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
-    return len(kinds) > 1 or kinds == ["window"]
+    return kinds != ["full"]
+
+
+def fitting(kv_cache_config: Any, chunk_size: int) -> int:
+    """The least multiple of all block sizes that is not less than `chunk_size`."""
+    specs = [layer_specs(one.kv_cache_spec)[0] for one in kv_cache_config.kv_cache_groups]
+    block = math.lcm(*(int(spec.block_size) for spec in specs))
+    return -(-chunk_size // block) * block
 
 
 def layer_specs(spec: Any) -> list[Any]:
@@ -269,18 +345,21 @@ def layer_specs(spec: Any) -> list[Any]:
     return list(spec.kv_cache_specs.values()) if mixed else [spec]
 
 
-def read(kv_cache_config: Any, chunk_size: int) -> Groups:
-    """Read an instance's groups from vLLM's `KVCacheConfig`. LayoutError, in one line, if a group
-    cannot be cached."""
-    groups = kv_cache_config.kv_cache_groups
-    for group in groups:
-        if reason := _refusal(group):
+def read(kv_cache_config: Any, chunk_size: int, in_place: bool = False) -> Groups:
+    """Read an instance's groups from vLLM's `KVCacheConfig`. in_place: the KV cache is shared in
+    place, not through a pool. LayoutError, in one line, if a group cannot be cached."""
+    groups: dict[int, Any] = dict(enumerate(kv_cache_config.kv_cache_groups))
+    sizes = [int(layer_specs(group.kv_cache_spec)[0].block_size) for group in groups.values()]
+    if in_place:
+        groups = {at: group for at, group in groups.items() if not _computed_again(group)}
+    for group in groups.values():
+        if reason := _refusal(group, in_place):
             name = group.layer_names[0] if group.layer_names else "a group"
             raise LayoutError(f"{name} and its group: {reason}")
-    layer_groups = [_group(number, group) for number, group in enumerate(groups)]
+    layer_groups = [_group(number, group) for number, group in groups.items()]
     if all(group.state for group in layer_groups):
         raise LayoutError("no layer keeps KV of tokens: no setting changes that")
-    return Groups(layer_groups, chunk_size)
+    return Groups(layer_groups, chunk_size, sizes)
 
 
 def kind(spec: Any) -> tuple[str, int]:
@@ -292,10 +371,22 @@ def kind(spec: Any) -> tuple[str, int]:
     return named, int(spec.sliding_window) if named == "window" else 0
 
 
-def _refusal(group: Any) -> str:
+def _computed_again(group: Any) -> bool:
+    """Whether vLLM computes again what these layers need behind a hit, so that no hit needs their
+    blocks: rings of keys that are not compressed yet, and windows with `bounded_replay`."""
+    specs = layer_specs(group.kv_cache_spec)
+    return not group.kv_cache_spec.prefix_cacheable and all(
+        type(spec).__name__ == "CircularBufferSpec" or getattr(spec, "bounded_replay", False)
+        for spec in specs
+    )
+
+
+def _refusal(group: Any, in_place: bool) -> str:
     """Say why a group cannot be cached, and what to change; empty if it can."""
     for spec in layer_specs(group.kv_cache_spec):
         name = type(spec).__name__
+        if _KINDS.get(name) == "local" and not in_place:
+            return _LOCAL
         if name not in _KINDS:
             lacks = "whose blocks do not hold the whole prefix: no setting changes that"
             return _REASONS.get(name, f"the KV cache is {name}, {lacks}")
@@ -317,13 +408,17 @@ def _refusal(group: Any) -> str:
 
 def _group(number: int, group: Any) -> LayerGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
-    (named, window), state = kind(spec), ""
+    (named, window), state, retained, local = kind(spec), "", 0, 0
     if named == "window":
-        window += int(spec.extra_retained_tokens)
+        retained = int(spec.extra_retained_tokens)
+        window += retained
+    elif named == "local":
+        local = int(spec.attention_chunk_size)
     elif named == "state":
         shapes, dtypes = list(map(list, spec.shapes)), list(map(str, spec.dtypes))
         state = digest([text(spec.mamba_type), shapes, dtypes])
-    return LayerGroup(number, int(spec.block_size), window, tuple(group.layer_names), state)
+    names = tuple(group.layer_names)
+    return LayerGroup(number, int(spec.block_size), window, names, state, retained, local)
 
 
 def _tail(group: LayerGroup, chunk_size: int) -> int:

@@ -23,6 +23,10 @@ from .spec import ModelSpec
 log = logging.getLogger("vllm.vcache")
 POOL = "connector.share: pool"
 """The setting for models, and for memory, that cannot be shared in place."""
+_BESIDE = (
+    "a pool beside a KV cache shared in place takes models with one block table: leave out "
+    "pool.segment_bytes, pool.device and offload.policy"
+)
 
 
 class Facts(NamedTuple):
@@ -33,9 +37,15 @@ class Facts(NamedTuple):
     refused: str = ""
     """Why nothing may be cached."""
     hindered: str = ""
-    """Why the KV cache cannot be shared in place."""
+    """Why the KV cache cannot be shared in place; a pool may do."""
+    unshared: str = ""
+    """Why neither in place nor a pool can serve the model's block tables."""
+    unpooled: str = ""
+    """Why a pool cannot serve the model's block tables."""
     several: bool = False
-    """See `groups.several`: no setting besides `connector.share` helps."""
+    """See `groups.several`."""
+    fitting: int = 0
+    """The chunk size nearest above the one set that all block tables allow."""
 
 
 class Plan(NamedTuple):
@@ -43,7 +53,8 @@ class Plan(NamedTuple):
 
     model: ModelSpec
     settings: Config
-    """With `connector.share` decided, and in place without a pool unless one is set."""
+    """With `connector.share` decided. In place without a pool unless one is set, and with a chunk
+    size that fits."""
     refused: str
     """Why the instance caches nothing, and what to change; empty if it caches."""
 
@@ -59,26 +70,56 @@ def plan(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Plan:
 
 def sharing(settings: Config, facts: Facts) -> Plan:
     """Decide by the user's settings and vLLM's. Pure."""
-    share, pool, refused = settings.connector.share, settings.pool, facts.refused
+    share, pool, engine = settings.connector.share, settings.pool, settings.engine
+    refused, replace = facts.refused, msgspec.structs.replace
+    lends = pool.segment_bytes or pool.device != "auto" or settings.offload.policy != "off"
     if share == "auto":
-        lends = pool.segment_bytes or pool.device != "auto" or settings.offload.policy != "off"
         share = "pool" if lends or facts.hindered else "in_place"
-    if share == "in_place" and pool.segment_bytes is None:
-        pool = msgspec.structs.replace(pool, segment_bytes=ByteSize(0))
-    if share == "in_place" and facts.hindered and not refused:
-        also = ":" if facts.several else "; or"
-        refused = f"{facts.hindered}{also} set {POOL}"
-    connector = msgspec.structs.replace(settings.connector, share=share)
-    decided = msgspec.structs.replace(settings, connector=connector, pool=pool)
-    return Plan(facts.model, decided, refused)
+    if share == "in_place":
+        if pool.segment_bytes is None:
+            pool = replace(pool, segment_bytes=ByteSize(0))
+        hindered = facts.hindered or (_BESIDE if facts.several and lends else "")
+        refused = refused or facts.unshared or (f"{hindered}; or set {POOL}" if hindered else "")
+        # In place a chunk is only a unit of waiting, so its size need not be the user's.
+        engine = replace(engine, chunk_size=facts.fitting or engine.chunk_size)
+    else:
+        refused = refused or facts.unpooled
+    connector, model = replace(settings.connector, share=share), facts.model
+    if facts.several:
+        # Other chunks and hits: instances of both kinds have nothing to share.
+        model = replace(model, extra=model.extra | {"share": share})
+    decided = replace(settings, connector=connector, pool=pool, engine=engine)
+    return Plan(model, decided, refused)
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Facts:
     """Read the facts from vLLM's configuration."""
     model = read_model(vllm_config, kv_cache_config, settings.connector)
     refused = next(_refusals(vllm_config, kv_cache_config, model, settings), "")
-    several = groups.several(kv_cache_config)
-    return Facts(model, refused, next(_hindrances(vllm_config, several), ""), several)
+    size, most = settings.engine.chunk_size, vllm_config.model_config.max_model_len
+    fitting = groups.fitting(kv_cache_config, size)
+    unpooled = _misfit(kv_cache_config, size, in_place=False)
+    if size > most and not unpooled:
+        few = f"no request has more than {most} tokens (max_model_len)"
+        unpooled = f"engine.chunk_size is {size}, and {few}: set it to a fraction of that"
+    return Facts(
+        model,
+        refused,
+        hindered=next(_hindrances(vllm_config), ""),
+        unshared=_misfit(kv_cache_config, fitting, in_place=True),
+        unpooled=unpooled,
+        several=groups.several(kv_cache_config),
+        fitting=fitting,
+    )
+
+
+def _misfit(kv_cache_config: Any, chunk_size: int, in_place: bool) -> str:
+    """Why the model's block tables cannot be shared; empty if they can."""
+    try:
+        groups.read(kv_cache_config, chunk_size, in_place)
+    except LayoutError as error:
+        return str(error)
+    return ""
 
 
 def read_model(vllm_config: Any, kv_cache_config: Any, connector: ConnectorConfig) -> ModelSpec:
@@ -89,7 +130,7 @@ def read_model(vllm_config: Any, kv_cache_config: Any, connector: ConnectorConfi
         extra = model.extra | {"versions": "named"}
         model = msgspec.structs.replace(model, named=True, extra=extra)
     try:
-        tables = groups.read(kv_cache_config, 0)
+        tables = groups.read(kv_cache_config, 0, in_place=True)
     except LayoutError:
         return model
     # MLA's ranks hold equal latents, but different states, and different heads of another draft.
@@ -98,12 +139,10 @@ def read_model(vllm_config: Any, kv_cache_config: Any, connector: ConnectorConfi
     return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": tables.text})
 
 
-def _hindrances(vllm_config: Any, several: bool) -> Iterator[str]:
+def _hindrances(vllm_config: Any) -> Iterator[str]:
     """List why this instance's KV cache cannot be shared in place. Each reason names a setting
     besides `connector.share` to change, if one helps."""
     given, machine = vllm_config.model_config, platform.machine()
-    if several:
-        yield "a model with several block tables, or one of a window, is shared through a pool only"
     if machine != MACHINE:
         yield f"it relies on the order of writes of x86-64, and this machine is {machine}"
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -120,7 +159,7 @@ def _refusals(
     vllm_config: Any, kv_cache_config: Any, model: ModelSpec, settings: Config
 ) -> Iterator[str]:
     """List why this instance must not cache, each reason with the change to make."""
-    given, size = vllm_config.model_config, settings.engine.chunk_size
+    given = vllm_config.model_config
     if not VLLM.supports(vllm.__version__):
         yield f"vLLM {vllm.__version__} is not supported: install {VLLM.name}{VLLM.wanted}"
     yield from model_spec.misfits(vllm_config, model)
@@ -139,13 +178,6 @@ def _refusals(
     if given.enable_sleep_mode and given.sleep_mode_backend != "cumem":
         why = f"sleep mode's backend {given.sleep_mode_backend} is not known"
         yield f"{why}: set --sleep-mode-backend cumem"
-    try:
-        groups.read(kv_cache_config, size)
-    except LayoutError as error:
-        yield str(error)
-    if size > given.max_model_len:
-        few = f"no request has more than {given.max_model_len} tokens (max_model_len)"
-        yield f"engine.chunk_size is {size}, and {few}: set it to a fraction of that"
     if not given.is_prefix_caching_supported:
         why = "the model's pooling needs every token of a prompt computed"
         yield f"{why}: set a pooling type of the last token in --pooler-config, if possible"

@@ -82,7 +82,7 @@ COUNTERS = {
     "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Counter("Tokens stored.", counted="tokens_stored"),
     "stored_bytes": _Counter("Bytes stored by all workers.", counted="bytes_stored"),
-    "published_chunks": _Counter("Chunks published in place.", counted="chunks_published"),
+    "published_blocks": _Counter("Blocks published in place.", counted="blocks_published"),
     "load_time_seconds": _Counter("Time of loads, summed over workers.", "part", PARTS),
     "store_time_seconds": _Counter("Time of stores, summed over workers.", "part", PARTS),
     "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
@@ -214,7 +214,8 @@ class Meter:
         """Count a load that has filled some blocks."""
         for tier, tokens in stats.tokens.items():
             self.count("loaded_tokens", tokens, tier)
-            self.count("loaded_bytes", tokens * stats.token_bytes, tier)
+        for tier, nbytes in stats.nbytes.items():
+            self.count("loaded_bytes", nbytes, tier)
         self.count("load_time_seconds", stats.metadata_seconds, "metadata")
         self.count("load_time_seconds", stats.data_seconds, "data")
         self.observe("load_seconds", stats.metadata_seconds + stats.data_seconds)

@@ -1,16 +1,17 @@
 """The worker's half of sharing in place: shows the worker's KV cache, maps other instances' KV
-caches, and publishes the chunks that steps compute."""
+caches, and publishes the blocks that steps compute."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
-from msgspec import structs
 
-from vcache_backend.protocol.messages import InstanceId, Publish
+from vcache_backend.protocol.messages import InstanceId
 from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
@@ -18,19 +19,23 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
-from ..metadata import PublicationSpec
+from ..metadata import PublicationSpec, SavedChunks
 from .exporter import Exporter
 from .stores import Attached, Stores
+
+TOGETHER = 16
+"""How many chunks are saved together. If a block is handed out before the copy, the whole group is
+not saved."""
 
 
 class InPlace:
     """Runs in the worker's main thread. neighbours: other instances' KV caches; None before `open`.
     publisher: None before `show`."""
 
-    def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
-        """each: blocks of a chunk. shows: other instances read this worker's KV cache. With MLA all
-        ranks hold the same KV, and only the first rank shows its cache."""
-        self.exporter, self._each, self._shows = exporter, each, shows
+    def __init__(self, exporter: Exporter, blocks: int, shows: bool) -> None:
+        """blocks: vLLM's number of blocks. shows: other instances read this worker's KV cache. With
+        MLA all ranks hold the same KV, and only the first rank shows its cache."""
+        self.exporter, self._blocks, self._shows = exporter, blocks, shows
         self.neighbours: Neighbours | None = None
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
@@ -50,35 +55,38 @@ class InPlace:
         if self._shown is not None or not self._shows:
             return
         self._shown = OwnCache(session.client, instance, session.rank, self._shape, [self._region])
-        self.publisher = Publisher(session.client, session.stats, instance, self._each)
+        self.publisher = Publisher(
+            session.client, session.stats, instance, session.rank, self._blocks
+        )
 
     def publish(self, session: Session, specs: Sequence[PublicationSpec]) -> None:
-        """Publish chunks once the step has computed them. The step's whole model run must be
+        """Publish blocks once the step has computed them. The step's whole model run must be
         queued."""
-        if self.publisher is None or not specs:
+        if self.publisher is None:
             return
         written = session.copier.mark()
-        for spec in specs:
-            self.publisher.submit(_own(session, spec.publish), written, soon=not spec.loaded)
+        for (epoch, loaded), group in groupby(specs, key=attrgetter("epoch", "loaded")):
+            runs = [run for spec in group for run in spec.runs]
+            self.publisher.submit(runs, epoch, written, soon=not loaded)
 
-    def save(self, worker: Attached, victims: Publish, stores: Stores) -> None:
-        """Store the published chunks of `victims` in the pool. A chunk that loses a block during
-        the copy is dropped."""
+    def save(self, worker: Attached, victims: SavedChunks, stores: Stores) -> None:
+        """Store the published chunks of `victims` in the pool, the last chunks first. A chunk that
+        loses a block during the copy is dropped."""
         publisher = self.publisher
         if publisher is None:
             return
-        for published in publisher.known(_own(worker.session, victims)):
-            blocks: list[int] = np.frombuffer(published.blocks, dtype="<u4").tolist()
-            holds = partial(publisher.holds, published)
-            stores.save(worker, published.keys, blocks, published.epoch, holds)
+        blocks = np.frombuffer(victims.blocks, dtype="<u4").reshape(len(victims.keys), -1)
+        generations = np.frombuffer(victims.generations, dtype="<u8").reshape(blocks.shape)
+        known = np.flatnonzero(publisher.known(blocks, generations).all(axis=1))
+        keys = worker.session.own(victims.keys)
+        for stop in range(len(known), 0, -TOGETHER):
+            chunks = known[max(0, stop - TOGETHER) : stop]
+            own, packs = blocks[chunks], (blocks[chunks].tobytes(), generations[chunks].tobytes())
+            names, holds = [keys[chunk] for chunk in chunks], partial(publisher.holds, *packs)
+            stores.save(worker, names, own.reshape(-1).tolist(), victims.epoch, holds)
 
     def close(self) -> None:
         """Idempotent. Call after the last load is over, and before the session is closed."""
         for part in (self.publisher, self._shown, self.neighbours):
             if part is not None:
                 part.close()
-
-
-def _own(session: Session, publish: Publish) -> Publish:
-    """This rank's part of the chunks."""
-    return structs.replace(publish, keys=session.own(publish.keys))

@@ -35,7 +35,7 @@ class Loading(transfer.Load):
         session = worker.session
         super().__init__(
             session,
-            worker.places(spec.blocks),
+            worker.places(spec.blocks, spec.tokens),
             session.own(spec.keys),
             mark=mark,
             offload=spec.offload,
@@ -51,9 +51,13 @@ class Loading(transfer.Load):
         """The blocks (vLLM's numbers) that the finished load has not filled; empty if cancelled."""
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        kv, size = self.worker.kv, self.worker.session.chunk_size
-        filled = self.loaded * kv.blocks_in(size) * kv.block_size // self.worker.block_size
-        return [block for block in self.spec.blocks[filled:] if block >= 0]
+        return [block for block in self.spec.blocks[self.filled :] if block >= 0]
+
+    @property
+    def lost(self) -> int:
+        """How many tokens the finished load has not filled."""
+        counted = self.spec.blocks[self.filled : self.spec.tokens or None]
+        return sum(block >= 0 for block in counted) * self.worker.block_size
 
     @property
     def failure(self) -> str:
@@ -66,8 +70,7 @@ class Loading(transfer.Load):
         """The finished load, for its span."""
         stats = self.stats
         said: dict[str, Any] = {
-            f"vcache.bytes.{tier}": tokens * stats.token_bytes
-            for tier, tokens in stats.tokens.items()
+            f"vcache.bytes.{tier}": nbytes for tier, nbytes in stats.nbytes.items()
         }
         said["vcache.metadata_seconds"] = stats.metadata_seconds
         said["vcache.data_seconds"] = stats.data_seconds
@@ -92,7 +95,6 @@ class Loads:
     def __init__(
         self,
         number: int,
-        block_size: int,
         stores: Stores,
         meter: Meter,
         *,
@@ -100,17 +102,16 @@ class Loads:
         several: bool = False,
         traced: bool = False,
     ) -> None:
-        """number: of this worker among all workers. block_size: in tokens. at_once: loads do not
-        wait for the steps under way (`compat.loads_at_once`). several: report failed loads by
-        request, since with several block tables vLLM cannot tell which request owns a block.
-        traced: vLLM traces."""
+        """number: of this worker among all workers. at_once: loads do not wait for the steps under
+        way (`compat.loads_at_once`). several: report failed loads by request, since with several
+        block tables vLLM cannot tell which request owns a block. traced: vLLM traces."""
         self.at_once = at_once
         self.failed = set[str]()
         """Requests with failed loads, for the worker's report, which takes them."""
         self.spans: list[LoadSpan] = []
         """The spans of loads that are over, for the worker's report, which takes them."""
         self._number, self._ends = number, EndRing(number)
-        self._block_size, self._several, self._traced = block_size, several, traced
+        self._several, self._traced = several, traced
         self._stores, self._meter = stores, meter
         self._under_way: list[Loading] = []
         self._over: list[str] = []
@@ -221,8 +222,8 @@ class Loads:
         if loading.stats.tokens.total() or not loading.cause:
             self._meter.loaded(loading.stats)
         if loading.cause and loading.cause != transfer.CANCELLED:
-            tokens = len(loading.invalid) * self._block_size
             name, why = printable(spec.request_id, MAX_LINE_CHARS), loading.failure
-            log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, name, why)
+            line = "%d tokens of request %s are computed, not loaded: %s"
+            log.warning(line, loading.lost, name, why)
             self._meter.count("failures", 1, why)
-            self._meter.count("recomputed_tokens", tokens)
+            self._meter.count("recomputed_tokens", loading.lost)

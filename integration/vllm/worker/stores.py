@@ -30,9 +30,11 @@ class Attached(NamedTuple):
     """Tokens of the blocks that vLLM numbers; each may be several blocks of the tensors."""
     neighbours: Neighbours | None = None
 
-    def places(self, blocks: list[int]) -> BlockPlaces:
-        """The places of chunks whose blocks have these numbers in vLLM, chunk by chunk."""
-        return BlockPlaces(self.kv, self.session.chunk_size, blocks, self.block_size)
+    def places(self, blocks: list[int], counted: int = 0) -> BlockPlaces:
+        """The places of blocks with these numbers in vLLM; of chunks, chunk by chunk. counted: see
+        `BlockPlaces`."""
+        size = self.session.chunk_size
+        return BlockPlaces(self.kv, size, blocks, self.block_size, counted=counted)
 
 
 class Stores:

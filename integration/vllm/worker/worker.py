@@ -67,9 +67,8 @@ class VCacheWorker:
         self.in_place: InPlace | None = None
         """None unless KV caches are shared in place."""
         if self._config.connector.share == "in_place" and not self._refused:
-            each = self._config.engine.chunk_size // model.block_size
-            shows = shards > 1 or not tp_rank
-            self.in_place = InPlace(Exporter(model.device_type), each, shows)
+            exporter, shows = Exporter(model.device_type), shards > 1 or not tp_rank
+            self.in_place = InPlace(exporter, kv_cache_config.num_blocks, shows)
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
@@ -79,7 +78,6 @@ class VCacheWorker:
         self.stores = Stores(meter, compat.clears(kv_cache_config))
         self.loads = Loads(
             self._number,
-            model.block_size,
             self.stores,
             meter,
             at_once=compat.loads_at_once(vllm_config, self._config),
@@ -106,7 +104,7 @@ class VCacheWorker:
         if self._refused:
             raise VCacheError(self._refused)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
-        tables = groups.read(self._kv_config, size)
+        tables = groups.read(self._kv_config, size, in_place=self.in_place is not None)
         kv = tables.describe(kv_caches, blocks)
         shard = model_spec.read_shard(self._vllm, kv_caches, kv, size, *self._place, tables.layers)
         session = self._session(kv_caches, kv, shard)
@@ -155,8 +153,8 @@ class VCacheWorker:
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
-        """Store or publish the chunks that the step completes. The whole model run must be
-        queued."""
+        """Store the chunks or publish the blocks that the step completes. The whole model run must
+        be queued."""
         if (worker := self._worker) is None:
             return
         self.stores.start(worker, self._meta.stores)

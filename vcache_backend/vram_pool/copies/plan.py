@@ -17,7 +17,8 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """The blocks that one launch moves between slots and a KV cache. Immutable; any thread."""
+    """The blocks that one launch moves between whole slots and a KV cache. Immutable; any
+    thread."""
 
     chunk_size: int
     """Tokens."""
@@ -28,8 +29,6 @@ class CopyPlan:
     0, part 0, of the first kind), block id in the KV cache."""
     nbytes: int
     """Bytes to read, and to write."""
-    tokens: int
-    """Tokens whose blocks move; with several groups, only the first group's blocks count."""
     blocks_per_chunk: int
 
     def complete(self, slots: int) -> Bools:
@@ -86,32 +85,29 @@ def whole_blocks(
     return ids
 
 
-def plan_blocks(
-    kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, *, holes: bool = False
-) -> CopyPlan:
-    """Plan the copy of whole blocks, between block `i` of the chunks in slots 0, 1, ..., counted
-    through all slots, and block `ids[i]` of the KV cache.
+def placed(kv: PagedKV, ids: Int64s, *, holes: bool = False) -> tuple[Int64s, Int64s]:
+    """Which of these blocks of the KV cache are to be moved: their places in `ids`, and their ids.
 
-    Only the blocks from `first` on are moved. With `holes`, or with several groups, blocks with a
-    negative id are not moved; otherwise a negative id is an error. Raises LayoutError for ids
-    outside of the KV cache."""
-    if not 0 <= first <= len(ids):
-        raise LayoutError(f"blocks from {first} on are wanted of {len(ids)}")
-    each, stride = kv.blocks_in(chunk_size), kv.parts * kv.page_bytes
-    many = max(1024, 1 << len(ids).bit_length())
-    rows, ids = _rows(each, stride, many)[first : len(ids)], ids[first:]
+    With `holes`, or with several groups, blocks with a negative id are not moved; otherwise a
+    negative id is an error. Raises LayoutError for ids outside of the KV cache."""
+    numbers = np.arange(len(ids), dtype=np.int64)
     if (kv.shares or holes) and (missing := ids < 0).any():
-        rows, ids = rows[~missing], ids[~missing]
+        numbers, ids = numbers[~missing], ids[~missing]
     # Negative ids are large as unsigned numbers: one pass finds all wrong ids.
     if int(np.maximum.reduce(ids.view(np.uint64), initial=0)) >= kv.num_blocks and len(ids):
         raise _outside(kv, int(ids.min()), int(ids.max()))
-    blocks = rows.copy()
+    return numbers, ids
+
+
+def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, *, holes: bool = False) -> CopyPlan:
+    """Plan the copy of whole blocks, between block `i` of the chunks in slots 0, 1, ..., counted
+    through all slots, and block `ids[i]` of the KV cache. See `placed`."""
+    each, stride = kv.blocks_in(chunk_size), kv.parts * kv.page_bytes
+    rows = _rows(each, stride, max(1024, 1 << len(ids).bit_length()))
+    numbers, ids = placed(kv, ids, holes=holes)
+    blocks = rows[numbers]
     blocks[:, 2] = ids
-    count = len(ids)
-    if kv.shares:
-        count = int((blocks[:, 1] < kv.shares[0].of(chunk_size) * stride).sum())
-    nbytes = kv.block_bytes * len(ids)
-    return CopyPlan(chunk_size, kv.block_size, blocks, nbytes, count * kv.block_size, each)
+    return CopyPlan(chunk_size, kv.block_size, blocks, kv.block_bytes * len(ids), each)
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,312 @@
+"""vLLM's schedulers without a model, for models of all kinds of block tables: three instances
+compute, load from one another, fail to, preempt, abort and reset at random.
+
+A KV cache holds a number for each token, of it and all before it. What a request attends to, what
+vLLM finds in its prefix cache and what is published must have the right ones after every step. A
+load's copy runs some steps after it was planned, and is judged some steps later, while the blocks
+that it reads are handed out again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from benchmarks.processes import MetadataServer
+from benchmarks.vllm.planning import Instance, Place, Tables, full, local, place, state, window
+from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
+from vcache_backend.protocol.messages import HASH_BYTES
+
+MODELS = {
+    "dense": Tables([full(32)]),
+    "gpt-oss": Tables([full(), window(128)]),
+    "gemma3": Tables([full(), *[window(200)] * 3], 256),
+    "sizes": Tables([full(32), window(100), window(4, 4)], None),
+    "v4": Tables([window(128, 64), full(128), window(64, 8)]),
+    "window": Tables([window(100)]),
+    "state": Tables([full(32), *[state(32)] * 3]),
+    "states": Tables([full(64), state(64)], None),
+    "checkpoints": Tables([state(64, checkpoints=True), full(64)]),
+    "mixed": Tables([state(32), full(32), window(96, 32)], 64),
+    "local": Tables([full(), local(128)]),
+}
+TURNS, ROOM = 500, 900
+"""Steps of a run, and the tokens that an instance's blocks hold, in each table."""
+
+
+@dataclass
+class Load:
+    """A load under way. copies, ends: from which turn on its copy runs, and is judged."""
+
+    spec: LoadSpec
+    copies: int
+    ends: int
+    copied: bool = False
+
+
+class Due(NamedTuple):
+    """A block that was published with this generation, and what it should hold."""
+
+    block: int
+    generation: int
+    holds: Any
+
+
+class Written(Instance):
+    """Which token each place of its KV cache stands for, with all before it and the block table;
+    of a state, the last one that it has seen. 0 where that is nobody's."""
+
+    def __init__(
+        self, where: Place, undo: ExitStack, tables: Tables, blocks: int, choice: random.Random
+    ) -> None:
+        self.choice = choice
+        policy = choice.choice(["fcfs", "fcfs", "priority"])
+        steps = {"max_num_batched_tokens": choice.choice([320, 640]), "scheduling_policy": policy}
+        if policy == "priority":
+            steps["long_prefill_token_threshold"] = 128
+        super().__init__(where, undo, tables, blocks, steps)
+        self.counters = self.half.publications.generations.counters
+        self.wide = max(spec.block_size for spec in tables.specs)
+        self.hash_size = self.manager.coordinator.block_pool.hash_block_size
+        self.holds = np.zeros((blocks, self.wide), dtype=np.int64)
+        self.named = dict[Any, Any]()
+        """What should lie in a block, by its table and the hash by which vLLM finds it."""
+        self.told = dict[int, Due]()
+        self.loads = list[Load]()
+        self.seen = Counter[str]()
+        allocate = self.manager.allocate_slots
+
+        def scarce(request: Any, *given: Any, **more: Any) -> Any:
+            runs = request.status == RequestStatus.RUNNING and len(self.scheduler.running) > 1
+            return None if runs and choice.random() < 0.05 else allocate(request, *given, **more)
+
+        self.manager.allocate_slots = scarce
+
+    def sampled(self, request: Any) -> int:
+        return self.choice.randrange(3, 1000)
+
+    # ---- what a model does
+
+    def end(self, output: Any, **said: Any) -> None:
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            rows = self.manager.get_block_ids(name)
+            stop = request.num_computed_tokens
+            for table, row in enumerate(rows):
+                self.check_read(request, table, row, stop - count)
+                self.write(request, table, row, stop - count, stop)
+        self.name_all()
+        for block in self.manager.block_pool.blocks:
+            if block.block_hash is not None:
+                due = self.named[block.block_hash]
+                assert self.has(block.block_id, due), f"vLLM finds block {block.block_id}"
+        super().end(output, **said)
+
+    def check_read(self, request: Any, table: int, row: list[int], start: int) -> None:
+        """What the request's next token attends to is right."""
+        spec, due = self.tables.specs[table], standing_for(request, table)
+        first = 0
+        if isinstance(spec, MambaSpec):
+            if start:
+                block = row[(start - 1) // spec.block_size]
+                assert self.holds[block, 0] == due[start - 1], (request.request_id, table, start)
+            return
+        if isinstance(spec, SlidingWindowSpec):
+            first = max(0, start - spec.sliding_window + 1)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            first = start // spec.attention_chunk_size * spec.attention_chunk_size
+        at = np.arange(first, start)
+        lies = np.array(row)[at // spec.block_size], at % spec.block_size
+        assert (self.holds[lies] == due[at]).all(), (request.request_id, table, start)
+
+    def write(self, request: Any, table: int, row: list[int], start: int, stop: int) -> None:
+        spec, due = self.tables.specs[table], standing_for(request, table)
+        if isinstance(spec, MambaSpec):
+            size = spec.block_size
+            # Of those before the last block vLLM has one for a checkpoint at most.
+            for end in [*range((start // size + 1) * size, stop, size), stop]:
+                if block := row[(end - 1) // size]:
+                    self.holds[block] = due[end - 1]
+            return
+        at = np.arange(start, stop)
+        self.holds[np.array(row)[at // spec.block_size], at % spec.block_size] = due[at]
+
+    def name_all(self) -> None:
+        """Note what each hash of the requests stands for."""
+        for request in self.scheduler.requests.values():
+            for table, spec in enumerate(self.tables.specs):
+                due, size = standing_for(request, table), spec.block_size
+                scale = size // self.hash_size
+                for number, name in enumerate(request.block_hashes[scale - 1 :: scale]):
+                    first = number * size
+                    own = due[first + isinstance(spec, MambaSpec) * (size - 1) : first + size]
+                    key = kv_cache_utils.make_block_hash_with_group_id(name, table)
+                    self.named[key] = self.named[table, bytes(name[:HASH_BYTES])] = own
+
+    def has(self, block: int, due: Any) -> bool:
+        return bool((self.holds[block, : len(due)] == due).all())
+
+    # ---- what workers do
+
+    def tell(self, meta: StepMetadata) -> None:
+        """Note what should lie where, and publish it."""
+        for spec in meta.publications:
+            for run in spec.runs:
+                blocks = np.frombuffer(run.blocks, dtype="<u4").tolist()
+                generations = np.frombuffer(run.generations, dtype="<u8").tolist()
+                for at, both in enumerate(zip(blocks, generations, strict=True)):
+                    name = run.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+                    if (due := self.named.get((run.table, name))) is not None:
+                        self.told[both[0]] = Due(*both, due)
+                        self.seen["published"] += 1
+        super().tell(meta)
+
+    def check_told(self) -> None:
+        """A block whose generation is as published holds what was published."""
+        for due in self.told.values():
+            if int(self.counters[due.block]) == due.generation:
+                assert self.has(due.block, due.holds), f"published: block {due.block}"
+                self.seen["held"] += 1
+
+    def advance(self, turn: int, owners: dict[bytes, Written], compares: bool) -> dict[str, Any]:
+        """Loads go on; what the worker reports."""
+        over, failed = set[str](), set[str]()
+        for load in list(self.loads):
+            if turn >= load.copies and not load.copied:
+                self.copy(load.spec, owners)
+                load.copied = True
+            if turn >= load.ends:
+                self.loads.remove(load)
+                over.add(load.spec.request_id)
+                if compares and not unchanged(load.spec, owners):
+                    failed.add(load.spec.request_id)
+        self.seen["loaded"] += len(over - failed)
+        self.seen["refused"] += len(failed)
+        report = WorkerReport(failed=set(failed))
+        said = {"finished_recving": over, "failed_recving": failed}
+        return said | {"kv_connector_worker_meta": report}
+
+    def copy(self, spec: LoadSpec, owners: dict[bytes, Written]) -> None:
+        into = np.array(spec.blocks)
+        for run in spec.residents:
+            at = np.arange(run.first, run.stop)
+            blocks = np.frombuffer(run.blocks, dtype="<u4")[into[at] >= 0]
+            self.holds[into[at][into[at] >= 0]] = owners[bytes(run.instance)].holds[blocks]
+
+
+def unchanged(spec: LoadSpec, owners: dict[bytes, Written]) -> bool:
+    """Whether all blocks that a load needs were read with their generations."""
+    filled = np.zeros(len(spec.blocks), dtype=bool)
+    for run in spec.residents:
+        blocks = np.frombuffer(run.blocks, dtype="<u4")
+        now = owners[bytes(run.instance)].counters[blocks]
+        filled[run.first : run.stop] |= now == np.frombuffer(run.generations, dtype="<u8")
+    return bool((filled | (np.array(spec.blocks) < 0)).all())
+
+
+def standing_for(request: Any, table: int) -> Any:
+    """A number for each token with all before it, in a block table."""
+
+    def with_next(last: int, token: int) -> int:
+        return hash((last, token)) // 16 * 16
+
+    numbers = itertools.accumulate(request.all_token_ids, with_next, initial=table + 1)
+    return np.fromiter(numbers, dtype=np.int64)[1:]
+
+
+class Planned:
+    """Three instances compute, load from one another, fail to, preempt, abort and reset at
+    random."""
+
+    def __init__(self, where: Place, tables: Tables, undo: ExitStack, seed: str) -> None:
+        self.choice = random.Random(seed)
+        blocks = sum(ROOM // spec.block_size for spec in tables.specs) + 8
+        made = [Written(where, undo, tables, blocks, self.choice) for _ in range(3)]
+        self.all = {bytes(one.name): one for one in made}
+        self.edges = sorted({16, 256, *(spec.block_size for spec in tables.specs)})
+        self.heads = [self.some(self.choice.randrange(40, 700)) for _ in range(3)]
+
+    def some(self, count: int) -> list[int]:
+        return self.choice.choices(range(3, 1000), k=count)
+
+    def prompt(self) -> list[int]:
+        """Of a head a part, often up to a block's end, or one token before or after it."""
+        choice, head = self.choice, self.choice.choice(self.heads)
+        edge = choice.choice(self.edges)
+        common = choice.choice([len(head), choice.randrange(len(head) + 1)])
+        if choice.random() < 0.5:
+            common = max(0, common // edge * edge + choice.choice([-1, 0, 0, 1]))
+        return head[:common] + self.some(choice.choice([1, 1, 5, 90, 200]))
+
+    def run(self, turns: int, compares: bool = True) -> Counter[str]:
+        """compares: loads of changed blocks fail. AssertionError where something is wrong."""
+        choice = self.choice
+        for turn in range(turns):
+            if turn % 40 == 0:
+                self.heads = [*self.heads[1:], self.some(choice.randrange(40, 700))]
+            engine = choice.choice(list(self.all.values()))
+            requests = engine.scheduler.requests
+            if len(requests) < 4 and choice.random() < 0.8:
+                engine.add(self.prompt(), choice.choice([1, 1, 2, 40]))
+            if requests and choice.random() < 0.02:
+                gone = choice.choice(list(requests))
+                engine.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+                engine.seen["aborted"] += 1
+            if choice.random() < 0.004:
+                engine.scheduler.reset_prefix_cache()
+                engine.seen["reset"] += 1
+            meta = engine.step(**engine.advance(turn, self.all, compares))
+            engine.seen["preempted"] += sum(one.num_preemptions for one in requests.values())
+            for spec in meta.loads:
+                copies = turn + choice.choice([1, 1, 3])
+                engine.loads.append(Load(spec, copies, copies + choice.choice([0, 1, 9])))
+            engine.check_told()
+        return sum((one.seen for one in self.all.values()), Counter[str]())
+
+
+def main(seconds: float, seed: int) -> int:
+    """The level: for so long, each model in turn, and each model's control. 1 if something was
+    wrong, or a control saw nothing."""
+    with tempfile.TemporaryDirectory(prefix="vcache-planned-") as folder, ExitStack() as undo:
+        socket = Path(folder, "vcache.sock")
+        undo.enter_context(MetadataServer(socket, Path(folder, "server.log")))
+        where = undo.enter_context(place(socket, Path(folder)))
+        seen, wrong, until = Counter[str](), list[str](), time.monotonic() + seconds
+        for run in itertools.count():
+            for model in MODELS:
+                with ExitStack() as ends:
+                    made = Planned(where, MODELS[model], ends, f"{seed} {run} {model}")
+                    try:
+                        seen += made.run(TURNS)
+                    except AssertionError as error:
+                        wrong.append(f"{model}, run {run} of seed {seed}: {error}")
+            print(f"{run}: {dict(seen)}", file=sys.stderr)
+            if time.monotonic() > until:
+                break
+        blind = [model for model in MODELS if not caught(where, model, str(seed))]
+    print(f"planned: seed {seed}, {dict(seen)}; wrong: {wrong}; controls that saw nothing: {blind}")
+    return int(bool(wrong or blind))
+
+
+def caught(where: Place, model: str, seed: str, attempts: int = 5) -> bool:
+    """The control: whether it is seen that loads of changed blocks count."""
+    for attempt in range(attempts):
+        with ExitStack() as ends:
+            made = Planned(where, MODELS[model], ends, f"{seed} control {attempt} {model}")
+            try:
+                made.run(TURNS, compares=False)
+            except AssertionError:
+                return True
+    return False

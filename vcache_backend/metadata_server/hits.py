@@ -1,0 +1,216 @@
+"""Where the longest hit of a look-up ends, and the blocks that it needs. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import lcm
+from typing import NamedTuple
+
+import msgspec
+
+from vcache_backend.metadata_server.publications import COMPARED, InstancePublications, suffix
+from vcache_backend.protocol import messages as m
+
+MAX_LOOKS = 16_384
+"""The most looks into tables of one look-up, some milliseconds."""
+_SCANNED = 64
+"""How many blocks are looked for at once before a missing block."""
+
+Bound = Callable[[int, int, int], int]
+"""Of a table and its blocks [first, stop), which a hit needs: -1 if all are there; otherwise the
+number of leading blocks behind which no hit can end."""
+
+
+def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
+    """The blocks [first, stop) that a hit which ends after `end` hashes needs of a table."""
+    stop = end // table.scale
+    match table.kind:
+        case "full":
+            return 0, stop
+        case "local":
+            return stop - stop % max(1, table.reach), stop
+        case _:
+            return max(0, stop - table.reach), stop
+
+
+def longest_end(tables: Sequence[m.BlockTable], limit: int, bound: Bound) -> int:
+    """Where the longest hit ends, in hashes: at most at `limit`, at a common end of all tables'
+    blocks, with all that the tables other than full ones need.
+
+    Goes from the longest end down, and asks little of an end that has no last block."""
+    unit = lcm(*(table.scale for table in tables))
+    others = [(number, table) for number, table in enumerate(tables) if table.kind != "full"]
+    others.sort(key=lambda one: one[1].reach)  # what rules most ends out comes first
+    end = limit - limit % unit
+    while end > 0:
+        for number, table in others:
+            lacks = bound(number, *needed(table, end))
+            if lacks >= 0:
+                end = min(lacks * table.scale, end - 1) // unit * unit
+                break
+        else:
+            return end
+    return 0
+
+
+class Piece(msgspec.Struct):
+    """A `ResidentRun` that is being built: the blocks [first, stop)."""
+
+    table: int
+    first: int
+    stop: int
+    instance: m.InstanceId
+    there: InstancePublications
+    blocks: list[bytes]
+    generations: list[bytes]
+
+    def packed(self, stop: int) -> m.ResidentRun:
+        """The run before block `stop`, where the hit ends; maybe empty."""
+        packs = b"".join(self.blocks), b"".join(self.generations)
+        run = m.ResidentRun(self.table, self.first, self.instance, *packs)
+        return run.cut(self.first, max(self.first, min(stop, self.stop)))
+
+
+class Covered(NamedTuple):
+    """The leading blocks of a table that are somewhere. `cut`: there may be more, but the answer
+    is full, or the look-up took long enough."""
+
+    stop: int
+    pieces: list[Piece]
+    cut: bool = False
+
+
+Others = Sequence[tuple[m.InstanceId, InstancePublications]]
+
+
+class HitSearch:
+    """One look-up among instances that have the same block tables."""
+
+    def __init__(self, hashes: bytes, tables: Sequence[m.BlockTable]) -> None:
+        self.hashes, self.tables, self.left = hashes, tables, MAX_LOOKS
+        self._of = dict[int, bytes]()
+        self._names = dict[tuple[int, int], list[bytes]]()
+
+    def of(self, table: int) -> bytes:
+        """The hashes of a table's blocks, packed."""
+        if (scale := self.tables[table].scale) == 1:
+            return self.hashes
+        if table not in self._of:
+            size = m.HASH_BYTES
+            ends = range(scale * size, len(self.hashes) + 1, scale * size)
+            self._of[table] = b"".join([self.hashes[end - size : end] for end in ends])
+        return self._of[table]
+
+    # ---- tables of full attention
+
+    def covered(
+        self, table: int, others: Others, pooled: bytes, each: int, room: int, replicas: int
+    ) -> Covered:
+        """Find a table's leading blocks in instances or whole chunks of the pool.
+
+        pooled: a byte for each chunk of `each` hashes. room: for how many blocks the answer has
+        room; a new piece takes that of 3. Each turn goes on to where instances change."""
+        hashes, pieces, going, at = self.of(table), list[Piece](), list[Piece](), 0
+        count, size = len(hashes) // m.HASH_BYTES, m.HASH_BYTES
+        while at < count:
+            if self.left <= 0 or room <= 0:
+                return Covered(at, pieces, True)
+            going = [one for one in going if one.stop > at]
+            name, here = hashes[at * size : (at + 1) * size] + suffix(table), len(going)
+            for instance, there in others if here < replicas else ():
+                self.left -= 1
+                if name in there.named and all(one.there is not there for one in going[:here]):
+                    piece = self._follow(table, at, count, instance, there)
+                    if piece.stop > at:
+                        going.append(piece)
+                        if len(going) == replicas:
+                            break
+            pieces += going[here:]
+            room -= 3 * (len(going) - here)
+            stop = min((one.stop for one in going), default=at)
+            if not going:
+                stop = self._pooled(table, at, pooled, each)
+                if stop == at:
+                    break
+            if len(going) * (stop - at) > room:
+                return Covered(at + max(0, room) // len(going), pieces, True)
+            room -= len(going) * (stop - at)
+            at = stop
+        return Covered(at, pieces)
+
+    def _follow(
+        self, table: int, first: int, stop: int, instance: m.InstanceId, there: InstancePublications
+    ) -> Piece:
+        found = there.follow(table, self.of(table), first, stop, self.left)
+        self.left = found.looks
+        return Piece(table, first, found.stop, instance, there, found.blocks, found.generations)
+
+    def _pooled(self, table: int, at: int, pooled: bytes, each: int) -> int:
+        """How far whole chunks of the pool reach from a block on."""
+        scale = self.tables[table].scale
+        gap = pooled.find(0, at * scale // each)
+        end = (gap if gap >= 0 else len(pooled)) * each // scale
+        return max(at, end)
+
+    # ---- other tables
+
+    def best(self, limit: int, others: Others) -> tuple[int, list[Piece]]:
+        """Where the longest hit ends of which one instance has all that it needs of tables that
+        are not full, and this."""
+        best, whose = 0, list[Piece]()
+        for instance, there in others:
+            end = longest_end(self.tables, limit, partial(self._bound, there, best))
+            if end > best and (pieces := self._pieces(end, instance, there)) is not None:
+                best, whose = end, pieces
+        return best, whose
+
+    def _pieces(
+        self, end: int, instance: m.InstanceId, there: InstancePublications
+    ) -> list[Piece] | None:
+        """What a hit needs of the instance's tables that are not full; None if it has just gone."""
+        made = list[Piece]()
+        for number, table in enumerate(self.tables):
+            first, stop = needed(table, end)
+            if table.kind != "full" and first < stop:
+                piece = self._follow(number, first, stop, instance, there)
+                if piece.stop < stop:
+                    return None
+                made.append(piece)
+        return made
+
+    def _bound(
+        self, there: InstancePublications, best: int, table: int, first: int, stop: int
+    ) -> int:
+        """See `Bound`. best: a hit that is not longer than so many hashes is not looked for."""
+        if self.left <= 0 or stop * self.tables[table].scale <= best:
+            return 0
+        at, self.left = there.follow_back(table, self.of(table), first, stop, self.left)
+        if at == first:
+            return -1
+        return self._below(there, table, at - 1) if self.left > 0 else 0
+
+    def _below(self, there: InstancePublications, table: int, stop: int) -> int:
+        """Behind how many of the first `stop` blocks a hit can end."""
+        if self.tables[table].kind == "local":  # its hits need nothing at the end of a chunk
+            return stop
+        named = there.named
+        while stop > 0 and self.left > 0:
+            first = (stop - 1) // _SCANNED * _SCANNED
+            here = bytes(map(named.__contains__, self._part(table, first)[: stop - first]))
+            self.left -= _SCANNED // COMPARED
+            if (last := here.rfind(1)) >= 0:
+                return first + last + 1
+            stop = first
+        return 0
+
+    def _part(self, table: int, first: int) -> list[bytes]:
+        """The names of `_SCANNED` blocks of a table from `first` on."""
+        if (table, first) not in self._names:
+            size, end = m.HASH_BYTES, suffix(table)
+            hashes = self.of(table)[first * size : (first + _SCANNED) * size]
+            self._names[table, first] = [
+                name + end for (name,) in struct.iter_unpack(f"{size}s", hashes)
+            ]
+        return self._names[table, first]
