@@ -38,6 +38,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
+def test_the_first_pages_stay_short_and_plain() -> None:
+    for name in ("README.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text()
+        assert len(text.splitlines()) <= 120, name
+        assert not re.search("[ᵃ-ᶻʰ-ˣ⁰-ⁿ¹²³]", text), f"{name}: no footnotes"
+
+
 def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -> None:
     (program,) = blocks(ROOT / "docs" / "api.md", "python")
     (printed,) = blocks(ROOT / "docs" / "api.md", "text")
