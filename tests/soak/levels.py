@@ -59,7 +59,7 @@ INPLACE = Level(
     },
     stops=0.0005,
     loads=100_000,
-    reuse_hits=0.01,
+    reuse_hits=0.005,
     controls=("no comparison", "counted late", "published early"),
 )
 SOAK = Level(

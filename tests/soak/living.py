@@ -186,6 +186,6 @@ def _believe_copies() -> None:
 def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:
     def settled(part: Any) -> Settled:
         settle(part)
-        return Settled(part.count)
+        return Settled(part.stop - part.first)
 
     return settled

@@ -23,7 +23,7 @@ from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import InstanceId, ResidentRun, Table
+from vcache_backend.protocol.messages import BlockTable, InstanceId, ResidentRun
 from vcache_backend.resident.mappings import Neighbour, Neighbours, open_instance
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.vram_pool import devices
@@ -38,7 +38,7 @@ HOST = Device("host", "host")
 NAMESPACE = b"resident"
 EACH = 2
 """Blocks of a chunk."""
-TABLES = [Table("full")]
+TABLES = [BlockTable("full")]
 """One block table, for all layers."""
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import neighbour_cases
 import numpy as np
@@ -237,13 +236,15 @@ def test_the_next_server_is_told_of_what_is_still_there(
 ) -> None:
     """Not of what was handed out since, in the middle of a run too."""
     publish, once, over = owner.client.publish, iter([how]), threading.Event()
+    told = set[tuple[int, int, int]]()
 
-    def tell(*told: Any) -> int:
+    def tell(publication: Publish) -> int:
+        told.update((run.sequence, run.first, run.count) for run in publication.runs)
         now = next(once, "")
         if now == "which is late once":
             over.set()
             raise ServerTimeout("it took too long")
-        taken = publish(*told)
+        taken = publish(publication)
         if now:
             another()
         over.set()
@@ -274,4 +275,5 @@ def test_the_next_server_is_told_of_what_is_still_there(
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]
     eventually(lambda: [owner.blocks_found(*part) for part in (four, [10, 11])] == [1, 2])
+    assert told == {(2, 0, 2), (3, 1, 1), (4, 0, 2), (9, 5, 1), (9, 7, 2)}
     assert owner.publisher.outbox.flush(SECONDS), "once"

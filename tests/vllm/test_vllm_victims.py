@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import ROOMY, Node, UnfinishedCopier
-from in_place_cases import CHUNK, Engine, Make, engine, here, lying, make, new_tokens
+from in_place_cases import CHUNK, EACH, Engine, Make, engine, here, lying, make, new_tokens
 from kv_cases import Cache, layout_of
 from processes import SECONDS, eventually
 from vllm_cases import needs_vllm
@@ -22,13 +22,21 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 import torch
 from vllm.v1.request import Request
 
-from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata
+from vcache_backend.integration.vllm.metadata import PublicationSpec, SavedChunks, StepMetadata
 from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker import in_place
 from vcache_backend.integration.vllm.worker.exporter import Exporter
 from vcache_backend.integration.vllm.worker.in_place import InPlace
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
-from vcache_backend.protocol.messages import ChunkKey, InstanceId, Publish
-from vcache_backend.transfer import publisher
+from vcache_backend.protocol.messages import (
+    HASH_BYTES,
+    NAMESPACE_BYTES,
+    RANK_BYTES,
+    BlockRun,
+    BlockTable,
+    ChunkKey,
+    InstanceId,
+)
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.generations import Generations
 
@@ -47,9 +55,25 @@ def saved(engine: Engine, meta: StepMetadata, request: Request) -> list[tuple[in
     if spec is None:
         return []
     places = [engine.keys(request).index(key) for key in spec.keys]
-    for blocks, generations in lying(spec):
-        assert counters[blocks].tolist() == generations
-    return [(place, blocks) for place, (blocks, _) in zip(places, lying(spec), strict=True)]
+    lies = lying(spec)
+    assert all(counters[block] == generation for block, generation in lies)
+    blocks = [block for block, _ in lies]
+    rows = [blocks[at : at + EACH] for at in range(0, len(blocks), EACH)]
+    return list(zip(places, rows, strict=True))
+
+
+def completed(engine: Engine) -> list[list[int]]:
+    """The blocks of each chunk that steps complete from now on."""
+    victims, found = engine.half.victims, list[list[int]]()
+    plan = victims.plan
+
+    def planned(meta: StepMetadata, chunks: list[tuple[list[ChunkKey], list[int]]]) -> None:
+        for _, blocks in chunks:
+            found.extend(blocks[at : at + EACH] for at in range(0, len(blocks), EACH))
+        plan(meta, chunks)
+
+    victims.plan = planned
+    return found
 
 
 def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
@@ -62,12 +86,15 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(mak
     """The pool may have lost it by then. Beside a request that only runs on."""
     engine = make(lends=1 << 20)
     engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
+    chunks = completed(engine)
     request = engine.add(new_tokens(3 * CHUNK + 5))
     engine.finish(request)
     early = [saved(engine, meta, request) for meta in engine.metas]
     assert early == [[]] * len(engine.metas), "it runs, nobody gets its blocks"
-    published = [one for meta in engine.metas for one in engine.published(request, meta)]
-    assert saved(engine, engine.step(), request) == [(one.number, one.blocks) for one in published]
+    mine = {one.block for meta in engine.metas for one in engine.published(request, meta)}
+    due = list(enumerate(blocks for blocks in chunks if mine.issuperset(blocks)))
+    assert saved(engine, engine.step(), request) == due
+    assert len(due) == 3
     again = engine.add(request.prompt_token_ids[: CHUNK + 1])
     engine.step()
     assert engine.hit(again) == CHUNK
@@ -85,7 +112,7 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
     counters = engine.half.publications.generations.counters
     there = dict[int, Any]()
     told = dict[int, int]()
-    left = list[int]()
+    left, chunks = list[int](), completed(engine)
     for number in range(400):
         if number % 3 == 0 and len(engine.scheduler.requests) < 3:
             tokens = choice.choice(known) + new_tokens(choice.choice([0, CHUNK]))
@@ -95,11 +122,12 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
             if (counters[blocks] != generations).any():
                 del there[first]
                 left.append(number - told.pop(first))
-        for said in (*(spec.publish for spec in meta.publications), meta.victims):
-            for blocks, generations in lying(said) if said is not None else ():
-                there[blocks[0]] = blocks, generations
-                if said is meta.victims:
-                    told.setdefault(blocks[0], number)
+        for blocks in chunks:
+            there[blocks[0]] = blocks, counters[blocks].copy()
+        chunks.clear()
+        if meta.victims is not None:
+            for block, _ in lying(meta.victims)[::EACH]:
+                told.setdefault(block, number)
     assert len(left) > 50
     assert min(left) > 0
     assert left.count(1) < len(left) // 20
@@ -111,11 +139,11 @@ def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_t
     """An eighth of the KV cache is examined."""
     engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
     counters = engine.half.publications.generations.counters
+    chunks = completed(engine)
     known = [engine.add(new_tokens(3 * CHUNK)) for _ in range(10)]
     for request in known:
         engine.finish(request)
-    said = [spec.publish for meta in engine.metas for spec in meta.publications]
-    there = {blocks[0]: (blocks, made) for one in said for blocks, made in lying(one)}
+    there = {blocks[0]: (blocks, counters[blocks].copy()) for blocks in chunks}
     assert len(there) == 30
     saved, left = dict[int, int](), list[int]()
     with engine.others_bring(4 * CHUNK):
@@ -128,7 +156,7 @@ def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_t
                         del there[first]
                         left.append(number - saved.get(first, number))
                 if meta.victims is not None:
-                    saved |= {blocks[0]: number for blocks, _ in lying(meta.victims)}
+                    saved |= {block: number for block, _ in lying(meta.victims)[::EACH]}
     assert len(left) > 20
     assert left.count(0) < 8
 
@@ -157,7 +185,7 @@ class Sharing:
     the pool. Its stores are read when a test says so."""
 
     def __init__(self, here: Node, undo: ExitStack) -> None:
-        cache, exporter, each = Cache(), Exporter("cpu"), 2
+        cache, exporter = Cache(), Exporter("cpu")
         around = exporter.context()
         assert around is not None
         with around:
@@ -170,7 +198,8 @@ class Sharing:
         self.session = Session(here.config("host", ROOMY), layout_of(cache), copier=self.copier)
         undo.callback(self.session.close)
         undo.callback(self.copier.finished.set)
-        self.in_place, self.stores = InPlace(exporter, each, shows=True), Stores(Meter())
+        self.in_place = InPlace(exporter, cache.sizes.blocks, shows=True)
+        self.stores = Stores(Meter())
         undo.callback(self.in_place.close)
         kv = self.session.bind(tensors)
         self.in_place.open(self.session, kv, tensors)
@@ -180,20 +209,22 @@ class Sharing:
         self.table = Generations(name, cache.sizes.blocks)
         undo.callback(self.table.close)
         prefix = self.session.namespace.prefix
-        self.client.join(name, prefix, self.table.blocks, 1, each, self.table.fd)
+        tables = [BlockTable("full")]
+        self.client.join(name, prefix, self.table.blocks, 1, 2, tables, self.table.fd)
         self.in_place.show(self.session, name)
         self.keys = [ChunkKey(prefix + os.urandom(16) + b"\0\0") for _ in range(4)]
         self.epoch = self.client.present(self.keys).epoch
 
     def publish(self, *chunks: int) -> None:
         """Each is a request's."""
-        specs = [PublicationSpec(self._said(chunk)) for chunk in chunks]
+        specs = [PublicationSpec([self._run(chunk)], self.epoch) for chunk in chunks]
         self.in_place.publish(self.session, specs)
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.outbox.flush(SECONDS)
 
     def save(self, *chunks: int) -> None:
-        self.in_place.save(self.attached, self._said(*chunks), self.stores)
+        keys, packs = [self.keys[chunk] for chunk in chunks], self._packed(*chunks)
+        self.in_place.save(self.attached, SavedChunks(keys, *packs, self.epoch), self.stores)
 
     def saved(self, chunk: int) -> bool:
         """Whether the pool has it, once everything that was saved is read."""
@@ -201,10 +232,14 @@ class Sharing:
         assert self.session.flush(SECONDS)
         return bool(self.client.lookup([self.keys[chunk]]))
 
-    def _said(self, *chunks: int) -> Publish:
+    def _run(self, chunk: int) -> BlockRun:
+        hashes = bytes([chunk]) * HASH_BYTES + self.keys[chunk][NAMESPACE_BYTES:-RANK_BYTES]
+        return BlockRun(chunk + 1, 0, 0, hashes, *self._packed(chunk))
+
+    def _packed(self, *chunks: int) -> tuple[bytes, bytes]:
+        """The chunks' blocks, and their generations."""
         blocks = np.array([(2 * chunk, 2 * chunk + 1) for chunk in chunks], dtype="<u4")
-        keys, generations = [self.keys[chunk] for chunk in chunks], np.full_like(blocks, 2, "<u8")
-        return Publish(self.name, 1, keys, blocks.tobytes(), generations.tobytes(), self.epoch)
+        return blocks.tobytes(), np.full_like(blocks, 2, "<u8").tobytes()
 
 
 @pytest.fixture
@@ -238,7 +273,7 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(sharing: Sharing, h
 
 def test_one_changed_takes_few_along(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves first is saved first, and is last in what the scheduler says."""
-    monkeypatch.setattr(publisher, "TOGETHER", 2)
+    monkeypatch.setattr(in_place, "TOGETHER", 2)
     sharing.publish(*range(4))
     sharing.save(*range(4))
     sharing.table.void([7])

@@ -390,9 +390,16 @@ class InstancePublications:
                     run.alive[at] = 0
                     continue
                 self._vacate(block)
-            if (other := named.get(name)) is not None:
-                self._spare_one(name, other)
-            named[name], holders[block], places[block] = block, run, at
+            if name in named and self._has_other(name):
+                # As vLLM's own cache, which finds the first of several blocks with one hash.
+                spare = self._spare.setdefault(name, [])
+                if len(spare) == MAX_SPARE:
+                    run.alive[at] = 0
+                    continue
+                spare.append(block)
+            else:
+                named[name] = block
+            holders[block], places[block] = run, at
             run.left += 1
         if run.left:
             self._keep(run, self.runs)
@@ -459,11 +466,16 @@ class InstancePublications:
         if not run.left and run in run.home:
             self._remove(run)
 
-    def _spare_one(self, name: bytes, block: int) -> None:
-        spare = self._spare.setdefault(name, [])
-        spare.append(block)
-        if len(spare) > MAX_SPARE:
-            self._vacate(spare[0])
+    def _has_other(self, name: bytes) -> bool:
+        """Whether an unchanged block has this name. Forgets those that have changed."""
+        while (block := self.named.get(name)) is not None:
+            run = self.holders[block]
+            assert run is not None
+            if run.life == self.life and self._unchanged(run, at := self.places[block], at + 1):
+                return True
+            if self.named.get(name) == block:
+                self._vacate(block)
+        return False
 
     def _unname(self, name: bytes, block: int) -> None:
         """A block has its name no more; another block may have it still."""
@@ -471,7 +483,7 @@ class InstancePublications:
         if self.named[name] != block:
             spare.remove(block)
         elif spare:
-            self.named[name] = spare.pop()
+            self.named[name] = spare.pop(0)
         else:
             del self.named[name]
         if not spare:
