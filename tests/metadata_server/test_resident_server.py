@@ -291,6 +291,22 @@ def test_a_hit_ends_at_the_last_state_that_is_intact(alone: Stage, reader: Clien
             table.void([gone])
 
 
+def test_a_hit_that_ends_with_an_attention_chunk_needs_none_of_it(
+    alone: Stage, reader: Client
+) -> None:
+    tables = [m.BlockTable("full"), m.BlockTable("local", 1, 2 * EACH)]
+    with alone.client() as owner:
+        join(owner, A, tables=tables)
+        show(owner, A)
+        assert publish(owner, A, 3) == 12
+        for limit, end in ((12, 8), (8, 8), (7, 0)):
+            assert reader.find(find(3, limit=limit)).end == end
+        # A beginning of the third chunk, the second of the local ones.
+        run = block_run(3, 20, table=1).cut(8, 10)
+        assert owner.publish(m.Publish(A, 0, [run])) == 2
+        assert [reader.find(find(3, limit=limit)).end for limit in (12, 9)] == [10, 9]
+
+
 # ---- who may
 
 
