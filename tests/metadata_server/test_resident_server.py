@@ -237,6 +237,8 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reade
     assert publish(second, A, 2, rank=1) == 8
     assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (8, "")
     assert found(reader, 2, 1) == 0
+    join(reader, B)
+    assert reader.find(find(2, 1, B)).end == 0, "its rank 0 has another part"
 
 
 def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: Client) -> None:
@@ -287,6 +289,22 @@ def test_a_hit_ends_at_the_last_state_that_is_intact(alone: Stage, reader: Clien
             states = [run.blocks for run in answer.residents if run.table == 1]
             assert states == ([numbers(gone)] if end else [])
             table.void([gone])
+
+
+def test_a_hit_that_ends_with_an_attention_chunk_needs_none_of_it(
+    alone: Stage, reader: Client
+) -> None:
+    tables = [m.BlockTable("full"), m.BlockTable("local", 1, 2 * EACH)]
+    with alone.client() as owner:
+        join(owner, A, tables=tables)
+        show(owner, A)
+        assert publish(owner, A, 3) == 12
+        for limit, end in ((12, 8), (8, 8), (7, 0)):
+            assert reader.find(find(3, limit=limit)).end == end
+        # A beginning of the third chunk, the second of the local ones.
+        run = block_run(3, 20, table=1).cut(8, 10)
+        assert owner.publish(m.Publish(A, 0, [run])) == 2
+        assert [reader.find(find(3, limit=limit)).end for limit in (12, 9)] == [10, 9]
 
 
 # ---- who may

@@ -30,13 +30,13 @@ from vcache_backend.protocol import messages as m
 from vcache_backend.vram_pool.generations import Generations
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-BLOCKS, HASHES, EACH = 12, 8, 2
+BLOCKS, HASHES, EACH = 14, 8, 2
 FULL = m.BlockTable("full")
 MIXED = [
     m.BlockTable("window", 1, 2),
     FULL,
     m.BlockTable("state", 2, 1),
-    m.BlockTable("local", 1, 2),
+    m.BlockTable("local", 1, 4),
     m.BlockTable("full", 2),
 ]
 KINDS: dict[int, tuple[bytes, int, list[m.BlockTable]]] = {
@@ -65,7 +65,11 @@ class Block:
 
     name: Name
     generation: int
-    sequence: int
+    run: tuple[int, int, int]
+
+    @property
+    def sequence(self) -> int:
+        return self.run[0]
 
 
 @dataclass
@@ -93,10 +97,9 @@ class Model:
         if run.sequence < self.floor or not blocks:
             return 0
         if KINDS[self.kind][1] == 1:
-            return self.take(run.sequence, blocks)
+            return self.take((run.sequence, run.table, run.first), blocks)
         key = run.sequence, run.table, run.first
-        here = self.told.get(blocks[0][1])
-        if here is not None and (here.sequence, here.name) == (run.sequence, blocks[0][0]):
+        if all(self.told.get(at) == Block(name, number, key) for name, at, number in blocks):
             return len(blocks)
         ranks, earlier = self.awaited.pop(key, ({rank}, blocks))
         alike = 0
@@ -106,22 +109,22 @@ class Model:
         if not blocks:
             return 0
         if len(ranks) == 2:
-            return self.take(run.sequence, blocks)
+            return self.take(key, blocks)
         self.awaited[key] = ranks, blocks
         while sum(len(waiting) for _, waiting in self.awaited.values()) > BLOCKS:
             del self.awaited[next(iter(self.awaited))]
         return len(blocks)
 
-    def take(self, sequence: int, blocks: list[tuple[Name, int, int]]) -> int:
+    def take(self, run: tuple[int, int, int], blocks: list[tuple[Name, int, int]]) -> int:
         taken = 0
         if len({block for _, block, _ in blocks}) < len(blocks):
             return 0
         for name, block, generation in blocks:
             old = self.told.get(block)
             intact = old is not None and self.table.counters[block] == old.generation
-            if intact and old.sequence > sequence:
+            if intact and old.sequence > run[0]:
                 continue
-            self.told[block] = Block(name, generation, sequence)
+            self.told[block] = Block(name, generation, run)
             taken += 1
         return taken
 
@@ -137,6 +140,7 @@ class ResidentMachine(RuleBasedStateMachine):
         self.undo = ExitStack()
         self.begin()
         self.model: dict[m.InstanceId, Model] = {}
+        self.said: list[tuple[m.InstanceId, int, m.BlockRun, list[tuple[Name, int, int]]]] = []
         self.pooled: set[m.ChunkKey] = set()
 
     def begin(self) -> None:
@@ -273,8 +277,29 @@ class ResidentMachine(RuleBasedStateMachine):
             numbers(*(block for _, block in pairs)),
             counts(*(generation for _, _, generation in told)),
         )
+        self.said.append((instance, rank, run, told))
+        self.publish_one(*self.said[-1])
+
+    @rule(back=st.integers(1, 6))
+    @precondition(lambda self: self.said)
+    def publish_again(self, back: int) -> None:
+        """As after a reconnection."""
+        instance, rank, run, told = self.said[-min(back, len(self.said))]
+        if (known := self.model.get(instance)) is not None:
+            _, ranks, tables = KINDS[known.kind]
+            intact = all(known.table.counters[block] == number for _, block, number in told)
+            if rank < ranks and run.table < len(tables) and (intact or ranks == 1):
+                self.publish_one(instance, rank, run, told)
+
+    def publish_one(
+        self,
+        instance: m.InstanceId,
+        rank: int,
+        run: m.BlockRun,
+        told: list[tuple[Name, int, int]],
+    ) -> None:
         taken = self.residents.publish(m.Publish(instance, rank, [run]))
-        assert taken == known.publish(rank, run, told)
+        assert taken == self.model[instance].publish(rank, run, told)
 
     @rule(instance=st.sampled_from(IDS), blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=3))
     def reuse(self, instance: m.InstanceId, blocks: set[int]) -> None:

@@ -345,7 +345,7 @@ class InstancePublications:
     def _agree(self, new: Run) -> tuple[int, Run | None]:
         """Note that a rank has published a run; take what all ranks have published of it. Returns
         how many blocks count, and the run if it is complete."""
-        if self._same(new) is not None:
+        if self._same(new):
             return len(new), None
         old = self._awaited.get(_key(new))
         if old is not None:
@@ -357,13 +357,12 @@ class InstancePublications:
             return self._take(new), new
         return self._await(new), None
 
-    def _same(self, new: Run) -> Run | None:
-        """The run that has been taken before, if `new` is the same or its beginning."""
+    def _same(self, new: Run) -> bool:
+        """Whether a run has been taken before, as far as `new` goes, and all of that is alive."""
         here = self.at(new.hash(0) + suffix(new.table))
-        if here is None or _key(here[0]) != _key(new):
-            return None
-        alike = _agreed(here[0], new)
-        return here[0] if len(alike) == len(new) else None
+        if here is None or _key(here[0]) != _key(new) or 0 in here[0].alive[: len(new)]:
+            return False
+        return len(_agreed(here[0], new)) == len(new)
 
     def _await(self, run: Run) -> int:
         if not self._room(run):
@@ -379,7 +378,7 @@ class InstancePublications:
         """Take a run's blocks, but for those that a newer run holds. Returns how many. Takes none
         if a block or a hash comes twice."""
         end, count = suffix(run.table), len(run)
-        if (here := self._same(run)) is not None and 0 not in here.alive[:count]:
+        if self._same(run):
             return count
         names = [name + end for (name,) in struct.iter_unpack(f"{m.HASH_BYTES}s", run.hashes)]
         if len(set(run.numbers)) < count or len(set(names)) < count or not self._room(run):
