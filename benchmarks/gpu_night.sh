@@ -11,11 +11,14 @@
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
+#   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
+#   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3                              5 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, LFM 2; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   copies   copies, engine, metadata server                                                        2 minutes
 #   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
+#   hits     without a GPU: what another instance finds, beside what the owner would; scheduling under attack       5 minutes
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
 #   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes
 #
@@ -143,6 +146,17 @@ models() {
   ttft modes_in_place 550 fp8,mla,ngram "${in_place[@]}" --scale beside --rounds 3 &
   wait
 }
+tables() {
+  ttft tables 500 gemma3,gpt_oss "${in_place[@]}" --scale beside &
+  ttft states 500 conv,mamba2,gdn "${in_place[@]}" --scale beside &
+  wait
+}
+groups() { ttft groups 300 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }
+hits() {
+  bench hits 250 hits &
+  PYTHONPATH=tests:tests/support:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level planned --seconds "${SOAK_SECONDS:-120}" > "$out/soak-planned.txt" 2>&1 &
+  wait; tail -n 1 "$out/soak-planned.txt"
+}
 which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
 copies() { "$python" -m benchmarks --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 soak() {
@@ -166,7 +180,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models which copies serving routed ranks soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short tables groups hits models which copies serving routed ranks soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

@@ -41,6 +41,7 @@ from .serving.summary import Figures, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
+from .vllm.instances import KINDS, joined
 from .vllm.weights import write_model
 
 WORKLOADS = {
@@ -161,14 +162,18 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
-    """The scale's, with what was asked for otherwise."""
-    sizes = SIZES[options.scale]
+    """The scale's, with what was asked for otherwise. KV caches of another model have room for as
+    many tokens."""
+    sizes, kind = SIZES[options.scale], options.model
+    scale = KINDS[kind].of(sizes.scale)
+    each = options.memory * scale.token_bytes / sizes.scale.token_bytes
     given = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
     return msgspec.structs.replace(
         sizes,
-        plan=msgspec.structs.replace(sizes.plan, **given),
-        kv_bytes=int(sizes.kv_bytes * options.memory),
-        pool_bytes=int(sizes.pool_bytes * options.memory),
+        scale=msgspec.structs.replace(scale, name=joined(scale.name, kind)),
+        plan=msgspec.structs.replace(sizes.plan, vocabulary=scale.vocabulary, **given),
+        kv_bytes=int(sizes.kv_bytes * each),
+        pool_bytes=int(sizes.pool_bytes * each),
         instances=len(options.gpus),
     )
 
@@ -185,6 +190,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = names_of(WORKLOADS)
     option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
+    models = [kind for kind in KINDS if KINDS[kind].several]
+    option("--model", choices=models, default="", help="in place of Llama's shape")
     option("--gpus", type=_numbers, default="0,1", help="one for each server")
     option("--memory", type=float, default=1.0, help="of the scale's KV caches")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")

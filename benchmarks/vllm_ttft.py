@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -64,13 +65,19 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
         else:
             # Through a pool those of a model with windows need their chunk's end, which a partial
             # hit may not have.
-            partial = 0 if "layer_types" in scale.model else 4
-            hits = prompts.hits(dict.fromkeys(scale.few, 3), partial)
+            parting = 0 if "layer_types" in scale.model else 4
+            hits = prompts.hits(dict.fromkeys(scale.few, 3), parting)
         rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
         rows += equality.flipped(run, kind) if in_place else []
         return [*rows, *equality.sensitive(run, kind, 1)]
 
     return Part(_trio(kind), compared, ways, cpu, apart)
+
+
+def _timed(kind: str) -> Part:
+    """The time to first token of models with several block tables."""
+    made = partial(latency.first_token, kind=kind)
+    return Part(_trio(kind), made, ("inplace",), apart="windows")
 
 
 def _trio(kind: str = "") -> tuple[str, ...]:
@@ -80,6 +87,8 @@ def _trio(kind: str = "") -> tuple[str, ...]:
 PARTS: dict[str, Part] = {
     "scheduler": Part(("a", "timed"), scheduling.scheduler_time, OURS),
     "ttft": Part(_trio(), latency.first_token),
+    "ttft_gpt_oss": _timed("gpt_oss"),
+    "ttft_gemma3": _timed("gemma3"),
     "agreeing": Part(_trio(), equality.agreeing),
     "sensitive": Part(("alone",), equality.sensitive),
     "flipped": Part(_trio(), equality.flipped, ("inplace",)),

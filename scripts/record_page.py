@@ -8,11 +8,12 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 SECONDS = 70
 QUIET = [
     "--headless",
@@ -25,8 +26,9 @@ QUIET = [
 
 
 def main() -> None:
-    from processes import Child
     from vllm_cases import CHUNK, Prompt, new_tokens, node
+
+    from vcache_backend.monitor.web import Samples, Web
 
     pooled = {"connector": {"min_hit_tokens": CHUNK, "model": "tiny-llama"}}
     in_place = {"connector": pooled["connector"] | {"share": "in_place"}}
@@ -36,10 +38,8 @@ def main() -> None:
             here.connect("b", in_place),
             here.connect("c", pooled),
         )
-        shown = here.undo.enter_context(
-            Child([sys.executable, "-m", "vcache_backend.monitor", str(here.socket), ":0"])
-        )
-        address = shown.expect("metrics and a page at").split("//")[1].strip()
+        web = Web(":0", Samples(here.socket))
+        threading.Thread(target=web.serve_forever, daemon=True).start()
         choice = random.Random(4)
         for instance in instances * 3:
             # So they learn what a token takes that is computed, and with it what hits save.
@@ -60,11 +60,11 @@ def main() -> None:
             "chromium",
             *QUIET,
             f"--user-data-dir={folder}/browser",
-            "--window-size=1200,1150",
+            "--window-size=1200,1180",
             "--virtual-time-budget=3000",
         ]
         subprocess.run(
-            [*command, f"--screenshot={ROOT / 'docs' / 'page.png'}", f"http://{address}/"],
+            [*command, f"--screenshot={ROOT / 'docs' / 'page.png'}", f"http://{web.address}/"],
             check=True,
             timeout=60,
         )

@@ -38,6 +38,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
+def test_the_first_pages_stay_short_and_plain() -> None:
+    for name in ("README.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text()
+        assert len(text.splitlines()) <= 120, name
+        assert not re.search("[ᵃ-ᶻʰ-ˣ⁰-ⁿ¹²³]", text), f"{name}: no footnotes"
+
+
 def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -> None:
     (program,) = blocks(ROOT / "docs" / "api.md", "python")
     (printed,) = blocks(ROOT / "docs" / "api.md", "text")
@@ -93,6 +100,6 @@ def test_every_command_of_the_pages_runs(
 
 def test_which_models_are_cached_is_as_vllm_was_asked() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "which_models.py"))
-    file = ROOT / "docs" / "vllm" / "models.json"
-    table = script["table"](json.loads(file.read_text()))
-    assert f"\n{table}\n" in script["PAGE"].read_text(), f"scripts/which_models.py write {file}"
+    file = ROOT / "benchmarks" / "results" / "models.json"
+    tables = script["tables"](json.loads(file.read_text()))
+    assert f"\n{tables}\n" in script["PAGE"].read_text(), f"scripts/which_models.py write {file}"

@@ -221,13 +221,15 @@ class Fleet:
         """Have an instance compute a prompt, and wait until all of its chunks, or blocks, are
         `stored`. Says so if some are not.
         """
-        scale = self.of(INSTANCES[writer].kind)
-        due = len(prompt) // (scale.block if self.in_place else scale.chunk)
-        if self.in_place and KINDS[INSTANCES[writer].kind].several:
-            # vLLM keeps few blocks of windows and states, and makes larger ones.
-            due = 1
-        due += self.chunks(writer)
+        scale, had = self.of(INSTANCES[writer].kind), self.chunks(writer)
+        due = had + len(prompt) // (scale.block if self.in_place else scale.chunk)
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
+        if self.in_place and KINDS[INSTANCES[writer].kind].several:
+            # vLLM keeps few blocks of windows and states, and makes larger ones, perhaps longer
+            # than the prompt.
+            until(lambda: self.chunks(writer) > had, 1.0, 0.005)
+            time.sleep(0.5)
+            return
         if not self.stored(due, writer=writer):
             there = self.chunks(writer)
             print(f"  {writer}: there are {there} chunks where {due} were due", flush=True)

@@ -48,7 +48,7 @@ from .weights import write_model
 CHUNK = 256
 PAGE = 8
 FOREVER = 1e6
-MOST_STEPS = 100_000
+MOST_STEPS = 20_000
 """Of one request. On a machine whose cores are taken a look-up takes many."""
 registry._run_in_subprocess = lambda look: look()
 """To look at one class it would import vLLM in another process."""

@@ -54,6 +54,13 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
             row = 4 * self.model["head_dim"] * self.model["num_key_value_heads"]
         return int(row * self.model["num_hidden_layers"])
 
+    def hit_bytes(self, tokens: int) -> int:
+        """Bytes of KV that a hit of so many tokens needs; of states none."""
+        kinds = self.model.get("layer_types", ["full_attention"])
+        kept = {"full_attention": tokens}
+        kept["sliding_attention"] = min(tokens, self.model.get("sliding_window") or tokens)
+        return self.token_bytes * sum(kept.get(kind, 0) for kind in kinds) // len(kinds)
+
     @property
     def vocabulary(self) -> int:
         return int(self.model["vocab_size"])

@@ -29,6 +29,12 @@ LLAMA = SHAPE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 LLAMA |= {"num_hidden_layers": 4}
 GEMMA = SHAPE | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 GEMMA |= {"num_hidden_layers": 6, "sliding_window": 64}
+GRANITE = SHAPE | {"model_type": "granitemoehybrid", "num_hidden_layers": 4}
+GRANITE |= {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0}
+GRANITE |= {"layer_types": ["mamba", "mamba", "mamba", "attention"], "shared_intermediate_size": 64}
+GRANITE |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_n_groups": 1}
+BLOOM = {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "torch_dtype": "bfloat16"}
+BLOOM |= {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}
 MAMBA = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 2}
 MAMBA |= {"hidden_size": 64, "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1}
 MAMBA |= {"vocab_size": 128}
@@ -54,19 +60,36 @@ def diagnosed(_: object, model: str) -> list[Finding]:
 def test_vllm_says_what_a_model_keeps_and_a_pool_holds(tmp_path: Path) -> None:
     with beside_vllm() as worker:
         model, chunks, pool = worker.ask(diagnosed, str(written(tmp_path, LLAMA)))
-    assert "LlamaForCausalLM: 4 layers of full attention: shared in place" in model.detail
+    layers = "LlamaForCausalLM: 4 layers of full attention"
+    assert f"{layers}: shared in place, hits of 128 tokens' grain" in model.detail
     assert chunks.detail.startswith(f"{TOKEN:,} B a token in bfloat16, ")
     assert (pool.status, f"{(1 << 30) // TOKEN:,} tokens" in pool.detail) == ("ok", True)
 
 
 @needs_vllm
-def test_layers_with_windows_use_a_pool_and_a_chunk_has_what_a_hit_can_need(tmp_path: Path) -> None:
+def test_layers_with_windows_are_shared_in_place_and_a_chunk_has_what_a_hit_can_need(
+    tmp_path: Path,
+) -> None:
     model = doctor_report(written(tmp_path, GEMMA), Config())
     layers = "5 layers with a window of 64 tokens, 1 layers of full attention"
     assert str(model) == f"Gemma3ForCausalLM: {layers}"
     # Of the full layer's 256 tokens all, of a window's the last block of 128, in each of five
     # tables.
-    assert (model.in_place, model.chunk_bytes) == (False, (256 + 5 * 128) * TOKEN // 4)
+    assert (model.in_place, model.chunk_bytes) == (True, (256 + 5 * 128) * TOKEN // 4)
+
+
+@needs_vllm
+def test_blocks_are_as_large_as_a_state_like_in_an_instance(tmp_path: Path) -> None:
+    model = doctor_report(written(tmp_path, GRANITE), Config())
+    assert [(layers.kind, layers.count) for layers in model.layers] == [("state", 3), ("full", 1)]
+    # A state takes more bytes than vLLM's 128 tokens of KV on a CPU.
+    assert {layers.block for layers in model.layers} == {model.hits} == {640}
+    assert (model.in_place, model.chunk_size % model.hits, model.refused) == (True, 0, "")
+
+
+@needs_vllm
+def test_a_model_may_read_small_tensors_while_it_is_built(tmp_path: Path) -> None:
+    assert doctor_report(written(tmp_path, BLOOM), Config()).in_place
 
 
 @needs_vllm
@@ -74,7 +97,8 @@ def test_a_pool_that_does_not_fit_beside_vllms_defaults_is_a_warning_with_the_fl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the GPUs here, or on one that is named."""
-    report = doctor_report(written(tmp_path, GEMMA), Config())
+    pooled = from_dict({"connector": {"share": "pool"}})
+    report = doctor_report(written(tmp_path, GEMMA), pooled)
     monkeypatch.setattr(doctor_model, "ask", lambda name, config: report)
     monkeypatch.setattr(doctor_model.devices, "gpus", list)
 
@@ -97,7 +121,7 @@ def test_a_pool_that_does_not_fit_beside_vllms_defaults_is_a_warning_with_the_fl
 def test_a_model_that_is_not_cached_is_a_failure_that_says_why(tmp_path: Path) -> None:
     model = doctor_report(written(tmp_path, MAMBA), Config())
     assert str(model) == "Mamba2ForCausalLM: 2 layers with a state"
-    assert "keeps no states at blocks' ends" in model.refused
+    assert model.refused == "vLLM has no prefix cache for this model: no setting changes that"
 
 
 def asked(_: object, model: str) -> bytes:

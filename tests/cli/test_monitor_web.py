@@ -57,6 +57,8 @@ def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_pa
     for said in (
         f"<title>vcache: {socket.gethostname()}, {alone.path}</title>",
         "<td>1,536</td><td>768</td><td>50.0 %</td>",
+        '<b>768</b><span class="dim">tokens found since the start',
+        '<span class="dim">tokens found in the last minute',
         '<b>12</b><span class="dim">blocks in KV caches',
         "1010 MiB, 2 refused",
         f"<th>{A.hex()[:8]}</th>",

@@ -269,6 +269,26 @@ def test_blocks_that_the_owner_has_reused_are_left_out(alone: Stage, reader: Cli
         assert found(reader) == 0
 
 
+def test_a_hit_ends_at_the_last_state_that_is_intact(alone: Stage, reader: Client) -> None:
+    tables = [m.BlockTable("full"), m.BlockTable("state", EACH, 1)]
+    with alone.client() as owner, closing(Generations(A, 64)) as table:
+        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, tables, table.fd)
+        show(owner, A)
+        whole, size = block_run(3), m.HASH_BYTES
+        runs = [whole]
+        for number in range(3):
+            end = (number + 1) * EACH * size
+            state = numbers(20 + number), instance_cases.counts(2)
+            runs.append(m.BlockRun(2, 1, number, whole.hashes[end - size : end], *state))
+        assert owner.publish(m.Publish(A, 0, runs)) == 15
+        for end, gone in ((12, 22), (8, 21), (4, 20), (0, 0)):
+            answer = reader.find(find(3))
+            assert (answer.found, answer.end) == (12, end)
+            states = [run.blocks for run in answer.residents if run.table == 1]
+            assert states == ([numbers(gone)] if end else [])
+            table.void([gone])
+
+
 # ---- who may
 
 

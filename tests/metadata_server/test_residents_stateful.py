@@ -135,11 +135,14 @@ class ResidentMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.undo = ExitStack()
+        self.begin()
+        self.model: dict[m.InstanceId, Model] = {}
+        self.pooled: set[m.ChunkKey] = set()
+
+    def begin(self) -> None:
         self.service = Service(1, now=FakeClock())
         add_region(self.service, m.SegmentInfo(m.SegmentId("s"), "gpu-0", "cuda", 1 << 20))
         self.residents = self.service.residents
-        self.model: dict[m.InstanceId, Model] = {}
-        self.pooled: set[m.ChunkKey] = set()
 
     def teardown(self) -> None:
         self.undo.close()
@@ -348,6 +351,15 @@ class ResidentMachine(RuleBasedStateMachine):
         runs = [run for of in self.residents._of.values() for run in (*of.runs, *of._waiting)]
         blocks = BLOCKS * len(self.model) * BLOCK_BYTES
         assert self.residents.memory.nbytes == blocks + sum(map(publications._nbytes, runs))
+
+    @rule()
+    @precondition(lambda self: len(self.pooled) > 3)
+    def restart(self) -> None:
+        """All that another server knows it hears from those who join it."""
+        self.begin()
+        self.pooled, earlier, self.model = set(), self.model, {}
+        for instance, model in earlier.items():
+            self.come(instance, model.kind)
 
     # ---- what always holds
 

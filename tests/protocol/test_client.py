@@ -148,6 +148,34 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.touch(many) == client.remove(many) == len(many)
 
 
+@pytest.mark.parametrize("lost", [0, 500, 3000])
+def test_a_long_run_is_cut_where_it_is_cut_on_all_ranks(
+    stage_: Stage, scripted: Scripted, lost: int
+) -> None:
+    """What two ranks say of a run counts from the same block on, though one of them knows less of
+    it, or of the runs before."""
+    told: list[Any] = []
+
+    def answer(request: list[Any]) -> list[Any]:
+        runs = [(run[0], run[2], len(run[3]) // 16) for run in request[3]]
+        assert sum(count for _, _, count in runs) <= m.MAX_PUBLISHED
+        told.extend(runs)
+        return ["count", sum(count for _, _, count in runs)]
+
+    def run(sequence: int, count: int) -> m.BlockRun:
+        packed = bytes(16 * count), bytes(4 * count), bytes(8 * count)
+        return m.BlockRun(sequence, 0, 7, *packed)
+
+    scripted(answer)
+    client = stage_.client(PATIENT)
+    runs = [run(1, 700 - lost // 5), run(2, 5000 - lost), run(3, 0), *[run(4, 1)] * 2048]
+    count = client.publish(m.Publish(m.InstanceId(bytes(16)), 0, runs))
+    assert count == sum(one.count for one in runs)
+    most, long = m.MAX_PUBLISHED, 5000 - lost
+    parts = [(7 + at, min(most, long - at)) for at in range(0, long, most)]
+    assert [told[1:][at][1:] for at in range(len(parts))] == parts
+
+
 # ---- servers that do wrong
 
 

@@ -9,6 +9,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,10 @@ def test_a_window_has_the_tokens_that_vllm_retains() -> None:
     ("specs", "said"),
     [
         ([LOCAL], "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"),
-        ([spec(), other("RSWASpec")], "the KV cache is RSWASpec"),
+        ([spec(), other("RSWASpec")], "a reference window gives an answer's blocks back"),
+        ([other("SinkFullAttentionSpec")], "also hold the model's sinks"),
+        ([other("HiddenStateCacheSpec")], "the KV cache is HiddenStateCacheSpec"),
+        ([replace(spec(), non_causal=True)], "depends on the whole prompt"),
         ([state(mamba_cache_mode="none"), spec()], "without --no-enable-prefix-caching"),
         ([state(num_speculative_blocks=2), spec()], "without --speculative-config"),
         ([state()], "no layer keeps KV of tokens"),
@@ -249,7 +253,7 @@ def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
     mixed = there.kv_cache_groups[0].kv_cache_spec
     assert groups.read(there, 64).plain
     mixed.kv_cache_specs["layer 1"] = other("RSWASpec")
-    with pytest.raises(LayoutError, match="the KV cache is RSWASpec"):
+    with pytest.raises(LayoutError, match="a reference window"):
         groups.read(there, 64)
     windows = {"layer 0": spec(33), "layer 1": wide(kinds.SlidingWindowSpec, sliding_window=33)}
     there = planned(windows, "LBNHC")

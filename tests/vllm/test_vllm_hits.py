@@ -24,7 +24,7 @@ PAIRS = 60
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("hits")
-    with start_server(folder / "vcache.sock"), pytest.MonkeyPatch.context() as patch:
+    with start_server(folder / "vcache.sock", {}), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "0")
         with place(folder / "vcache.sock", folder) as made:
             yield made

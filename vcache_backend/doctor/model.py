@@ -25,32 +25,39 @@ _KINDS = {
     "full": "of full attention",
     "window": "with a window of {:,} tokens",
     "state": "with a state",
+    "local": "of chunked local attention",
+    "again": "whose blocks no hit needs",
 }
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """`count` layers of a kind: `full`, `window` of `window` tokens, `state`, or vLLM's name."""
+    """`count` layers of a kind: `full`, `window` of `window` tokens, `state`, `local`, `again` (see
+    `groups.computed_again`), or vLLM's name. block: tokens of a block."""
 
     kind: str
     window: int
     count: int
+    block: int = 0
 
 
 class ModelReport(msgspec.Struct, frozen=True):
     """The answer of vLLM and our connector about a model, with one worker.
 
     vllm: the version. dtype: of the KV cache. in_place: whether instances share in place with these
-    settings. refused: why nothing is cached, and what to change, or empty. chunk_bytes,
-    state_bytes: of a chunk, and of a state beside it; 0 if refused. utilization: vLLM's default
-    gpu_memory_utilization. trouble: why vLLM does not know
-    the model or cannot be asked; then other fields are missing."""
+    settings. hits: end at multiples of this many tokens, in vLLM's own prefix cache and in place.
+    refused: why nothing is cached, and what to change, or empty. chunk_size: in tokens.
+    chunk_bytes, state_bytes: of a pool's chunk, and of a state beside it; 0 if refused, or if no
+    pool can hold them. utilization: vLLM's default gpu_memory_utilization. trouble: why vLLM does
+    not know the model or cannot be asked; then other fields are missing."""
 
     vllm: str = ""
     architecture: str = ""
     dtype: str = ""
     layers: list[Layers] = []
+    hits: int = 0
     refused: str = ""
     in_place: bool = False
+    chunk_size: int = 0
     chunk_bytes: int = 0
     state_bytes: int = 0
     utilization: float = 0.0
@@ -105,13 +112,15 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
     if model.refused:
         yield fail("model", f"{what}: nothing of it is cached: {model.refused}")
         return
-    yield ok("model", f"{what}: shared {'in place' if model.in_place else 'through a pool'}")
-    yield from _sizes(model, config)
+    way = f"in place, hits of {model.hits} tokens' grain" if model.in_place else "through a pool"
+    yield ok("model", f"{what}: shared {way}")
+    if model.chunk_bytes:
+        yield from _sizes(model, config)
 
 
 def _sizes(model: ModelReport, config: Config) -> Iterator[Finding]:
     """Say how large the chunks are, what a pool holds, and whether it fits beside vLLM."""
-    size, lent, whole = config.engine.chunk_size, config.pool.lent, ByteSize(model.chunk_bytes)
+    size, lent, whole = model.chunk_size, config.pool.lent, ByteSize(model.chunk_bytes)
     said = f"{whole // size:,} B a token in {model.dtype}, {whole.about} a chunk of {size} tokens"
     said += ", all ranks together"
     if model.state_bytes:
@@ -139,7 +148,7 @@ def _room(gpu: str, total: int, model: ModelReport, config: Config) -> Finding:
         return ok("room", f"{beside}: there is room for {lent}")
     advice = f"set --gpu-memory-utilization {most_utilization(total, lent):.2f} for all {lent}"
     if config.pool.segment_bytes is None and over.fits >= LEAST:
-        held = over.fits // model.chunk_bytes * config.engine.chunk_size
+        held = over.fits // model.chunk_bytes * model.chunk_size
         fits = f"{ByteSize(over.fits).about} of {lent} fit, which hold {held:,} tokens"
         return warn("room", f"{beside}: {fits}", advice)
     less = f", or pool.segment_bytes: {ByteSize(over.fits)}" if over.fits else ""

@@ -266,7 +266,8 @@ class InstancePublications:
         self, table: int, hashes: bytes, first: int, stop: int, looks: int
     ) -> tuple[int, int]:
         """Where the blocks begin that are here and unchanged without a gap up to `stop`, and the
-        remaining looks. Like `follow`, but goes back to `first`."""
+        remaining looks. Like `follow`, but goes back to `first`, and relies on hashes of prefixes:
+        what comes before equal hashes is equal. `follow` compares it."""
         named, holders, counters = self.named, self.holders, self.table.counters
         end, size = suffix(table), m.HASH_BYTES
         at = stop
@@ -287,7 +288,6 @@ class InstancePublications:
                 continue
             place = self.places[block] + 1
             count = min(place - 1 - run.alive.rfind(0, 0, place), at - first)
-            count = _common_end(run.hashes, place, hashes, at, count)
             if not self._unchanged(run, place - count, place):
                 count = place - 1 - run.alive.rfind(0, 0, place)
             looks -= count // COMPARED
@@ -391,9 +391,16 @@ class InstancePublications:
                     run.alive[at] = 0
                     continue
                 self._vacate(block)
-            if (other := named.get(name)) is not None:
-                self._spare_one(name, other)
-            named[name], holders[block], places[block] = block, run, at
+            if name in named and self._has_other(name):
+                # As vLLM's own cache, which finds the first of several blocks with one hash.
+                spare = self._spare.setdefault(name, [])
+                if len(spare) == MAX_SPARE:
+                    run.alive[at] = 0
+                    continue
+                spare.append(block)
+            else:
+                named[name] = block
+            holders[block], places[block] = run, at
             run.left += 1
         if run.left:
             self._keep(run, self.runs)
@@ -460,11 +467,16 @@ class InstancePublications:
         if not run.left and run in run.home:
             self._remove(run)
 
-    def _spare_one(self, name: bytes, block: int) -> None:
-        spare = self._spare.setdefault(name, [])
-        spare.append(block)
-        if len(spare) > MAX_SPARE:
-            self._vacate(spare[0])
+    def _has_other(self, name: bytes) -> bool:
+        """Whether an unchanged block has this name. Forgets those that have changed."""
+        while (block := self.named.get(name)) is not None:
+            run = self.holders[block]
+            assert run is not None
+            if run.life == self.life and self._unchanged(run, at := self.places[block], at + 1):
+                return True
+            if self.named.get(name) == block:
+                self._vacate(block)
+        return False
 
     def _unname(self, name: bytes, block: int) -> None:
         """A block has its name no more; another block may have it still."""
@@ -472,7 +484,7 @@ class InstancePublications:
         if self.named[name] != block:
             spare.remove(block)
         elif spare:
-            self.named[name] = spare.pop()
+            self.named[name] = spare.pop(0)
         else:
             del self.named[name]
         if not spare:
@@ -562,26 +574,6 @@ def _common(ours: bytes, at: int, theirs: bytes, first: int, count: int) -> int:
     while count - same > 1:
         half = (same + count) // 2
         if ours[same * size : half * size] == theirs[same * size : half * size]:
-            same = half
-        else:
-            count = half
-    return same
-
-
-def _common_end(ours: bytes, at: int, theirs: bytes, stop: int, count: int) -> int:
-    """Count the equal hashes before numbers `at` and `stop`, of `count`."""
-    size = m.HASH_BYTES
-    ours, theirs = (
-        ours[(at - count) * size : at * size],
-        theirs[(stop - count) * size : stop * size],
-    )
-    if ours == theirs:
-        return count
-    same = 0
-    while count - same > 1:
-        half = (same + count) // 2
-        ends = slice(len(ours) - half * size, len(ours) - same * size)
-        if ours[ends] == theirs[ends]:
             same = half
         else:
             count = half

@@ -39,6 +39,11 @@ _ENCODER = "an encoder's output depends on the whole input: no setting changes t
 _REASONS = {
     "CrossAttentionSpec": _ENCODER,
     "EncoderOnlyAttentionSpec": _ENCODER,
+    "SinkFullAttentionSpec": "its blocks also hold the model's sinks: no setting changes that",
+    "RSWASpec": (
+        "a reference window gives an answer's blocks back while their request runs: no setting "
+        "changes that"
+    ),
 }
 """Why layers of other specifications are not cached."""
 
@@ -351,7 +356,7 @@ def read(kv_cache_config: Any, chunk_size: int, in_place: bool = False) -> Group
     groups: dict[int, Any] = dict(enumerate(kv_cache_config.kv_cache_groups))
     sizes = [int(layer_specs(group.kv_cache_spec)[0].block_size) for group in groups.values()]
     if in_place:
-        groups = {at: group for at, group in groups.items() if not _computed_again(group)}
+        groups = {at: group for at, group in groups.items() if not computed_again(group)}
     for group in groups.values():
         if reason := _refusal(group, in_place):
             name = group.layer_names[0] if group.layer_names else "a group"
@@ -371,7 +376,7 @@ def kind(spec: Any) -> tuple[str, int]:
     return named, int(spec.sliding_window) if named == "window" else 0
 
 
-def _computed_again(group: Any) -> bool:
+def computed_again(group: Any) -> bool:
     """Whether vLLM computes again what these layers need behind a hit, so that no hit needs their
     blocks: rings of keys that are not compressed yet, and windows with `bounded_replay`."""
     specs = layer_specs(group.kv_cache_spec)
@@ -390,6 +395,8 @@ def _refusal(group: Any, in_place: bool) -> str:
         if name not in _KINDS:
             lacks = "whose blocks do not hold the whole prefix: no setting changes that"
             return _REASONS.get(name, f"the KV cache is {name}, {lacks}")
+        if getattr(spec, "non_causal", False):
+            return "its KV depends on the whole prompt: no setting changes that"
         if _KINDS[name] == "state" and spec.mamba_cache_mode != "align":
             return (
                 "vLLM keeps no states at blocks' ends: start it without "

@@ -8,20 +8,24 @@ Our connector decides as at the start of an instance."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import torch
 import vllm
 from pydantic import ValidationError
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves, tree_map_only
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
@@ -30,6 +34,7 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.engine import core as engine_core
@@ -39,6 +44,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from vcache_backend import config
 from vcache_backend.config import Config
 from vcache_backend.doctor.model import Layers, ModelReport
+from vcache_backend.errors import LayoutError
 
 from . import groups
 from .sharing import plan
@@ -72,14 +78,17 @@ def report(name: str, settings: Config) -> ModelReport:
         return ModelReport(vllm.__version__, architecture, refused=nothing)
     kv_cache = _kv_cache(vllm_config, specs)
     model, settings, refused = plan(vllm_config, kv_cache, settings)
-    chunk, state = (0, 0) if refused else _sizes(kv_cache, settings.engine.chunk_size)
+    size = settings.engine.chunk_size
+    chunk, state = (0, 0) if refused else _sizes(kv_cache, size)
     return ModelReport(
         vllm.__version__,
         architecture,
         model.kv_cache_dtype,
         _layers(kv_cache),
+        hits=math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups)),
         refused=refused,
         in_place=settings.connector.share == "in_place",
+        chunk_size=size,
         chunk_bytes=chunk,
         state_bytes=state,
         utilization=arguments.gpu_memory_utilization,
@@ -89,14 +98,40 @@ def report(name: str, settings: Config) -> ModelReport:
 def _specs(vllm_config: Any) -> Mapping[str, Any]:
     """Make vLLM's KV cache spec of each layer. The model takes no memory."""
     with set_current_vllm_config(vllm_config), _alone():
-        with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):
+        with _Unallocated(), set_default_torch_dtype(vllm_config.model_config.dtype):
             initialize_model(vllm_config)
+        # As an executor does once its worker has the model.
+        current_platform.update_block_size_for_backend(vllm_config)
         specs: Mapping[str, Any] = get_kv_cache_spec(vllm_config)
         if specs:
             worker = SimpleNamespace(vllm_config=vllm_config)
             layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
             resolve_kv_cache_layout(vllm_config, [layouts], list(specs.values()))
     return specs
+
+
+class _Unallocated(TorchFunctionMode):
+    """Makes tensors without memory, except small ones: some models read these while they are built
+    (Gemma 3n, BLOOM)."""
+
+    _small = 1 << 12
+    """In numbers."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func in _device_constructors() and given.get("device") is None:
+            made = func(*args, **given | {"device": "meta"})
+            return func(*args, **given | {"device": "cpu"}) if made.numel() <= self._small else made
+        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        if len({tensor.device.type for tensor in tensors}) > 1:
+            args, given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, given))
+        return func(*args, **given)
 
 
 def _kv_cache(vllm_config: Any, specs: Mapping[str, Any]) -> Any:
@@ -121,19 +156,26 @@ def _alone() -> Iterator[None]:
 
 
 def _layers(kv_cache: Any) -> list[Layers]:
-    """Count the layers of each kind, in the order of vLLM's block tables."""
-    counted = Counter[tuple[str, int]]()
+    """Count the layers of each kind and block size, in the order of vLLM's block tables."""
+    counted = Counter[tuple[str, int, int]]()
     for group in kv_cache.kv_cache_groups:
-        counted[groups.kind(group.kv_cache_spec)] += len(group.layer_names)
-    return [Layers(*kind, count) for kind, count in counted.items()]
+        spec = group.kv_cache_spec
+        kind, window = groups.kind(spec)
+        kind = "again" if groups.computed_again(group) else kind
+        counted[kind, window, int(spec.block_size)] += len(group.layer_names)
+    return [Layers(kind, window, count, block) for (kind, window, block), count in counted.items()]
 
 
 def _sizes(kv_cache: Any, chunk_size: int) -> tuple[int, int]:
-    """Bytes of one worker's part of a chunk, and of a state."""
+    """Bytes of one worker's part of a pool's chunk, and of a state. 0 if no pool can hold the
+    model's chunks."""
+    try:
+        read = groups.read(kv_cache, chunk_size)
+    except LayoutError:
+        return 0, 0
     tables = kv_cache.kv_cache_groups
     tables = [group for group in tables if groups.kind(group.kv_cache_spec)[0] != "state"]
     block = max(map(_block_bytes, tables))
-    read = groups.read(kv_cache, chunk_size)
     return read.blocks * block, read.parts * read.blocks * block
 
 

@@ -179,8 +179,11 @@ def _refusals(
         why = f"sleep mode's backend {given.sleep_mode_backend} is not known"
         yield f"{why}: set --sleep-mode-backend cumem"
     if not given.is_prefix_caching_supported:
-        why = "the model's pooling needs every token of a prompt computed"
-        yield f"{why}: set a pooling type of the last token in --pooler-config, if possible"
+        why = "vLLM has no prefix cache for this model: no setting changes that"
+        if given.pooler_config:
+            why = "the model's pooling needs every token of a prompt computed: set a pooling type "
+            why += "of the last token in --pooler-config, if possible"
+        yield why
     if vllm_config.aux_output_config.enabled and not compat.caps_hits_of_experts():
         why = "vLLM before 0.33 ends on a hit if it has to return the routed experts"
         yield f"{why}: start it without --enable-return-routed-experts, or use vLLM 0.33"
