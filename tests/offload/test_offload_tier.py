@@ -5,17 +5,19 @@ providers.
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from engine_cases import Node, get, put
 from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, layout_of, places, prompt
 from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_depot, raw
 from mooncake_store import Depot
+from neighbour_cases import Owner, instance, mapped
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through
-from processes import SECONDS, eventually, leaving_nothing
+from processes import PATIENT, SECONDS, eventually, leaving_nothing
 from test_command import vcache
 
 from vcache_backend.config import ByteSize
@@ -23,6 +25,7 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.offload import objects, tier, transfers
 from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, Present
+from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
@@ -230,3 +233,26 @@ def test_whole_blocks_are_filled_behind_a_mark(
     assert load.to_promote() == list(range(len(keys)))
     load.cancel()
     assert load.to_promote() == [], "the blocks may have another owner by now"
+
+
+def test_a_chunk_whose_first_block_is_resident_is_fetched_for_the_rest(
+    nodes: list[Node], depot: Depot, model: str
+) -> None:
+    cache, tokens = Cache(), prompt(LENGTH)
+    one, two = (engine(at, depot, model, cache=cache) for at in nodes)
+    through(one, cache, tokens)
+    session, size = two._session, cache.sizes.block_size
+    kv, count = session.bind(cache.tensors), LENGTH // size
+    with closing(Owner(nodes[1].path, PATIENT, instance(1))) as owner:
+        there = owner.compute(tokens[: 3 * size], [7, 2, 9])
+        neighbours = Neighbours(session.client, session.device, kv, 0)
+        assert mapped(neighbours, owner.name)
+        cache.poison()
+        at = BlockPlaces(kv, CHUNK, range(count), size)
+        keys = one.keys(tokens)
+        load = Load(session, at, keys, runs=[there], neighbours=neighbours)
+        assert load.run(SECONDS) == len(keys)
+        neighbours.close()
+    assert cache.holds_only(tokens, torch.arange(LENGTH))
+    assert load.stats.tokens == {"resident": 3 * size, "store": LENGTH - 3 * size}
+    assert load.to_promote() == list(range(1, len(keys)))

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +18,12 @@ import vllm_cases
 from processes import PATIENT, eventually
 from vllm_cases import BLOCK, CHUNK, Node, Prompt, here, needs_vllm, new_tokens
 from vllm_models import write_model, write_states
-from vllm_objects import comes_back, vllm_config
+from vllm_objects import comes_back
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
 import torch
+from table_cases import planned, sparse
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as kinds
@@ -231,36 +231,10 @@ def test_tables_that_cannot_be_shared_are_refused_in_one_line(specs: list[Any], 
     assert "\n" not in str(raised.value)
 
 
-def planned(layers: dict[str, Any], layout: KVCacheLayout) -> kinds.KVCacheConfig:
-    """What a worker gets from vLLM for these layers: ten blocks, in this layout."""
-    config = vllm_config(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        cache_config__num_gpu_blocks_override=10,
-        cache_config__prefix_cache_retention_interval=None,
-        cache_config__get_resolved_kv_cache_layout=lambda: layout,
-    )
-    tables = kv_cache_utils.get_kv_cache_groups(config, dict(layers))
-    return kv_cache_utils.get_kv_cache_config_from_groups(config, tables, 1 << 30)
-
-
-def sparse() -> dict[str, Any]:
-    """The layers of DeepSeek V3.2 with fp8, as vLLM describes them: latents and the indexer's keys."""
-    latent = {"dtype": torch.uint8, "head_size": 576, "state_content_bytes": 656}
-    latent |= {"is_index_group_leader": True}
-    layers = {}
-    for number in range(3):
-        attention = kinds.MLAAttentionSpec(block_size=64, num_kv_heads=1, **latent)
-        keys = {"head_size": 132, "dtype": torch.uint8, "cache_role": kinds.SparseCacheRole.INDEXER}
-        indexer = kinds.MLAAttentionSpec(block_size=64, num_kv_heads=1, **keys)
-        layers |= {f"{number}.attn": attention, f"{number}.indexer.k_cache": indexer}
-    return layers
-
-
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
 def test_latents_and_indexers_keys_are_one_table_that_comes_back(layout: str) -> None:
     """vLLM shows the scheduler the first layer alone."""
-    there = planned(sparse(), KVCacheLayout[layout])
+    there = planned(sparse(), layout)
     here = kv_cache_utils.generate_scheduler_kv_cache_config([there])
     assert [groups.several(config) for config in (there, here)] == [False, False]
     found = groups.read(there, 128)
@@ -275,14 +249,14 @@ def test_latents_and_indexers_keys_are_one_table_that_comes_back(layout: str) ->
 
 def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
     sizes = {"layer 0": spec(), "layer 1": wide(kinds.FullAttentionSpec)}
-    there = planned(sizes, KVCacheLayout.LBNHC)
+    there = planned(sizes, "LBNHC")
     mixed = there.kv_cache_groups[0].kv_cache_spec
     assert groups.read(there, 64).plain
     mixed.kv_cache_specs["layer 1"] = other("RSWASpec")
     with pytest.raises(LayoutError, match="a reference window"):
         groups.read(there, 64)
     windows = {"layer 0": spec(33), "layer 1": wide(kinds.SlidingWindowSpec, sliding_window=33)}
-    there = planned(windows, KVCacheLayout.LBNHC)
+    there = planned(windows, "LBNHC")
     assert groups.several(there)
     assert groups.read(there, 64).text == "window33/16"
 
