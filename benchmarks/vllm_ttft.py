@@ -103,7 +103,7 @@ PARTS: dict[str, Part] = {
     "lfm2": _few("lfm2", "windows", ("vllm",)),
     "conv": _few("conv", "states", ("inplace",)),
     "mamba2": _few("mamba2", "states", ("inplace",), cpu=False),
-    "gdn": _few("gdn", "states", ("inplace",), cpu=False),
+    "gdn": _few("gdn", "states", ("inplace",)),
     "tp2": _few("tp2", "tp2", cpu=False),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
 }
