@@ -61,7 +61,8 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
         prompts = Prompts(scale, run.prompts.seed, KINDS[kind].tail)
         run = run._replace(prompts=prompts)
         if in_place:
-            hits = prompts.ends(scale.few)
+            # Blocks of states are long.
+            hits = prompts.ends([*scale.few[1:], 2 * scale.few[-1]])
         else:
             # Through a pool those of a model with windows need their chunk's end, which a partial
             # hit may not have.
