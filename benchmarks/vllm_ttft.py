@@ -61,7 +61,8 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
         prompts = Prompts(scale, run.prompts.seed, KINDS[kind].tail)
         run = run._replace(prompts=prompts)
         if in_place:
-            hits = prompts.ends(scale.few)
+            # Blocks of states are long.
+            hits = prompts.ends([*scale.few[1:], 2 * scale.few[-1]])
         else:
             # Through a pool those of a model with windows need their chunk's end, which a partial
             # hit may not have.
@@ -103,7 +104,7 @@ PARTS: dict[str, Part] = {
     "lfm2": _few("lfm2", "windows", ("vllm",)),
     "conv": _few("conv", "states", ("inplace",)),
     "mamba2": _few("mamba2", "states", ("inplace",), cpu=False),
-    "gdn": _few("gdn", "states", ("inplace",), cpu=False),
+    "gdn": _few("gdn", "states", ("inplace",)),
     "tp2": _few("tp2", "tp2", cpu=False),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
 }

@@ -55,7 +55,8 @@ class Fleet:
         self.scale = scale
         if self.in_place:
             self.scale = msgspec.structs.replace(scale, pool_bytes=0)
-            more = {"connector.share": "in_place", **more}
+            # Hits of a block count, too.
+            more = {"connector.share": "in_place", "connector.min_hit_tokens": "1", **more}
         self.folder, self.cache, self.more = folder, cache, more
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}

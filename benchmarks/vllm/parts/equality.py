@@ -189,7 +189,7 @@ def flipped(run: Run, kind: str = "") -> list[Row]:
     layer 0; of others some of every page, whichever table it belongs to.
     """
     fleet, scale, pair = run.fleet, run.fleet.scale, Pair(run.fleet, kind)
-    hit = run.prompts.whole(scale.few[1])._replace(cached=ANY)
+    hit = run.prompts.whole(scale.few[-1])._replace(cached=ANY)
     fleet.pool.clear()
     pair.store(hit)
     expected, got = pair.both(hit)
