@@ -43,7 +43,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 def _several(name: str, **more: Any) -> Kind:
     """With several block tables."""
     model, tiny, eager = SHAPES[name], SHAPES[f"tiny_{name}"], {"enforce_eager": True}
-    return Kind(model=model, tiny=tiny, arguments=eager, several=True, **more)
+    arguments = eager | more.pop("arguments", {})
+    return Kind(model=model, tiny=tiny, arguments=arguments, several=True, **more)
 
 
 DRAFTS = {
@@ -69,7 +70,8 @@ KINDS = {
     # In place hits end with vLLM's blocks, of whatever size vLLM gives them.
     "conv": _several("lfm2", tail=2),
     "mamba2": _several("granite4"),
-    "gdn": _several("qwen3_next"),
+    # vLLM's default on Hopper wants FlashInfer.
+    "gdn": _several("qwen3_next", arguments={"gdn_prefill_backend": "triton"}),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }
