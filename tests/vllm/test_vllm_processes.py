@@ -64,6 +64,11 @@ def _ends(serving: Any) -> list[int]:
     return [max(ring) for ring in scheduler.connector._ends._rings]
 
 
+def most_resident(here: Node) -> int:
+    """The most blocks that an instance shares in place."""
+    return max(one.resident for one in here.stats().instances)
+
+
 def promises_kept(here: Node) -> int:
     """How many promised chunks all ranks have stored."""
     return int(here.stats().counters.get("promised_chunks_arrived", 0))
@@ -138,7 +143,7 @@ def test_a_hit_ends_where_every_rank_has_a_state(here: Node) -> None:
 
 @pytest.mark.parametrize("isolated", [not containers()], ids=[containers() or "in containers"])
 def test_each_rank_reads_from_the_same_rank_of_another(tmp_path: Path, isolated: bool) -> None:
-    """In place: a chunk is found once both ranks have published the same of it. From its container
+    """In place: a block is found once both ranks have published it. From its container
     the server sees nobody's pid.
     """
     with vllm_cases.node(tmp_path, isolated=isolated) as here:
@@ -146,31 +151,32 @@ def test_each_rank_reads_from_the_same_rank_of_another(tmp_path: Path, isolated:
         owner = here.connect("owner", IN_PLACE, **given)
         traced = given | {"otlp_traces_endpoint": "http://127.0.0.1:4317"}
         reader = here.connect("reader", IN_PLACE, **traced)
-        tokens = new_tokens(LENGTH + 17)
+        tokens, hits = new_tokens(LENGTH + 17), LENGTH
         computed = owner.one(tokens)
-        eventually(lambda: sorted(one.resident for one in here.stats().instances) == [0, 4])
+        eventually(lambda: most_resident(here) >= hits // BLOCK)
         assert {one.pid == 0 for one in here.stats().instances} == {isolated}
         hit, own = reader.one(tokens), owner.one(tokens)
-        assert (hit.cached, own.cached) == (LENGTH, LENGTH)
+        assert (hit.cached, own.cached) == (hits, hits)
         assert hit.said == own.said
         assert hit.agrees(computed)
         again = reader.again(tokens)
-        assert again.cached == LENGTH
+        assert again.cached == hits
         assert again.said == own.said
         spans = eventually(lambda: len(ended := reader.ask("spans")) == 6 and ended)
         for found, *loads in (spans[:3], spans[3:]):
             names = [found[0], *(name for name, *_ in loads)]
             assert names == ["vcache.lookup", "vcache.load", "vcache.load"]
-            assert found[3]["vcache.found_tokens"] == LENGTH
+            assert found[3]["vcache.found_tokens"] == hits
             assert all(found[2] <= begin < end for _, begin, end, _ in loads)
             assert sorted(said["vcache.worker"] for *_, said in loads) == [0, 1]
             assert all(said["vcache.bytes.resident"] > 0 for *_, said in loads)
         longer = tokens + new_tokens(3 * CHUNK)
         lost, right = lost_by_one(reader, longer)
         assert lost.agrees(right)
-        eventually(lambda: sorted(one.resident for one in here.stats().instances) == [4, 7])
+        hits += 3 * CHUNK
+        eventually(lambda: most_resident(here) >= hits // BLOCK)
         after = owner.again(longer)
-        assert after.cached == LENGTH + 3 * CHUNK
+        assert after.cached == hits
         assert after.agrees(right)
         # What is announced is waited for, until the other's ranks have computed it.
         coming, asked = new_tokens(12 * CHUNK + 5), here.asked("Find")
@@ -422,7 +428,8 @@ def test_the_documents_one_command_shares_among_its_ranks(tmp_path: Path) -> Non
                 complete(address, new_tokens(5), rank=rank)
             assert complete(address, tokens)[1] == 0
             own = complete(address, tokens)
-            eventually(lambda: sum(one.resident for one in here.stats().instances) == 4)
+            blocks = LENGTH // BLOCK
+            eventually(lambda: sum(one.resident for one in here.stats().instances) >= blocks)
             hit = complete(address, tokens, rank=1)
             assert (hit[1], own[1]) == (LENGTH, LENGTH)
             assert hit == own

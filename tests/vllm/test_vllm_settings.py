@@ -19,7 +19,7 @@ from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
 from vcache_backend.integration.vllm import adapters, requests, settings
 from vcache_backend.protocol.messages import KEY_BYTES, RANK_BYTES, ChunkKey
-from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest
+from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest, block_hashes
 from vcache_backend.transfer.layout import Namespace
 
 # ---- settings
@@ -204,7 +204,7 @@ in_turn = pytest.mark.parametrize("each", [1, 2, 8], ids="{} blocks a chunk".for
 @given(blocks=hashes)
 def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -> None:
     maker = BlockHashKeys(NAMESPACE, each)
-    keys = maker.keys(blocks, 0, len(blocks) // each)
+    keys = maker.keys(block_hashes(blocks, 0, len(blocks)))
     assert len(keys) == len(blocks) // each
     for number, key in enumerate(keys):
         last = blocks[(number + 1) * each - 1]
@@ -221,9 +221,10 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
 
     def keys(path: str, content: str) -> list[ChunkKey]:
         adapter = SimpleNamespace(lora_name="poet", lora_path=path)
-        return maker.keys(hashes, 0, 4, adapter_digest(adapter, content))
+        return maker.keys(block_hashes(hashes, 0, 8, adapter_digest(adapter, content)))
 
-    kept = [maker.keys(hashes, 0, 4), keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
+    plain = maker.keys(block_hashes(hashes, 0, 8))
+    kept = [plain, keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
     assert [len(made) for made in kept] == [4, 4, 4, 4]
     assert len({key for made in kept for key in made}) == 16
     assert kept[1] == keys("/one", "a")
