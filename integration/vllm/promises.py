@@ -82,8 +82,11 @@ class PromiseSender:
     def withdraw(self, tracked: Tracked) -> None:
         """Withdraw the promise of a request that ended or lost its blocks, unless it was kept."""
         self.rate.end(tracked)
-        promise = tracked.promise
-        if promise.made and (not promise.stop or tracked.store.stored < promise.stop):
+        promise, own = tracked.promise, self._context.publications
+        # Of windows vLLM keeps few blocks, so the server does not see that the chunks have come.
+        seen = own is None or own.attends_to_all
+        kept = seen and bool(promise.stop) and tracked.store.stored >= promise.stop
+        if promise.made and not kept:
             self._send(Promise(promise.number))
         promise.made = False
 

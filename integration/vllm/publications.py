@@ -71,7 +71,8 @@ class Publications:
         self.blocks, self.tables = blocks, list(tables.values())
         self._numbers = list(tables)
         """For each of `tables`, vLLM's number."""
-        self._attends_to_all = any(table.kind == "full" for table in self.tables)
+        self.attends_to_all = any(table.kind == "full" for table in self.tables)
+        """The model has a table of full attention, whose blocks vLLM all keeps."""
         self.generations = Generations(self.instance, blocks)
         self.sequence = 1
         """The number of the next run. A reset voids all lower numbers."""
@@ -211,9 +212,9 @@ class Publications:
         """Publish nothing more of the request if a block that it has built on is void."""
         state = tracked.in_place
         for at, (number, table) in enumerate(zip(self._numbers, self.tables, strict=True)):
-            if table.kind == "full" or not self._attends_to_all:
+            if table.kind == "full" or not self.attends_to_all:
                 stop = state.supplied // table.scale
-                if self._attends_to_all:
+                if self.attends_to_all:
                     stop = max(stop, state.filled.get(at, 0))
                 blocks = [block for block in tracked.store.block_tables[number][:stop] if block]
                 if first_odd(packed(self.generations.counters, blocks)) >= 0:

@@ -32,9 +32,12 @@ RUN_BYTES, ENTRY_BYTES, BLOCK_BYTES = 640, 176, 128
 The last pays for `holders`, `places`, the dicts of names, which never shrink, and the instance's
 generation table."""
 MAX_SPARE = 16
-"""The most further blocks of a name; older ones are forgotten."""
+"""The most further blocks of a name; newer ones are not taken."""
 MOST_KEPT = 2
 """The blocks of all of an instance's runs, forgotten blocks included, in an instance's blocks."""
+SHORTEN_LOOKS = 1024
+"""How many of the oldest runs one run renews so that this bound holds, some milliseconds. Then the
+oldest runs are dropped; a run dropped without need is a miss."""
 
 COMPARED = 16
 """As many blocks of a run are compared in the time of a look into the tables."""
@@ -405,9 +408,39 @@ class InstancePublications:
             self._keep(run, self.runs)
             self.live += run.left
             self._of_runs += count
-            while self._of_runs > MOST_KEPT * self.blocks:
-                self._drop(next(iter(self.runs)))
+            self._shorten()
         return run.left
+
+    def _shorten(self) -> None:
+        """Keep the bound of all runs' blocks. The oldest runs are made anew without their forgotten
+        blocks: what is alive has at most as many blocks as the instance."""
+        for _ in range(SHORTEN_LOOKS):
+            if self._of_runs <= MOST_KEPT * self.blocks:
+                return
+            self._renew(next(iter(self.runs)))
+        while self._of_runs > MOST_KEPT * self.blocks:
+            self._drop(next(iter(self.runs)))
+
+    def _renew(self, run: Run) -> None:
+        """Make a run the newest one, in pieces if blocks of it are forgotten."""
+        if run.left == len(run):
+            del self.runs[run]
+            self.runs[run] = None
+            return
+        self._remove(run)
+        first = run.alive.find(1)
+        while first >= 0:
+            stop = _alive(run, first)
+            piece = _piece(run, first, stop)
+            for at, block in enumerate(piece.numbers):
+                self.holders[block], self.places[block] = piece, at
+            if self._memory.has(_nbytes(piece)):
+                self._keep(piece, self.runs)
+                self._of_runs += len(piece)
+            else:
+                for block in piece.numbers:
+                    self._vacate(block)
+            first = run.alive.find(1, stop)
 
     def _room(self, run: Run) -> bool:
         """Whether there is memory for a run. If not, forget what is said of its blocks: that is no
@@ -526,6 +559,24 @@ class InstancePublications:
 
 def _nbytes(run: Run) -> int:
     return RUN_BYTES + len(run) * ENTRY_BYTES
+
+
+def _piece(run: Run, first: int, stop: int) -> Run:
+    """The blocks [first, stop) of a run, all alive, as a run."""
+    return Run(
+        run.table,
+        run.first + first,
+        run.sequence,
+        run.hashes[first * m.HASH_BYTES : stop * m.HASH_BYTES],
+        *run.packed(first, stop),
+        run.numbers[first:stop],
+        run.expected[first:stop],
+        run.alive[first:stop],
+        stop - first,
+        run.life,
+        run.home,
+        run.agreed,
+    )
 
 
 def _key(run: Run) -> tuple[int, int, int]:
