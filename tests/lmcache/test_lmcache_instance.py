@@ -48,6 +48,8 @@ def lmcache_metadata(**changes: Any) -> Any:
 # ---- under vLLM: its objects as far as they are read
 
 Find = Callable[..., Instance]
+FULL = type("FullAttentionSpec", (), {})()
+WINDOW = type("SlidingWindowSpec", (), {"sliding_window": 8})()
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Find:
         kvcaches: dict[str, Tensor] | None = None,
         name: str = "",
         several: bool = False,
-        kind: Any = None,
+        kind: Any = FULL,
         use_mla: bool = False,
         **changes: Any,
     ) -> Instance:
@@ -228,7 +230,6 @@ def test_the_example_is_supported(under_vllm: Find) -> None:
     assert refusal(lm_config(), under_vllm()) == ""
 
 
-WINDOW = type("SlidingWindowSpec", (), {"sliding_window": 8})()
 RENAMED: dict[str, Any] = {"storage_plugins": ["other", "pool"], "store_location": "other"}
 NAMED = {"storage_plugin.pool.module_path": "vcache_backend.integration.lmcache.backend"}
 RENAMED |= {"extra_config": NAMED | {"save_only_first_rank": False}}

@@ -154,7 +154,7 @@ class Owner(Tables):
         self.name, self.client = name, Client(path, config, HOST.name, HOST.medium)
         self.table = Generations(name, BLOCKS)
         sizes = [group.kv_cache_spec.block_size for group in self.config.kv_cache_groups]
-        shared = self.groups.tables(min(sizes))
+        shared = [group.table(min(sizes)) for group in self.groups.all]
         self.client.join(name, NAMESPACE, BLOCKS, 1, 4, shared, self.table.fd)
         self.shown = OwnCache(self.client, name, 0, self.shape, [self.region])
 
