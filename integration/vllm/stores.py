@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any
@@ -122,22 +123,22 @@ class StorePlanner:
                 self._begin(tracked, new.block_ids, computed)
                 self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
         if self._publications is not None:
-            names = self._may_publish, self._lookups.hashes
-            meta.publications += self._publications.publish(requests, *names)
+            may = partial(self._may_publish, {})
+            meta.publications += self._publications.publish(requests, may, self._lookups.hashes)
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
         """In place: the chunks that steps have completed since the last call, and their blocks."""
         completed, self._completed = self._completed, []
         return completed
 
-    def _may_publish(self, tracked: Tracked) -> bool | None:
+    def _may_publish(self, seen: dict[tuple[Any, ...], str], tracked: Tracked) -> bool | None:
         """Whether a request may publish its blocks. None: not before another connector's load is
-        over."""
+        over. seen: see `Lookups.name`."""
         if not self._may_store(tracked):
             return False
         if tracked.store.trusted_after > self.trusted:
             return None
-        return self._lookups.name(tracked, 0)
+        return self._lookups.name(tracked, 0, seen)
 
     def stop(self, tracked: Tracked) -> None:
         """Store nothing more of the request, whose blocks may not hold what they should."""
