@@ -66,26 +66,37 @@ class Lookups:
         self.forget(tracked)
         tracked.lookup.keys, tracked.lookup.computed_with = [], None
 
-    def name(self, tracked: Tracked, chunks: int) -> bool:
+    def name(
+        self, tracked: Tracked, chunks: int, seen: dict[tuple[Any, ...], str] | None = None
+    ) -> bool:
         """Make the keys of the request's first `chunks` chunks. False if the adapter cannot be
-        identified."""
+        identified, or is another one than when the first keys were made.
+
+        seen: the contents of the adapters at which the caller has looked in this step."""
         lookup, keys, each = tracked.lookup, self._context.keys, self._context.hashes
-        if lookup.computed_with is None:
-            lookup.computed_with = self._computed_with(tracked.request)
-        if lookup.computed_with is not None and keys is not None and len(lookup.keys) < chunks:
+        adapter = tracked.request.lora_request
+        if lookup.computed_with is None or adapter is not None:
+            known = self._computed_with(adapter, {} if seen is None else seen)
+            if known is None or lookup.computed_with not in (None, known):
+                return False
+            lookup.computed_with = known
+        if keys is not None and len(lookup.keys) < chunks:
             begin, end = len(lookup.keys) * each, chunks * each
             lookup.keys += keys.keys(self.hashes(tracked, begin, end))
-        return lookup.computed_with is not None
+        return True
 
-    def _computed_with(self, request: Any) -> tuple[bytes, ...] | None:
-        """What the request's KV depends on besides its tokens; None if its adapter cannot be
-        identified."""
-        if request.lora_request is None:
+    def _computed_with(
+        self, adapter: Any, seen: dict[tuple[Any, ...], str]
+    ) -> tuple[bytes, ...] | None:
+        """What KV depends on besides its tokens; None if the adapter cannot be identified."""
+        if adapter is None:
             return (self._context.version,)
-        content = self._adapters.content(request.lora_request)
-        if not content:
+        known_as = adapter.lora_int_id, adapter.lora_name, adapter.lora_path
+        if known_as not in seen:
+            seen[known_as] = self._adapters.content(adapter)
+        if not seen[known_as]:
             return None
-        return self._context.version, adapter_digest(request.lora_request, content)
+        return self._context.version, adapter_digest(adapter, seen[known_as])
 
     def hashes(self, tracked: Tracked, first: int, stop: int, scale: int = 1) -> bytes:
         """The hashes of the request's blocks [first, stop), each of `scale` of vLLM's hashes, for

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any
@@ -122,22 +123,22 @@ class StorePlanner:
                 self._begin(tracked, new.block_ids, computed)
                 self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
         if self._publications is not None:
-            names = self._may_publish, self._lookups.hashes
-            meta.publications += self._publications.publish(requests, *names)
+            may = partial(self._may_publish, {})
+            meta.publications += self._publications.publish(requests, may, self._lookups.hashes)
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
         """In place: the chunks that steps have completed since the last call, and their blocks."""
         completed, self._completed = self._completed, []
         return completed
 
-    def _may_publish(self, tracked: Tracked) -> int | None:
+    def _may_publish(self, seen: dict[tuple[Any, ...], str], tracked: Tracked) -> int | None:
         """The blocks of how many leading hashes a request may publish. None: not before another
-        connector's load is over."""
+        connector's load is over. seen: see `Lookups.name`."""
         if not self._may_store(tracked):
             return 0
         if tracked.store.trusted_after > self.trusted:
             return None
-        if not self._lookups.name(tracked, 0):
+        if not self._lookups.name(tracked, 0, seen):
             return 0
         prompt, hashes = tracked.request.num_prompt_tokens, len(tracked.request.block_hashes)
         return prompt // self._context.hash_block if self._context.prompts_only else hashes
