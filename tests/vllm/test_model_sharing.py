@@ -184,9 +184,12 @@ def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> No
     """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
     shares, lends = (from_dict({**IN_PLACE, "pool": {"segment_bytes": n}}) for n in (0, GIB))
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
-    assert compat.loads_at_once(vllm_config(), shares)
-    assert not compat.loads_at_once(vllm_config(), lends)
-    assert not compat.loads_at_once(drafts, shares)
+    assert compat.loads_at_once(vllm_config(), tables(0), shares)
+    assert not compat.loads_at_once(vllm_config(), tables(0), lends)
+    assert not compat.loads_at_once(drafts, tables(0), shares)
+    for windows in ((33,), (33, 0)):
+        # A step under way may read blocks that its window has passed.
+        assert not compat.loads_at_once(vllm_config(), tables(*windows), shares)
 
 
 # ---- the model, with its tables
