@@ -12,7 +12,9 @@ from vllm_objects import tables, vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
+import torch
 import vllm
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.integration.vllm.model import compat, sharing
@@ -180,13 +182,19 @@ def test_what_vllm_knows_from_0_33_on_is_refused_before(
     assert ("set --sleep-mode-backend cumem" in planned(**other)[1]) == knows
 
 
-def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:
-    """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
+def test_a_load_begins_at_once_if_no_step_can_touch_its_blocks() -> None:
+    """A draft's last kernels come after its step's tokens. Stores read blocks behind a step. With
+    states a step clears the blocks that it hands out, those of its loads included."""
     shares, lends = (from_dict({**IN_PLACE, "pool": {"segment_bytes": n}}) for n in (0, GIB))
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
-    assert compat.loads_at_once(vllm_config(), shares)
-    assert not compat.loads_at_once(vllm_config(), lends)
-    assert not compat.loads_at_once(drafts, shares)
+    dense, states = tables(0), tables(0)
+    shape = {"shapes": ((2, 3),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    states.kv_cache_groups.append(KVCacheGroupSpec(["state"], MambaSpec(block_size=16, **shape)))
+    assert states.needs_kv_cache_zeroing
+    assert compat.loads_at_once(vllm_config(), dense, shares)
+    assert not compat.loads_at_once(vllm_config(), dense, lends)
+    assert not compat.loads_at_once(drafts, dense, shares)
+    assert not compat.loads_at_once(vllm_config(), states, shares)
 
 
 # ---- the model, with its tables
