@@ -130,14 +130,19 @@ class StorePlanner:
         completed, self._completed = self._completed, []
         return completed
 
-    def _may_publish(self, tracked: Tracked) -> bool | None:
-        """Whether a request may publish its blocks. None: not before another connector's load is
-        over."""
+    def _may_publish(self, tracked: Tracked) -> float | None:
+        """Of how many leading hashes a request may publish its blocks. None: not before another
+        connector's load is over."""
         if not self._may_store(tracked):
-            return False
+            return 0
         if tracked.store.trusted_after > self.trusted:
             return None
-        return self._lookups.name(tracked, 0)
+        if not self._lookups.name(tracked, 0):
+            return 0
+        context = self._context
+        return (
+            tracked.request.num_prompt_tokens // context.hash_block if context.prompts_only else inf
+        )
 
     def stop(self, tracked: Tracked) -> None:
         """Store nothing more of the request, whose blocks may not hold what they should."""

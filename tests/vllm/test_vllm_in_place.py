@@ -87,6 +87,17 @@ def test_a_step_publishes_the_blocks_it_completes_where_they_lie(engine: Engine)
     assert later[1][0].sequence > first[0].sequence
 
 
+@pytest.mark.parametrize(("store", "blocks"), [("all", 5), ("prompt", 3)])
+def test_answers_are_published_unless_only_prompts_are_stored(
+    make: Make, store: str, blocks: int
+) -> None:
+    engine = make(store=store)
+    request = engine.add(new_tokens(3 * BLOCK + 8), max_tokens=2 * BLOCK)
+    steps = [engine.step() for _ in range(2 * BLOCK)]
+    found = [number for meta in steps for number in engine.numbers(request, meta)]
+    assert found == [*range(blocks)]
+
+
 def test_who_hits_what_another_request_of_its_step_computes_is_published(engine: Engine) -> None:
     head = new_tokens(2 * CHUNK)
     both = [engine.add([*head, *new_tokens(2 * CHUNK + 1)]) for _ in range(2)]
