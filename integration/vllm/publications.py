@@ -163,8 +163,8 @@ class Publications:
             if tracked is None or tracked.request is not run.request or not run.kept:
                 continue
             state = tracked.in_place
-            may = None if state.publishes and state.resets is None else allowed(tracked)
-            if may is None:
+            most = None if state.publishes and state.resets is None else allowed(tracked)
+            if most is None:
                 later.append(run)
             elif self._builds_on_right(tracked):
                 numbers, generations = self._fill(run)
