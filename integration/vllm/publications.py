@@ -170,7 +170,7 @@ class Publications:
                 numbers, generations = self._fill(run)
                 state.filled[run.table] = run.first + len(numbers)
                 scale = self.tables[run.table].scale
-                if count := min(len(numbers), max(0, may // scale - run.first)):
+                if count := min(len(numbers), max(0, most // scale - run.first)):
                     stop = run.first + count
                     named = hashes(tracked, run.first, stop, scale)
                     packs = numbers[:count].tobytes(), generations[: count * GENERATION_BYTES]

@@ -190,9 +190,13 @@ def test_a_load_begins_at_once_if_no_step_can_touch_its_blocks() -> None:
     assert compat.loads_at_once(vllm_config(), tables(0), shares)
     assert not compat.loads_at_once(vllm_config(), tables(0), lends)
     assert not compat.loads_at_once(drafts, tables(0), shares)
-    for windows in ((33,), (33, 0)):
-        # A step under way may read blocks that its window has passed.
-        assert not compat.loads_at_once(vllm_config(), tables(*windows), shares)
+    states, shape = tables(0), {"shapes": ((2, 3),), "dtypes": (torch.float32,)}
+    kept = MambaSpec(block_size=16, mamba_cache_mode="align", **shape)
+    states.kv_cache_groups.append(KVCacheGroupSpec(["state"], kept))
+    assert states.needs_kv_cache_zeroing
+    # A step under way may read blocks that its window has passed.
+    for several in (tables(33), tables(33, 0), states):
+        assert not compat.loads_at_once(vllm_config(), several, shares)
 
 
 # ---- the model, with its tables
