@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vcache_backend.protocol.messages import (
+    GENERATION_BYTES,
     INSTANCE_BYTES,
     BlockRun,
     BlockTable,
@@ -145,15 +146,15 @@ class Publications:
     def publish(
         self,
         requests: Mapping[str, Tracked],
-        allowed: Callable[[Tracked], bool | None],
+        allowed: Callable[[Tracked], int | None],
         hashes: Callable[[Tracked, int, int, int], bytes],
     ) -> list[PublicationSpec]:
         """Make the publications of a step that has been planned: of all blocks that vLLM has cached
         since the last call.
 
-        allowed: whether a request may publish; None: not yet. hashes: of a request's blocks
-        [first, stop) of a table, for others, by the table's `scale`. Blocks that build on a void
-        block stay void."""
+        allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
+        of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
+        that build on a void block stay void."""
         if not self._cached:
             return []
         fresh, loaded, later = list[BlockRun](), list[BlockRun](), list[CachedRun]()
@@ -162,16 +163,17 @@ class Publications:
             if tracked is None or tracked.request is not run.request or not run.kept:
                 continue
             state = tracked.in_place
-            may = None if state.publishes and state.resets is None else allowed(tracked)
-            if may is None:
+            most = None if state.publishes and state.resets is None else allowed(tracked)
+            if most is None:
                 later.append(run)
             elif self._builds_on_right(tracked):
                 numbers, generations = self._fill(run)
                 state.filled[run.table] = run.first + len(numbers)
-                if may:
-                    packs = numbers.tobytes(), generations
-                    stop, scale = run.first + len(numbers), self.tables[run.table].scale
+                scale = self.tables[run.table].scale
+                if count := min(len(numbers), max(0, may // scale - run.first)):
+                    stop = run.first + count
                     named = hashes(tracked, run.first, stop, scale)
+                    packs = numbers[:count].tobytes(), generations[: count * GENERATION_BYTES]
                     made = BlockRun(self.sequence, run.table, run.first, named, *packs)
                     self.sequence += 1
                     (loaded if stop * scale <= state.supplied else fresh).append(made)

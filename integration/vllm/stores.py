@@ -131,14 +131,17 @@ class StorePlanner:
         completed, self._completed = self._completed, []
         return completed
 
-    def _may_publish(self, seen: dict[tuple[Any, ...], str], tracked: Tracked) -> bool | None:
-        """Whether a request may publish its blocks. None: not before another connector's load is
-        over. seen: see `Lookups.name`."""
+    def _may_publish(self, seen: dict[tuple[Any, ...], str], tracked: Tracked) -> int | None:
+        """The blocks of how many leading hashes a request may publish. None: not before another
+        connector's load is over. seen: see `Lookups.name`."""
         if not self._may_store(tracked):
-            return False
+            return 0
         if tracked.store.trusted_after > self.trusted:
             return None
-        return self._lookups.name(tracked, 0, seen)
+        if not self._lookups.name(tracked, 0, seen):
+            return 0
+        prompt, hashes = tracked.request.num_prompt_tokens, len(tracked.request.block_hashes)
+        return prompt // self._context.hash_block if self._context.prompts_only else hashes
 
     def stop(self, tracked: Tracked) -> None:
         """Store nothing more of the request, whose blocks may not hold what they should."""

@@ -38,7 +38,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vcache_backend.integration.vllm import lookups, requests, waits
 from vcache_backend.integration.vllm.metadata import SavedChunks, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
-from vcache_backend.protocol.messages import BlockRun
+from vcache_backend.protocol.messages import (
+    NAMESPACE_BYTES,
+    RANK_BYTES,
+    BlockRun,
+    ChunkKey,
+    Find,
+)
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.keys import block_hashes
 from vcache_backend.transfer.publisher import Publisher
@@ -72,6 +78,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """For the tests that import it."""
     with scheduling(tmp_path_factory.mktemp("in-place")) as made:
         yield made
+
+
+def find_of(keys: Sequence[ChunkKey], **more: Any) -> Find:
+    """A question about these chunks, each of one block. more: fields of `Find`."""
+    hashes = b"".join(key[NAMESPACE_BYTES:-RANK_BYTES] for key in keys)
+    return Find(keys[0][:NAMESPACE_BYTES], hashes, 1, len(keys), **more)
 
 
 class Published(NamedTuple):

@@ -47,7 +47,12 @@ LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
 MODEL: dict[str, Any] = {"model": "org/model", "model_weights": "", "revision": "abc123"}
 MODEL |= {"dtype": torch.bfloat16, "quantization": None, "multimodal_config": None}
 MODEL |= {"enable_prompt_embeds": False, "enable_sleep_mode": False, "sleep_mode_backend": "cumem"}
-MODEL |= {"enable_cumem_allocator": False, "is_prefix_caching_supported": True, "use_mla": False}
+MODEL |= {
+    "enable_cumem_allocator": False,
+    "is_prefix_caching_supported": True,
+    "pooler_config": object(),
+    "use_mla": False,
+}
 MODEL |= {"disable_sliding_window": False, "get_total_num_hidden_layers": lambda: 6}
 MODEL |= {"get_total_num_kv_heads": lambda: 4, "get_head_size": lambda: 8, "max_model_len": 2048}
 MODEL |= {"generation_config": "auto", "override_generation_config": {}}

@@ -12,7 +12,9 @@ from vllm_objects import tables, vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
+import torch
 import vllm
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.integration.vllm.model import compat, sharing
@@ -180,13 +182,17 @@ def test_what_vllm_knows_from_0_33_on_is_refused_before(
     assert ("set --sleep-mode-backend cumem" in planned(**other)[1]) == knows
 
 
-def test_a_load_begins_at_once_if_no_step_under_way_can_touch_its_blocks() -> None:
-    """A draft's last kernels come after its step's tokens. Stores read blocks behind a step."""
+def test_a_load_begins_at_once_if_no_step_can_touch_its_blocks() -> None:
+    """A draft's last kernels come after its step's tokens. Stores read blocks behind a step. With
+    states a step clears the blocks that it hands out, those of its loads included."""
     shares, lends = (from_dict({**IN_PLACE, "pool": {"segment_bytes": n}}) for n in (0, GIB))
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
-    assert compat.loads_at_once(vllm_config(), shares)
-    assert not compat.loads_at_once(vllm_config(), lends)
-    assert not compat.loads_at_once(drafts, shares)
+    assert compat.loads_at_once(vllm_config(), tables(0), shares)
+    assert not compat.loads_at_once(vllm_config(), tables(0), lends)
+    assert not compat.loads_at_once(drafts, tables(0), shares)
+    for windows in ((33,), (33, 0)):
+        # A step under way may read blocks that its window has passed.
+        assert not compat.loads_at_once(vllm_config(), tables(*windows), shares)
 
 
 # ---- the model, with its tables

@@ -21,7 +21,7 @@ from vcache_backend.integration.vllm.blocks import NUMBERS, KVBlocks
 from vcache_backend.integration.vllm.evictions import Duplicates
 from vcache_backend.integration.vllm.publications import Publications
 from vcache_backend.integration.vllm.requests import DEFAULT, StoreState, Tracked
-from vcache_backend.protocol.messages import COPY, Copies, Heard, InstanceId
+from vcache_backend.protocol.messages import COPY, BlockTable, Copies, Heard, InstanceId
 from vcache_backend.vram_pool.generations import Generations, GenerationView
 
 OWNER, BLOCKS, EACH = b"o" * 16, 12, 2
@@ -37,10 +37,10 @@ class Watched:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
         self.theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        self.publications = Publications(self.retract, BLOCKS, EACH, loads=True)
+        self.publications = Publications(self.retract, BLOCKS, {0: BlockTable("full")}, loads=True)
         self.generations = self.publications.generations
         self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
-        self.duplicates = Duplicates(self.blocks, self, self.publications)
+        self.duplicates = Duplicates(self.blocks, self, self.publications, EACH)
         self.publications.pool.watch(self.blocks)
         instance = self.publications.instance
         self.seen = GenerationView.open(self.generations.fd, instance, BLOCKS)

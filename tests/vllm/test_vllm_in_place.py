@@ -87,6 +87,13 @@ def test_a_step_publishes_the_blocks_it_completes_where_they_lie(engine: Engine)
     assert later[1][0].sequence > first[0].sequence
 
 
+def test_of_answers_nothing_is_published_if_prompts_alone_are_stored(make: Make) -> None:
+    engine = make(store="prompt")
+    request = engine.add(new_tokens(2 * CHUNK - 3), max_tokens=2 * BLOCK)
+    engine.finish(request)
+    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [0, 1, 2]
+
+
 def test_who_hits_what_another_request_of_its_step_computes_is_published(engine: Engine) -> None:
     head = new_tokens(2 * CHUNK)
     both = [engine.add([*head, *new_tokens(2 * CHUNK + 1)]) for _ in range(2)]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, Engine, Make, make, new_tokens, scheduling
+from in_place_cases import BLOCK, CHUNK, Engine, Make, find_of, make, new_tokens, scheduling
 from model import FakeClock
 from processes import SECONDS, eventually, info, make_memfd
 from vllm_cases import needs_vllm
@@ -31,7 +31,7 @@ from vcache_backend.integration.vllm.boundary import AwaitedLoads
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import QUEUED_SECONDS, Find, Promise
+from vcache_backend.protocol.messages import QUEUED_SECONDS, Promise
 
 __all__ = ["make"]
 pytestmark = needs_vllm
@@ -326,7 +326,7 @@ def test_of_two_that_begin_together_one_waits_before_either_has_computed(engine:
 
         def waits_too() -> bool:
             tokens, keys = asked(engine)
-            owner.find(Find(keys, promise=1))
+            owner.find(find_of(keys, promise=1))
             request = engine.add(tokens)
             engine.step()
             waits = engine.tracked(request).wait.wait is not None
@@ -341,19 +341,19 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
     waits for it in turn."""
     with engine.here.client() as owner, engine.here.client() as asking:
         tokens, keys = asked(engine)
-        owner.find(Find(keys, promise=1))
+        owner.find(find_of(keys, promise=1))
         request = engine.add(tokens)
         eventually(lambda: engine.step() and request.num_computed_tokens > 0)
-        eventually(lambda: asking.find(Find(keys)).coming.begun)
-        coming = owner.find(Find(keys, promise=1, begins=True)).coming
+        eventually(lambda: asking.find(find_of(keys)).coming.begun)
+        coming = owner.find(find_of(keys, promise=1, begins=True)).coming
         assert coming is not None
         assert coming.chunks == CHUNKS
         tokens, keys = asked(engine)
-        owner.find(Find(keys, promise=2))
+        owner.find(find_of(keys, promise=2))
         time.sleep(2 * QUEUED_SECONDS)
         request = engine.add(tokens)
         assert engine.tracked(request).lookup.question.sent.arrives(SECONDS)
-        for stores_nothing in (Find(keys), Find(keys, begins=True)):
+        for stores_nothing in (find_of(keys), find_of(keys, begins=True)):
             coming = asking.find(stores_nothing).coming
             assert coming is not None
             assert coming.quiet > QUEUED_SECONDS, "what has only arrived takes nothing over"
@@ -375,7 +375,7 @@ def test_who_lacks_blocks_asks_again_before_it_computes_what_it_promised(make: M
     other.step()
     assert first.num_computed_tokens > 0
     with short.here.client() as asking:
-        eventually(lambda: asking.find(Find(keys, pool_only=True)).coming.begun)
+        eventually(lambda: asking.find(find_of(keys, pool_only=True)).coming.begun)
     short.scheduler.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
     short.step()
     assert lacking.num_computed_tokens == 0
@@ -390,7 +390,7 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(make: Make) -
 
     eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, False))
     time.sleep(2 * QUEUED_SECONDS)
-    assert asking.find(Find(engine.keys(request), 1, promise=1, begins=True)).coming is not None
+    assert asking.find(find_of(engine.keys(request), promise=1, begins=True)).coming is not None
     engine.step(finished_recving={request.request_id})
     engine.step()
     eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, True))
@@ -398,7 +398,7 @@ def test_what_comes_behind_a_load_is_promised_when_the_load_begins(make: Make) -
 
 def coming(asking: Client, engine: Engine, request: Request) -> tuple[int, bool] | None:
     """How many of the request's chunks are promised, and whether their owner has begun."""
-    found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
+    found = asking.find(find_of(engine.keys(request), pool_only=True)).coming
     return None if found is None else (found.chunks, found.begun)
 
 
@@ -415,7 +415,7 @@ def test_a_promise_says_how_fast_the_last_prompts_were_computed(
         request = engine.add(new_tokens(chunks * CHUNK + 3), max_tokens=2)
         engine.step()
         eventually(lambda: coming(asking, engine, request) == (chunks, True))
-        found = asking.find(Find(engine.keys(request), 1, pool_only=True)).coming
+        found = asking.find(find_of(engine.keys(request), pool_only=True)).coming
         clock.advance(seconds)
         engine.finish(request)
         return float(found.chunk_seconds)
@@ -454,7 +454,7 @@ def begun(
     """A prompt, new by default, that the owner has begun to compute; how long a chunk takes
     there."""
     tokens, keys = asked(engine, tokens)
-    epoch = owner.find(Find(keys)).epoch
+    epoch = owner.find(find_of(keys)).epoch
     owner.promise(Promise(number + 1, keys, 1, b"", epoch, chunk))
     return tokens
 
@@ -505,7 +505,7 @@ def test_a_wait_ends_though_nobody_answers(engine: Engine, monkeypatch: pytest.M
     with engine.here.client() as owner:
         tokens = new_tokens(PROMPT)
         keys = engine.keys(engine.request(tokens))
-        owner.promise(Promise(1, keys, epoch=owner.find(Find(keys)).epoch, chunk_seconds=0.2))
+        owner.promise(Promise(1, keys, epoch=owner.find(find_of(keys)).epoch, chunk_seconds=0.2))
         request = engine.add(tokens)
         engine.step()
         assert request.num_computed_tokens == 0
@@ -560,7 +560,7 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(make: 
     assert engine.stored(request) == [0, 1, 2]
     before, asking = len(engine.metas), engine.here.client()
     reset(engine)
-    promised = Find(engine.keys(request)[-1:], 1, pool_only=True)
+    promised = find_of(engine.keys(request)[-1:], pool_only=True)
     eventually(lambda: asking.find(promised).coming is None)
     engine.finish(request)
     assert not any(engine.stored(request, meta) for meta in engine.metas[before:])

@@ -61,15 +61,16 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def loads_at_once(vllm_config: Any, settings: Config) -> bool:
-    """Whether a load may begin during the steps under way, since no step can write to its blocks.
+def loads_at_once(vllm_config: Any, kv_cache_config: Any, settings: Config) -> bool:
+    """Whether a load may begin during the steps under way, since no step can use its blocks.
 
     vLLM 0.31 and later hold back the blocks of an ended request until no step under way can write
-    to them (`Scheduler.defer_block_free`). But a draft model's last kernels may still run then, and
-    a pool's stores read blocks after a step. Models whose steps zero blocks are not shared in
-    place."""
+    to them (`Scheduler.defer_block_free`). But a draft model's last kernels may still run then, a
+    pool's stores read blocks after a step, a step may zero blocks, and blocks that a window has
+    passed are handed out at once, though a step under way may still read them."""
     shares = settings.connector.share == "in_place" and not settings.pool.lent
-    return shares and vllm_config.speculative_config is None
+    plain = not groups.several(kv_cache_config) and not clears(kv_cache_config)
+    return shares and plain and vllm_config.speculative_config is None
 
 
 def publishes_events(vllm_config: Any) -> bool:

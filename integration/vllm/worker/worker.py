@@ -80,7 +80,7 @@ class VCacheWorker:
             self._number,
             self.stores,
             meter,
-            at_once=compat.loads_at_once(vllm_config, self._config),
+            at_once=compat.loads_at_once(vllm_config, kv_cache_config, self._config),
             several=groups.several(kv_cache_config),
             traced=traces.wanted(vllm_config),
         )
