@@ -13,7 +13,18 @@ from collections.abc import Iterator
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import CHUNK, IN_PLACE, PULL, Node, Prompt, keep, meddled, new_tokens, stopped_at
+from vllm_cases import (
+    BLOCK,
+    CHUNK,
+    IN_PLACE,
+    PULL,
+    Node,
+    Prompt,
+    keep,
+    meddled,
+    new_tokens,
+    stopped_at,
+)
 from vllm_models import TOKEN_BYTES
 
 pytestmark = vllm_cases.needs_vllm
@@ -152,7 +163,7 @@ def test_a_new_owner_is_mapped_beside_steps_and_a_killed_one_left_what_it_saved(
     assert here.b.finish("load")["load"].cached == 3 * CHUNK
     left, kept, more, coming = (new_tokens(count * CHUNK + 1) for count in (3, 2, 3, 5))
     own = saved(owner, left)
-    owner.one(new_tokens(6 * CHUNK))
+    owner.one(new_tokens(6 * CHUNK + BLOCK))  # in all of its blocks
 
     def loaded() -> list[float]:
         tiers = "resident", "host"
