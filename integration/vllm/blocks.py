@@ -45,6 +45,8 @@ class KVBlocks:
         self.before_reset: list[Callable[[], None]] = []
         """Called before a reset of the prefix cache, even if vLLM then declines: the caller changes
         the weights in any case."""
+        self.on_emptied: list[Callable[[], None]] = []
+        """Called once vLLM has reset the prefix cache: it holds no block, and no request does."""
         self._get, self._cache = pool.get_new_blocks, pool.cache_full_blocks
         self._evict, self._reset = pool.evict_blocks, pool.reset_prefix_cache
         pool.get_new_blocks, pool.cache_full_blocks = self._get_new_blocks, self._cache_full_blocks
@@ -158,7 +160,10 @@ class KVBlocks:
     def _reset_prefix_cache(self) -> Any:
         for act in self.before_reset:
             self.guard(act)
-        return self._reset()
+        done = self._reset()
+        for act in self.on_emptied if done else ():
+            self.guard(act)
+        return done
 
     def _cache_full_blocks(
         self,
@@ -217,6 +222,10 @@ class TrackedBlockPool:
         self._generations, self._on_reset = generations, on_reset
         self.resets = self.evicted = 0
         """How often all blocks were voided, and how often vLLM has evicted blocks."""
+        self.stale = False
+        """vLLM's prefix cache, or a request, may hold parts of blocks from before a reset. A part
+        has no generation."""
+        self._held: Callable[[], bool] = lambda: False
         # The null block included: a block holds a request's bytes only after it was handed out and
         # written.
         generations.void_all()
@@ -229,6 +238,8 @@ class TrackedBlockPool:
         blocks.on_taken.append(self._void_taken)
         blocks.before_evicted.append(self._void_evicted)
         blocks.before_reset.append(self.reset)
+        blocks.on_emptied.append(self._emptied)
+        self._held = lambda: bool(blocks.held)
 
     def reset(self) -> None:
         """Void all blocks: the bytes stay, but their meaning changes."""
@@ -237,7 +248,11 @@ class TrackedBlockPool:
 
     def void_all(self) -> None:
         self.resets += 1
+        self.stale = self.stale or self._held()
         self._generations.void_all()
+
+    def _emptied(self) -> None:
+        self.stale = False
 
     def _void_taken(self, blocks: Sequence[Any]) -> None:
         counters = self._generations.counters.data

@@ -27,7 +27,7 @@ from .model.spec import ShardSpec
 from .promises import PromiseSender
 from .requests import DEFAULT, UNCACHED, Answer, RequestParams, Tracked, read_params
 from .resets import Resets
-from .stores import StorePlanner
+from .stores import StorePlanner, copied_blocks, has_copy
 from .telemetry import traces
 from .telemetry.stats import Meter
 from .waits import FOLLOW, MISS, RETRY, LookupDecision, Waits
@@ -224,7 +224,13 @@ class VCacheScheduler:
                 self._promises.withdraw(tracked)
                 if self._steps_are_taken:
                     self._evict_unwritten(tracked)
-        beginning = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        block, copied = self.context.groups.block, copied_blocks(output)
+        beginning = [
+            (new.req_id, new.num_computed_tokens // block * block)
+            if has_copy(new.block_ids, copied)
+            else (new.req_id, new.num_computed_tokens)
+            for new in output.scheduled_new_reqs
+        ]
         if cached.resumed_req_ids:
             known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             beginning += [one for one in known if one[0] in cached.resumed_req_ids]

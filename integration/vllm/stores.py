@@ -115,12 +115,13 @@ class StorePlanner:
             or any(cached.new_block_ids)
             or cached.resumed_req_ids
         ):
-            self._plan_running(scheduled, cached, requests, meta, offered)
+            self._plan_running(output, requests, meta, offered)
+        copied = copied_blocks(output)
         for new in output.scheduled_new_reqs:
             meta.fresh += new.block_ids
             if (tracked := requests.get(new.req_id)) is not None:
                 computed = new.num_computed_tokens
-                self._begin(tracked, new.block_ids, computed)
+                self._begin(tracked, new.block_ids, computed, copied)
                 self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
         if self._publications is not None:
             may = partial(self._may_publish, {})
@@ -162,14 +163,15 @@ class StorePlanner:
 
     def _plan_running(
         self,
-        scheduled: Mapping[str, int],
-        cached: Any,
+        output: Any,
         requests: Mapping[str, Tracked],
         meta: StepMetadata,
         offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
-        """Plan the step of requests that ran before. scheduled, cached: vLLM's arrays."""
+        """Plan the step of requests that ran before."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         resumed, idle_tokens = cached.resumed_req_ids, inf
+        copied = copied_blocks(output) if resumed else set[int]()
         known = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, computed, added in known:
             tracked, reached = requests.get(name), computed + scheduled[name]
@@ -181,7 +183,7 @@ class StorePlanner:
             if added is not None or resumed or reached >= store.idle_until:
                 if name in resumed:
                     tables = added if added is not None else [[] for _ in store.block_tables]
-                    self._begin(tracked, tables, computed)
+                    self._begin(tracked, tables, computed, copied)
                 elif added is not None:
                     for own, more in zip(store.block_tables, added, strict=True):
                         own.extend(more)
@@ -193,14 +195,20 @@ class StorePlanner:
         return self._context.stores and tracked.params.store and not self._context.refused
 
     def _begin(
-        self, tracked: Tracked, block_tables: Sequence[Sequence[int]], computed: int
+        self,
+        tracked: Tracked,
+        block_tables: Sequence[Sequence[int]],
+        computed: int,
+        copied: set[int],
     ) -> None:
-        """Note a request's blocks, in place of all earlier ones."""
+        """Note a request's blocks, in place of all earlier ones. copied: see `copied_blocks`."""
         tracked.store.block_tables = [array(NUMBERS, table) for table in block_tables]
         if self._publications is not None:
             blocks, rest = divmod(computed, self._groups.block)
             supplied = blocks * self._groups.block // self._context.hash_block
-            self._publications.begin(tracked, supplied, rest > 0)
+            # vLLM's own hit within a block.
+            own = not self._publications.pool.stale and has_copy(block_tables, copied)
+            self._publications.begin(tracked, supplied, rest > 0 and not own)
             self.mark_stored(tracked, 0)
 
     def _compute(
@@ -290,3 +298,16 @@ class StorePlanner:
             tokens = number * size, (number + 1) * size
             event = block_stored(tracked.request, *tokens, context.hash_block, self._spec_kind)
             context.announcer.expect(tracked.lookup.keys[number], event)
+
+
+def copied_blocks(output: Any) -> set[int]:
+    """The blocks that begin a step as copies of others: with vLLM's hits within a block, a request
+    goes on in a copy of the hit's last block. output: vLLM's description of the step."""
+    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    return {copy.dst_block_id for copy in copies}
+
+
+def has_copy(block_tables: Sequence[Sequence[int]], copied: set[int]) -> bool:
+    """Whether a request that begins does so within a block that vLLM's own cache has. copied: see
+    `copied_blocks`."""
+    return bool(copied) and not all(map(copied.isdisjoint, block_tables))

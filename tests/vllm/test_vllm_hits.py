@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from random import choices
 
 import pytest
 from processes import start_server
@@ -15,7 +16,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from soak.planned import MODELS, TURNS, Planned, caught
 
 from benchmarks.hits import KINDS, measured
-from benchmarks.vllm.planning import Place, place
+from benchmarks.vllm.planning import Instance, Place, Tables, full, place, state
 
 pytestmark = needs_vllm
 PAIRS = 60
@@ -36,6 +37,30 @@ def test_another_instance_finds_what_the_owners_own_cache_finds(where: Place, ki
     result = measured(where, kind, PAIRS)
     assert result.wrong == []
     assert result.row.ok, result.row.what
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_who_hits_within_a_block_of_vllms_own_cache_is_found(where: Place, resets: bool) -> None:
+    """A state's block is larger than one of attention, and vLLM's own hits end within it. But parts
+    of blocks have no generation, so that nothing is published behind one that a reset which vLLM
+    refused has left there."""
+    with ExitStack() as undo:
+        tables = Tables([full(16), state(64)])
+        owner, other = (Instance(where, undo, tables) for _ in range(2))
+        tokens = choices(range(3, 1000), k=60)
+        owner.finish(owner.add(tokens))
+        if resets:
+            running = owner.add([1, 2], 9)
+            owner.step()
+            assert not owner.scheduler.reset_prefix_cache(reset_connector=True)
+            owner.finish(running)
+        first = owner.half.publications.sequence
+        for turn in (1, 2):
+            tokens = tokens + choices(range(3, 1000), k=420)
+            assert owner.own(tokens) % 64
+            owner.finish(owner.add(tokens))
+            assert other.found([*tokens, 1]) == (0 if resets else (60 + 420 * turn) // 64 * 64)
+        assert (owner.half.publications.sequence == first) == resets
 
 
 # ---- whatever happens
