@@ -30,6 +30,7 @@ from vcache_backend.integration.vllm import lookups, promises, requests, waits
 from vcache_backend.integration.vllm.boundary import AwaitedLoads
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
+from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import QUEUED_SECONDS, Promise
 
@@ -746,3 +747,17 @@ def test_nobody_follows_a_request_that_waited_while_the_weights_changed(make: Ma
         engine.step()
         assert engine.tracked(later).wait.present
         assert not engine.scheduler.connector.off
+
+
+def test_a_request_is_named_no_more_once_its_adapter_was_replaced(tmp_path: Path) -> None:
+    """In place, too, it then shares nothing more of what it computes."""
+    weights, meter = tmp_path / "adapter_model.safetensors", Meter()
+    weights.write_text("ode")
+    context: Any = SimpleNamespace(version=b"", keys=None, hashes=1)
+    given = {"lora_name": "poet", "lora_path": str(tmp_path), "lora_int_id": 1}
+    request = SimpleNamespace(lora_request=SimpleNamespace(**given), block_hashes=[])
+    asks = lookups.Lookups(context, meter)
+    tracked = requests.Tracked(request, requests.DEFAULT, True)
+    assert asks.name(tracked, 0)
+    weights.write_text("elegy")
+    assert not asks.name(tracked, 0)
