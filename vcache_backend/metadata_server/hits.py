@@ -133,7 +133,7 @@ class HitSearch:
             if not going:
                 stop = self._pooled(table, at, pooled, each)
                 if stop == at:
-                    break
+                    return Covered(at, pieces, self.left <= 0)
             if len(going) * (stop - at) > room:
                 return Covered(at + max(0, room) // len(going), pieces, True)
             room -= len(going) * (stop - at)
