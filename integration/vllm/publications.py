@@ -26,7 +26,7 @@ from vcache_backend.vram_pool.generations import Generations, first_odd, packed
 
 from .blocks import NUMBERS, TrackedBlockPool
 from .metadata import PublicationSpec
-from .requests import Tracked
+from .requests import BEGINS, LATER, Tracked
 
 MOST_HEARD = 64
 """The most messages with copies that wait for a step. Older messages are dropped, and their chunks
@@ -86,6 +86,8 @@ class Publications:
         """Messages wait for `learn`."""
         self._cached: list[CachedRun] = []
         """Since the last `publish`, and runs of requests that are not trusted yet."""
+        self._begun: list[Tracked] = []
+        """Requests that begin in the step being planned."""
         self.pool = TrackedBlockPool(self.generations, lambda: retract(self.sequence))
 
     def reset(self) -> None:
@@ -140,8 +142,9 @@ class Publications:
         holds tokens, too, from the session's last turn or another connector's load."""
         state = tracked.in_place
         state.publishes = not partial or state.resets == self.pool.resets
-        state.resets, state.supplied, state.evicted = self.pool.resets, computed, -1
+        state.resets, state.supplied, state.evicted = self.pool.resets, computed, BEGINS
         state.filled = {}
+        self._begun.append(tracked)
 
     def publish(
         self,
@@ -155,7 +158,7 @@ class Publications:
         allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
         of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
         that build on a void block stay void."""
-        if not self._cached:
+        if not (self._cached or self._begun):
             return []
         fresh, loaded, later = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
@@ -178,6 +181,13 @@ class Publications:
                     self.sequence += 1
                     (loaded if stop * scale <= state.supplied else fresh).append(made)
         self._cached = later
+        while self._begun:
+            # Now: later a window may have passed, and its blocks be somebody else's.
+            tracked = self._begun.pop()
+            if allowed(tracked) is None:
+                tracked.in_place.evicted = LATER
+            else:
+                self._builds_on_right(tracked)
         specs = (fresh, False), (loaded, True)
         return [PublicationSpec(runs, self.epoch, known) for runs, known in specs if runs]
 
@@ -206,17 +216,18 @@ class Publications:
         if state.publishes and state.resets != self.pool.resets:
             state.publishes = False
         if state.publishes and state.evicted != self.pool.evicted:
-            state.evicted = self.pool.evicted
-            self._check(tracked)
+            begins, state.evicted = state.evicted == BEGINS, self.pool.evicted
+            self._check(tracked, begins)
         return state.publishes
 
-    def _check(self, tracked: Tracked) -> None:
-        """Publish nothing more of the request if a block that it has built on is void."""
+    def _check(self, tracked: Tracked, begins: bool) -> None:
+        """Publish nothing more of the request if a block that it has built on is void. begins: the
+        request has all blocks of its hit."""
         state = tracked.in_place
         for at, (number, table) in enumerate(zip(self._numbers, self.tables, strict=True)):
-            if table.kind == "full" or not self.attends_to_all:
+            if begins or table.kind == "full" or not self.attends_to_all:
                 stop = state.supplied // table.scale
-                if self.attends_to_all:
+                if table.kind == "full":
                     stop = max(stop, state.filled.get(at, 0))
                 blocks = [block for block in tracked.store.block_tables[number][:stop] if block]
                 if first_odd(packed(self.generations.counters, blocks)) >= 0:

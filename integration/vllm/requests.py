@@ -246,6 +246,9 @@ class StoreState(msgspec.Struct):
     chunks are stored once the step is over (see `Resets`)."""
 
 
+BEGINS, LATER = -1, -2
+
+
 class InPlaceState(msgspec.Struct):
     """A request's blocks when KV caches are shared in place. Only `Publications` writes this
     state."""
@@ -257,7 +260,8 @@ class InPlaceState(msgspec.Struct):
     resets: int | None = None
     """`TrackedBlockPool.resets` when the request got its blocks; None before."""
     evicted: int = 0
-    """`TrackedBlockPool.evicted` when the blocks were last checked; -1: not yet."""
+    """`TrackedBlockPool.evicted` when the blocks were last checked. `BEGINS`: not yet, in the
+    request's first step; `LATER`: not in that step."""
     filled: dict[int, int] = {}
     """By block table, the leading blocks that were published, or could have been."""
 

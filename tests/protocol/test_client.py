@@ -353,6 +353,18 @@ def test_copies_that_end_within_a_chunk_end_the_connection(
     assert not client.connected
 
 
+@pytest.mark.parametrize("reply", [["found", -1, 0], ["found", 0, -16]])
+def test_an_answer_below_nothing_ends_the_connection(
+    stage_: Stage, scripted: Scripted, reply: Any
+) -> None:
+    """A scheduler would ask again and again, since it does not cover the question."""
+    scripted(lambda request: reply)
+    client = stage_.client(QUICK, reconnect=False)
+    with pytest.raises(VCacheError):
+        client.find(find(A))
+    assert not client.connected
+
+
 @pytest.mark.parametrize(
     "hello", [b"\xc1", ["count", 1], ["error", "no"], WELCOME], ids=lambda hello: repr(hello)[:12]
 )

@@ -16,7 +16,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from soak.planned import MODELS, TURNS, Planned, caught
 
 from benchmarks.hits import KINDS, measured
-from benchmarks.vllm.planning import Instance, Place, Tables, full, place, state
+from benchmarks.vllm.planning import Instance, Place, Tables, full, place, state, window
 
 pytestmark = needs_vllm
 PAIRS = 60
@@ -61,6 +61,28 @@ def test_who_hits_within_a_block_of_vllms_own_cache_is_found(where: Place, reset
             owner.finish(owner.add(tokens))
             assert other.found([*tokens, 1]) == (0 if resets else (60 + 420 * turn) // 64 * 64)
         assert (owner.half.publications.sequence == first) == resets
+
+
+def test_behind_a_window_from_before_a_reset_nothing_is_published(where: Place) -> None:
+    """Its request and one that reads no cache have computed the same blocks, before and after a
+    reset that vLLM refused. Of the older blocks those of full attention are evicted first."""
+    with ExitStack() as undo:
+        owner = Instance(where, undo, Tables([full(), window(40)]))
+        tokens = choices(range(3, 1000), k=320)
+        before = owner.add(tokens, 20)
+        owner.step()
+        older = set(owner.manager.get_block_ids(before.request_id)[0])
+        assert not owner.scheduler.reset_prefix_cache(reset_connector=True)
+        again = owner.request(tokens)
+        again.skip_reading_prefix_cache = True
+        owner.scheduler.add_request(again)
+        owner.finish(before, again)
+        owner.manager.block_pool.evict_blocks(older)
+        asked = owner.add([*tokens, *choices(range(3, 1000), k=100)], 9)
+        meta = owner.step()
+        assert asked.num_computed_tokens == 420
+        assert owner.half._requests[asked.request_id].local == 304
+        assert meta.publications == []
 
 
 # ---- whatever happens

@@ -817,8 +817,8 @@ class Found(Reply, frozen=True, tag="found"):
     None if no other instance has promised the next chunk. `copies`: as in `Heard`, if the asker is
     the instance's scheduler."""
 
-    found: int
-    end: int
+    found: Annotated[int, msgspec.Meta(ge=0)]
+    end: Annotated[int, msgspec.Meta(ge=0)]
     pooled: bytes = b""
     residents: list[ResidentRun] = []
     epoch: int = 0
