@@ -288,7 +288,8 @@ class Lookups:
             hits = context.offload.extend(client, keys, chunks)
         tokens = before + hits * context.chunk_size
         if context.publications is not None and hits == chunks:
-            tokens = before + end * context.hash_block
+            block = context.groups.block
+            tokens = before + end * context.hash_block // block * block
         answer = Answer(first, first + hits, first + chunks, at, monotonic() - started, tokens)
         answer.residents, answer.whole = residents, context.by_ends
         if context.by_ends:
