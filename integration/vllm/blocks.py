@@ -247,9 +247,10 @@ class TrackedBlockPool:
         self._on_reset()
 
     def void_all(self) -> None:
+        # First of all: what follows may raise.
+        self._generations.void_all()
         self.resets += 1
         self.stale = self.stale or self._held()
-        self._generations.void_all()
 
     def _emptied(self) -> None:
         self.stale = False

@@ -79,6 +79,8 @@ class BlockPool:
 
     def __init__(self, blocks: int) -> None:
         self.num_gpu_blocks = blocks
+        self.blocks: list[Block] = []
+        """Those that hold something for vLLM's prefix cache: none."""
         self._free = deque(map(Block, range(blocks)))
 
     def cache_full_blocks(self) -> None:
@@ -122,7 +124,8 @@ class Instance(Living):
         self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
         if not self._late:
-            TrackedBlockPool(self.table, self._reset).watch(KVBlocks(self.pool))
+            watched = KVBlocks(self.pool, self._failed)
+            TrackedBlockPool(self.table, self._reset).watch(watched)
         self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
         self.client.on_beat.append(self._listen)
@@ -133,6 +136,11 @@ class Instance(Living):
         self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
         self.publisher = Publisher(self.client, self.session.stats, self.instance, 0, BLOCKS)
         self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
+
+    def _failed(self, reason: str, error: Exception) -> None:
+        """As in vLLM: nobody believes the table any more, and here the process ends."""
+        self.table.give_up()
+        raise error
 
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
