@@ -50,9 +50,9 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector soak examples injector_lmcache directory_stateful vllm_processes vllm_waits "
+    "injector soak examples vllm_benchmarks injector_lmcache vllm_hits vllm_processes vllm_waits "
     "vllm_modes bounds integrations monitor_metrics vllm_versions vllm_offload threads "
-    "offload_process vllm_benchmarks disaggregated_prefill demo vllm_sharing offload_tier "
+    "offload_process disaggregated_prefill demo vllm_sharing offload_tier directory_stateful "
     "start_server server_socket monitor_web server_failures integration_failures vllm_in_place "
     "documents doctor_model vllm_groups promises resident_server publisher mappings"
 )
