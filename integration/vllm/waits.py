@@ -171,8 +171,7 @@ class Waits:
     """The waits of this instance's requests. Runs in the scheduler's thread, and never waits."""
 
     def __init__(self, context: InstanceContext, meter: Meter) -> None:
-        connector, groups = context.config.connector, context.groups
-        states = bool(groups.states) or (context.publications is not None and not groups.plain)
+        connector, states = context.config.connector, bool(context.groups.states) or context.by_ends
         least, factor = connector.min_hit_tokens, connector.wait_factor
         self._rules = Rules(context.chunk_size, least, factor, states)
         self._context, self._meter = context, meter

@@ -233,22 +233,16 @@ class InstancePublications:
         """Collect the blocks of a table with the packed `hashes` from number `first` on, up to
         `stop`, as long as they are here and unchanged. Forgets changed blocks. looks: how many runs
         to look for; comparing `COMPARED` blocks counts as one more."""
-        named, holders, counters = self.named, self.holders, self.table.counters
-        end, size = suffix(table), m.HASH_BYTES
+        named, end, size = self.named, suffix(table), m.HASH_BYTES
         blocks, generations, at = list[bytes](), list[bytes](), first
         while at < stop and looks > 0:
             looks -= 1
             name = hashes[at * size : (at + 1) * size]
             if (block := named.get(name + end if end else name, -1)) < 0:
                 break
-            run = holders[block]
-            if run is None or run.life != self.life:
-                self._vacate(block)  # void, but another block may have the name
+            if (run := self._holder(block)) is None:
                 continue
-            if len(run.numbers) == 1:  # most runs of a generated text
-                if counters[block] != run.expected[0]:
-                    self._vacate(block)
-                    continue
+            if len(run.numbers) == 1:
                 blocks.append(run.blocks)
                 generations.append(run.generations)
                 at += 1
@@ -265,28 +259,34 @@ class InstancePublications:
             at += count
         return Followed(at, blocks, generations, looks)
 
+    def _holder(self, block: int) -> Run | None:
+        """The run of a block. None, and the block is forgotten, if the run is void or is only this
+        block, which has changed, as most runs of a generated text are. Another block may have the
+        name."""
+        run = self.holders[block]
+        gone = run is None or run.life != self.life
+        if run is not None and len(run.numbers) == 1:
+            gone = gone or self.table.counters[block] != run.expected[0]
+        if gone:
+            self._vacate(block)
+        return None if gone else run
+
     def follow_back(
         self, table: int, hashes: bytes, first: int, stop: int, looks: int
     ) -> tuple[int, int]:
         """Where the blocks begin that are here and unchanged without a gap up to `stop`, and the
         remaining looks. Like `follow`, but goes back to `first`, and relies on hashes of prefixes:
         what comes before equal hashes is equal. `follow` compares it."""
-        named, holders, counters = self.named, self.holders, self.table.counters
-        end, size = suffix(table), m.HASH_BYTES
+        named, end, size = self.named, suffix(table), m.HASH_BYTES
         at = stop
         while at > first and looks > 0:
             looks -= 1
             name = hashes[(at - 1) * size : at * size]
             if (block := named.get(name + end if end else name, -1)) < 0:
                 break
-            run = holders[block]
-            if run is None or run.life != self.life:
-                self._vacate(block)  # void, but another block may have the name
+            if (run := self._holder(block)) is None:
                 continue
             if len(run.numbers) == 1:
-                if counters[block] != run.expected[0]:
-                    self._vacate(block)
-                    continue
                 at -= 1
                 continue
             place = self.places[block] + 1
