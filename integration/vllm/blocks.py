@@ -12,9 +12,9 @@ from typing import Any
 from vcache_backend.vram_pool.generations import VOID, Generations
 
 log = logging.getLogger("vllm.vcache")
-NUMBERS, GENERATIONS = "I", "Q"
-"""Type codes of `array` for block numbers and generations. Slicing an array copies bytes; slicing a
-list touches every number."""
+NUMBERS = "I"
+"""Type code of `array` for block numbers. Slicing an array copies bytes; slicing a list touches
+every number."""
 
 
 class KVBlocks:

@@ -127,13 +127,11 @@ class Engine:
         lends: int = 0,
         role: str = "kv_both",
         states: int | None = None,
-        kinds: Sequence[Any] = (),
         asynchronous: bool = False,
         **connector: Any,
     ) -> None:
         """arguments: of vLLM's. lends: bytes, to the pool. states: which of two block tables has
-        states; None if there is one table, without. kinds: instead, vLLM's specification of each
-        block table (see `full` and those behind it). asynchronous: it may plan a step before the
+        states; None if there is one table, without. asynchronous: it may plan a step before the
         last one is over. connector: settings."""
         self.here = here
         # The model is written while this process runs.
@@ -158,8 +156,6 @@ class Engine:
             config.cache_config.mamba_cache_mode = "align"
             kept = MambaSpec(block_size=BLOCK, **shape)
             groups.insert(states, KVCacheGroupSpec(["state"], kept))
-        if kinds:
-            groups = [KVCacheGroupSpec([f"layer {at}"], one) for at, one in enumerate(kinds)]
         caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)
