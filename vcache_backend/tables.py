@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -16,10 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
+from vcache_backend.proofs import Proof
 from vcache_backend.protocol import messages as m
 from vcache_backend.status import duration, state, tokens, trouble, verdict
 
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
+if TYPE_CHECKING:
+    from vcache_backend.prove import Shown
+
 Cell = str | Text
 
 
@@ -55,6 +59,23 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Cel
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return made
+
+
+def shown(proof: Proof, rows: Sequence[Shown], file: str) -> Iterator[RenderableType]:
+    """Make the output of `vcache prove`. file: where the proof is kept; empty: there is none."""
+    cells = [
+        (level("ok" if one.ok else "fail"), one.what, f"{one.right:,} of {one.of:,}", one.more)
+        for one in rows
+    ]
+    yield table(None, ("", "~what was shown", ">right", "~more"), cells)
+    what = proof.combination
+    how = f"vLLM {what.vllm}, torch {what.torch}, vcache {what.vcache}, "
+    how += f"{what.share} on {what.device}"
+    if file:
+        yield Text(f"Proved: {how}", "bold green")
+        yield Text(file)
+    else:
+        yield Text(f"NOT proved: {how}", "bold red")
 
 
 # ---- `vcache status` and `vcache segment list`
