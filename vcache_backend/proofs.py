@@ -42,10 +42,10 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def standing(version: str, proof: Proof | None) -> str:
-    """What is known of this version of vLLM: `listed`, `proved` and a date, or `unproved`."""
-    if VLLM.supports(version):
-        return "listed"
-    return f"proved {proof.date}" if proof is not None else "unproved"
+    """A version of vLLM, and for people what is known of it: `listed` if vcache was tested with it,
+    `proved` and a date, or `unproved`."""
+    known = f"proved {proof.date}" if proof is not None else "unproved"
+    return f"{version}, {'listed' if VLLM.supports(version) else known}"
 
 
 def find(wanted: Combination) -> Proof | None:

@@ -90,6 +90,8 @@ def status(stats: m.ServerStats, before: m.ServerStats | None = None) -> Iterato
     yield from _hits(stats, before)
     up, memory = duration(stats.uptime_seconds), ByteSize(stats.rss_bytes).about
     yield _counts(up=up, clients=stats.clients, memory=memory)
+    if known := sorted({one.vllm for one in stats.instances if one.vllm}):
+        yield _counts(vllm="; ".join(known))
     pool = {"chunks": stats.chunks, "reservations": stats.reservations}
     yield _counts(**pool, quarantined=stats.quarantined)
     faults = _mismatches(stats), _quarantined(stats), _reports(stats.reports)

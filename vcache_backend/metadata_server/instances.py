@@ -71,6 +71,7 @@ class SharedInstance:
             name=scheduler.peer.name if scheduler is not None else "",
             namespace=join.namespace.hex() if join is not None else "",
             orphan=orphan(scheduler.peer) if scheduler is not None else 0,
+            vllm=scheduler.peer.layout.get("vllm", "") if scheduler is not None else "",
             early=scheduler is not None and not scheduler.peer.asked,
             **liveness((part.peer for part in self.parts.values()), stopped),
         )
