@@ -45,7 +45,7 @@ def pipe(file: Path) -> None:
 CHANGES: dict[str, Callable[[Path], object]] = {
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
     "empty": lambda file: file.write_bytes(b""),
-    "long": lambda file: file.write_bytes(file.read_bytes() + b" " * (1 << 17) + b"]"),
+    "long": lambda file: file.write_bytes(b" " * (1 << 17) + file.read_bytes()),
     "deep": lambda file: file.write_bytes(b"[" * 60_000),
     "another key": lambda file: file.write_bytes(b'{"more": 1, ' + file.read_bytes()[1:]),
     "no text": lambda file: file.write_bytes(b'{"combination": 7, "date": "\xff", "model": ""}'),

@@ -88,6 +88,7 @@ def write(proof: Proof) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
             with Path(made, "proof").open("wb") as file:
+                os.fchmod(file.fileno(), 0o600)
                 file.write(msgspec.json.format(msgspec.json.encode(proof)))
                 file.flush()
                 os.fsync(file.fileno())

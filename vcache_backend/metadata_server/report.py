@@ -101,7 +101,7 @@ class Layouts:
                 name=peers[0].name,
                 namespace=peers[0].namespace,
                 orphan=orphan(peers[0]),
-                vllm=peers[0].layout.get("vllm", ""),
+                vllm=printable(peers[0].layout.get("vllm", "")),
                 **liveness(peers[: m.MAX_RANKS], stopped),
             )
             for peers in list(instances.values())[:MAX_NAMESPACES]

@@ -139,6 +139,9 @@ class Pair:
     def look(self) -> Iterator[Shown]:
         """All rows. ChildFailed."""
         self._soil()
+        if (failed := self._failures()).of > failed.right:
+            yield failed
+            return
         same = [alike((self.writer, self.reader), self._prompts.new(n), ANSWER) for n in (64, 300)]
         yield Shown("both compute alike, without a cache", sum(same), len(same))
         before = self._compare("hits are vLLM's own, bit for bit")
@@ -147,8 +150,7 @@ class Pair:
         if before.ok:
             yield self._churn()
             yield self._compare("the same after that")
-        said = [one.text for one in self._client.stats().reports if one.level == "error"]
-        yield Shown("nothing of vcache has failed", 2 - len(said), 2, "; ".join(said))
+        yield self._failures()
 
     # ---- what is looked at
 
@@ -222,6 +224,11 @@ class Pair:
         said.append(f"{self._found() - found:,} tokens from the other one")
         return Shown("requests under load end", requests, requests, ", ".join(said))
 
+    def _failures(self) -> Shown:
+        said = {one.pid: one.text for one in self._client.stats().reports if one.level == "error"}
+        more = "; ".join(dict.fromkeys(said.values()))
+        return Shown("instances in which nothing of vcache has failed", 2 - len(said), 2, more)
+
     # ---- inside
 
     def _found(self) -> int:
@@ -237,6 +244,9 @@ class Pair:
         """The child's next answer, with word of it now and then. ChildFailed."""
         began, told = time.monotonic(), 0.0
         while not child.has_answered and (spent := time.monotonic() - began) < seconds:
+            if dead := [one for one in (self.writer, self.reader) if not one.alive]:
+                child = dead[0]
+                break
             if spent >= told:
                 self._tell(f"{what}, {spent:.0f} s" if told else what)
                 told += TOLD_SECONDS
