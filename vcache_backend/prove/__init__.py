@@ -168,8 +168,9 @@ class Pair:
             expected, got = self._both(hit)
             cached += bool(expected["cached"])
             if how := difference(expected, got):
-                wrong[f"{hit.kind}: {how}"] += 1
-        more = "; ".join(wrong) or f"{cached} of {len(hits)} prompts hit something"
+                wrong[how] += 1
+        more = "; ".join(f"{count} {how}" for how, count in wrong.most_common(3))
+        more = more or f"{cached} of {len(hits)} prompts hit something"
         right = len(hits) - wrong.total() if 2 * cached > len(hits) else 0
         return Shown(what, right, len(hits), more)
 
@@ -200,7 +201,7 @@ class Pair:
                 difference(expected, own).startswith("differs") == changed,
                 not difference(due, got),
             ]
-        return Shown(what, sum(checks), len(checks), "and changed back, it is the first one again")
+        return Shown(what, sum(checks), len(checks), "then it is changed back")
 
     def _churn(self) -> Shown:
         """Both work at once, for the same prompts and their beginnings."""
@@ -227,7 +228,7 @@ class Pair:
     def _failures(self) -> Shown:
         said = {one.pid: one.text for one in self._client.stats().reports if one.level == "error"}
         more = "; ".join(dict.fromkeys(said.values()))
-        return Shown("instances in which nothing of vcache has failed", 2 - len(said), 2, more)
+        return Shown("instances without a failure", 2 - len(said), 2, more)
 
     # ---- inside
 
