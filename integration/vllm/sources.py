@@ -33,9 +33,7 @@ ORDERS = {
     (_CONNECTOR, "post_forward"): _REPORTED,
     (_MIXIN, "_get_kv_connector_output"): f"bind_connector_metadata wait_for_save {_REPORTED}",
     # A block is void before a step is described in which somebody writes to it.
-    (_SCHEDULER, "schedule"): (
-        "get_num_new_matched_tokens update_state_after_alloc _build_kv_connector_meta"
-    ),
+    (_SCHEDULER, "schedule"): "get_num_new_matched_tokens _build_kv_connector_meta",
     (_SCHEDULER, "update_from_output"): (
         "_handle_failed_recving _handle_invalid_blocks _update_from_kv_xfer_finished"
     ),
