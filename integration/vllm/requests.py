@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from math import inf
 from time import monotonic
@@ -244,6 +244,11 @@ class StoreState(msgspec.Struct):
     trusted_after: int = 0
     """The echo of the last step, up to the request's first one, in which another connector loaded:
     chunks are stored once the step is over (see `Resets`)."""
+
+    def extend(self, added: Sequence[Sequence[int]]) -> None:
+        """Note further blocks of each table."""
+        for own, more in zip(self.block_tables, added, strict=True):
+            own.extend(more)
 
 
 BEGINS, LATER = -1, -2
