@@ -32,7 +32,7 @@ from .vllm.scale import GIB, SCALES, Scale
 from .vllm.settings import arguments, our_connector
 from .vllm.weights import write_model
 
-START_SECONDS, STEPS_SECONDS = 240.0, 60.0
+START_SECONDS, STEPS_SECONDS = 600.0, 60.0
 MS, US = 1e3, 1e6
 RUNNING, STEPS, WAITING = (1, 8, 32), 64, 28
 """Requests that decode; steps of a round; requests that wait in `waiting`."""
@@ -99,7 +99,7 @@ class Engines:
         file.unlink(missing_ok=True)
         given = {"prompts": prompts, "waiting": list(waiting), "extra": {"timed": str(file)}}
         seconds = self.all[name].ask("steps", STEPS_SECONDS, count=STEPS, **given)
-        spent = json.loads(file.read_text())
+        spent = json.loads(file.read_text()) if file.exists() else {}
         count = spent.pop("steps", 0) or 1
         return [MS * each for each in seconds], {key: US * spent[key] / count for key in spent}
 
@@ -148,9 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--rounds", type=int, default=7)
     options = made.parse_args(arguments)
     measurement, scale = Measurement(options), SCALES[options.scale]
-    if not scale.cpu:
-        # Four of them on one GPU.
-        scale = msgspec.structs.replace(scale, kv_bytes=12 * GIB)
+    # Four of them on one GPU.
+    scale = msgspec.structs.replace(scale, kv_bytes=GIB // 64 if scale.cpu else 12 * GIB)
     with measurement.part("start"), Engines(scale, measurement, options) as engines:
         print(f"all engines answer: {measurement.clock.spent:.0f} s", flush=True)
         for running in RUNNING:

@@ -17,6 +17,7 @@ from vcache_backend.protocol.messages import (
     QUEUED_SECONDS,
     ChunkKey,
     Coming,
+    Find,
     Found,
     ResidentRun,
 )
@@ -154,6 +155,8 @@ class Question(msgspec.Struct):
     """How long sending took."""
     begins: bool
     """vLLM was scheduling the request (see `Find`)."""
+    probes: bool = False
+    """Only one chunk was asked for: whether it has come (see `Lookups.probe`)."""
 
 
 class LookupState(msgspec.Struct):
@@ -164,6 +167,8 @@ class LookupState(msgspec.Struct):
     computed_with: tuple[bytes, ...] | None = None
     """Digests of the weights' version and the adapter; None until the request was named."""
     question: Question | None = None
+    probe: Find | None = None
+    """What `Lookups.probe` asks."""
     answer: Answer | None = None
     late_since: float | None = None
     """Since when vLLM comes back for a late answer (time.monotonic)."""

@@ -167,11 +167,16 @@ class VCacheScheduler:
         first = local // context.chunk_size
         if waits.follows(tracked, first):
             return FOLLOW
-        if tracked.wait.present is not None and tracked.lookup.question is None:
-            if not waits.is_due(tracked):
+        if (wait := tracked.wait.present) is not None:
+            probed = lookups.probed(tracked)
+            if probed is not None and waits.goes_on(tracked, probed):
                 return FOLLOW
-            # Without a server no question is sent, and the look-up ends the wait.
-            if lookups.ask_again(tracked, first):
+            if probed is not None:
+                lookups.forget(tracked)
+            elif tracked.lookup.question is None and (
+                # Without a server no question is sent, and the look-up ends the wait.
+                not waits.is_due(tracked) or lookups.probe(tracked, wait.target - 1)
+            ):
                 return FOLLOW
         answer = lookups.find(tracked, first, most)
         self._keep_junction(tracked, answer)
@@ -285,6 +290,7 @@ class VCacheScheduler:
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
             if self._spans is not None:
                 self._spans.loaded(report.spans)
+        self._ask_for_waiting()
         for name in output.finished_recving or ():
             # Otherwise a later request of this name would be cancelled.
             self._cancelled.discard(name)
@@ -292,6 +298,14 @@ class VCacheScheduler:
                 self._requests[name].load = None
 
     # ---- inside
+
+    def _ask_for_waiting(self) -> None:
+        """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have
+        come."""
+        for tracked in self._waits.waiting.values():
+            wait = tracked.wait.present
+            if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
+                self.lookups.probe(tracked, wait.target - 1)
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""
