@@ -20,7 +20,7 @@ from processes import QUICK, SECONDS, eventually
 from vcache_backend.errors import Refused, ServerTimeout, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import HASH_BYTES, BlockRun, Find, Found, Publish
-from vcache_backend.transfer import outbox, publisher
+from vcache_backend.transfer import publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 
