@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from vcache_backend.prove.instance import Serving, main
+from vcache_backend.prove.instance import SECONDS, Serving, main
 
 
 class Measured(Serving):
