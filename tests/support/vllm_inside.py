@@ -7,7 +7,6 @@ place and meanwhile kills the server or takes chunks away."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import multiprocessing
@@ -22,7 +21,6 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
-import msgspec
 import torch
 import vllm._custom_ops
 import vllm.entrypoints.llm
@@ -281,24 +279,6 @@ class Serving:
 
         waits.UNKNOWN_CHUNK_SECONDS = waits.LONGEST_CHUNK_SECONDS = chunk_seconds
         waits.STATE_SECONDS = 2.0
-
-    def hurry(self, connect_seconds: float, request_seconds: float) -> None:
-        """Deadlines for the metadata server's answers, from now on."""
-        for client in self._clients():
-            bounds = {"connect_seconds": connect_seconds, "request_seconds": request_seconds}
-            client._config = msgspec.structs.replace(client._config, **bounds)
-
-    def connected(self) -> int:
-        """How many clients of this process have a connection to the metadata server."""
-        return sum(client.connected for client in self._clients())
-
-    def _clients(self) -> list[Any]:
-        from vcache_backend.protocol.client import Client
-
-        gc.unfreeze()  # vLLM hides from it all that it has made at its start
-        clients = [one for one in gc.get_objects() if type(one) is Client]
-        assert clients
-        return clients
 
     # ---- places
 
