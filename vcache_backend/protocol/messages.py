@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
