@@ -1,7 +1,7 @@
 """Makes the pictures and tables of docs/benchmarks.md from result files.
 
-Pictures go to docs/figures/, tables between the marks in the page. A test compares both with the
-files, so no figure there is typed by hand."""
+Pictures go to docs/figures/, tables behind the marks in the page. A test compares both with the
+files, and what other pages say with `claims`, so each figure is that of a file."""
 
 from __future__ import annotations
 
@@ -436,6 +436,26 @@ def tables() -> dict[str, str]:
         "server": server(),
         "failures": failures(),
     }
+
+
+def claims() -> list[tuple[str, str]]:
+    """What sentences of other pages say: the page, and the words with the figure."""
+    hit = rows("ttft", "9612ea56")
+    sooner = hit["inplace_recompute_ms_16k"]["value"] / hit["inplace_vcache_ms_16k"]["value"]
+    missed = rows("costs", "df14a072")["inplace_miss_16k"]["ratio"]
+    two = {name: rows(*run)[f"routed_{name}_turn_throughput"]["ratio"] for name, run in TWO.items()}
+    hot = rows(*FOUR["hot"])["x4_hot_turn_throughput"]["ratio"]
+    ranks = {
+        name: rows(*RANKS[f"{name}, four ranks"])[f"x4_dp_{name}_throughput"]["ratio"]
+        for name in ("prefix", "chat")
+    }
+    readme = [f"**× {ratio:.2f}**" for ratio in (*ranks.values(), two["fork"], two["cold"])]
+    readme += [f"**{sooner:.1f} times sooner**", f"takes {missed:.3f} times"]
+    choose = [f"requests/s × {two[name]:.2f}" for name in ("fork", "cold")]
+    lower = (two["chat"], two["prefix"], two["contention"], hot)
+    choose += [f"{100 * (1 - ratio):.0f} % lower" for ratio in lower]
+    pages = {"README.md": readme, "docs/choose.md": choose}
+    return [(page, words) for page, several in pages.items() for words in several]
 
 
 def filled(page: str) -> str:
