@@ -205,9 +205,10 @@ class InstanceRegistry:
             m.ReadStats(
                 client.process.pid,
                 client.device,
-                read.instance.hex(),
+                "pool" if read.instance == m.POOL else read.instance.hex(),
                 read.nbytes,
                 read.refused,
+                read.tokens,
                 names.get(client.id, b"").hex(),
             )
             for read, client in most

@@ -32,6 +32,8 @@ _COUNTERS = {
         "Chunks that an instance began to compute and gave up, so that others compute them. If "
         "they rise, requests are aborted or preempted, or instances die."
     ),
+    "loads": "Loads that brought tokens.",
+    "loaded_tokens": "Tokens that instances loaded and did not compute.",
     "awaited_tokens": "Tokens that came while requests waited for them.",
     "waited_milliseconds": "Seconds that requests waited for chunks another instance computed.",
     "pin_chunks": "Chunks of the pool that loads asked for.",
@@ -162,7 +164,7 @@ def _reads(stats: ServerStats) -> Iterator[Metric]:
     rows = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
     labels, what = (
         "pid device instance_id",
-        "Bytes that a process read out of an instance's KV cache.",
+        "Bytes that a process read out of an instance's KV cache, or the pool.",
     )
     yield _counter("read_bytes", what, [(key, one.nbytes) for key, one in rows], labels)
     what = "Chunks that their owner used again while a process read them."

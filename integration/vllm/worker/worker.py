@@ -132,6 +132,7 @@ class VCacheWorker:
             rank=self._rank,
             kv_device=str(kv.device),
         )
+        session.counts = not self._number  # ranks that hold the same KV have one rank
         try:
             session.bind(kv_caches, kv)
             if self.in_place is not None:
