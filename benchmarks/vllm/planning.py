@@ -161,7 +161,7 @@ class Planned:
         sizes = kv_cache_utils.resolve_kv_cache_block_sizes(caches, config)
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)
-        self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_)
+        self.hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_)
         self.scheduler = kind(config, caches, StructuredOutputManager(config), *sizes)
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
@@ -184,7 +184,7 @@ class Planned:
         """Not added yet. vcache: its wishes."""
         wishes = {"kv_transfer_params": {"vcache": vcache}}
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=wishes)
-        more = {"block_hasher": self._hasher, "priority": priority}
+        more = {"block_hasher": self.hasher, "priority": priority}
         return Request(name or f"r{next(_numbers)}", tokens, params, None, **more)
 
     def add(self, tokens: list[int], *given: Any, **more: Any) -> Any:
