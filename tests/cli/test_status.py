@@ -114,13 +114,19 @@ def test_who_read_from_whom_is_a_row_a_pair_and_the_most_comes_first() -> None:
     assert "Who has read" not in text_of(STATS)
 
 
-def test_hits_of_the_last_minute_are_those_since_then() -> None:
-    earlier = msgspec.structs.replace(STATS, hits={"11": (900, 420)})
-    shown = Console(width=160, record=True, file=io.StringIO())
-    for part in tables.status(STATS, earlier):
-        shown.print(part)
-    said = "hits 75.0%   1,500 of 2,000 tokens looked up   1,080 in the last minute"
-    assert shown.export_text().splitlines()[1] == said
+def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
+    """And the JSON has all of each."""
+    lacking = m.InstanceStats("ef" * 16, UUID, 0, 0, 0, 8, "its scheduler")
+    stats = msgspec.structs.replace(STATS, instances=[ONE, lacking])
+    alone = text_of(msgspec.structs.replace(stats, segments=[]))
+    assert "vcache segment add" not in alone, "nobody needs a pool"
+    lines = text_of(stats, 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [" ".join(line.split()) for line in lines]
+    assert "abababab 4194303 :8000 GPU-3c1f5a3e 0.4 s shares in place" in rows
+    assert "efefefef – – GPU-3c1f5a3e 0.0 s lacks its scheduler" in rows
+    assert status.summary(stats)["instances"][0] == status.plain(ONE)
+    assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
 
 
 def test_top_goes_on_over_a_restart_and_gives_the_terminal_back(tmp_path: Path) -> None:

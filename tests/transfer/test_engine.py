@@ -111,19 +111,6 @@ def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
 # ---- whose chunks they are
 
 
-def test_a_chunk_counts_only_when_every_rank_has_stored_it(fresh: Node) -> None:
-    caches = [Cache(), Cache()]
-    layout = layout_of(caches[0], tp_size=2)
-    ranks = [fresh.engine(f"host:{rank}", ROOMY, layout, rank=rank, ranks=2) for rank in range(2)]
-    assert ranks[0].keys(prompt(CHUNK)) != ranks[1].keys(prompt(CHUNK))
-    put(ranks[0], caches[0], prompt(3 * CHUNK))
-    assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [0, 0]
-    put(ranks[1], caches[1], prompt(2 * CHUNK))
-    assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [2 * CHUNK, 2 * CHUNK]
-    for engine, cache in zip(ranks, caches, strict=True):
-        assert get(engine, cache, prompt(2 * CHUNK)) == 2 * CHUNK
-
-
 # ---- the directory as the engine shows it
 
 
@@ -140,42 +127,7 @@ def test_a_store_behind_too_many_is_skipped(fresh: Node, monkeypatch: pytest.Mon
     assert writer.get_stats()["not_stored"]["backlog"] == 2
 
 
-def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(fresh: Node) -> None:
-    pair = Pair(fresh, chunks=3)
-    put(pair.writer, pair.mine, prompt(2 * CHUNK))
-    put(pair.writer, pair.mine, prompt(CHUNK, 2))
-    tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
-    wanted = torch.arange(len(tokens)) >= CHUNK
-    assert pair.reader.retrieve(tokens, wanted, pair.theirs.tensors, slots).sum() == CHUNK
-    assert pair.reader.flush(SECONDS)
-    put(pair.writer, pair.mine, prompt(CHUNK, 3))
-    assert pair.reader.lookup(tokens) == 2 * CHUNK
-    assert pair.reader.lookup(prompt(CHUNK, 2)) == 0
-
-
 # ---- statistics
-
-
-def test_stats_count_what_happened(fresh: Node) -> None:
-    pair = Pair(fresh, chunks=4)
-    chunk = pair.mine.chunk_bytes
-    put(pair.writer, pair.mine, prompt(3 * CHUNK))
-    assert pair.writer.lookup(prompt(5 * CHUNK)) == 3 * CHUNK
-    assert get(pair.writer, pair.mine, prompt(2 * CHUNK)) == 2 * CHUNK
-    assert get(pair.reader, pair.theirs, prompt(5 * CHUNK)) == 3 * CHUNK
-    writer, reader = pair.writer.get_stats(), pair.reader.get_stats()
-    tokens = {"asked": 5, "hit": 3, "retrieved": 2, "stored": 3}
-    assert writer["tokens"] == {name: count * CHUNK for name, count in tokens.items()}
-    assert (writer["hits"]["vram"], writer["misses"]) == (2, 0)
-    assert (reader["hits"]["vram"], reader["misses"]) == (3, 2)
-    below = {"offload": 0, "offload_written": 0}
-    assert writer["bytes"] == {"own": 2 * chunk, "peer": 0, "stored": 3 * chunk} | below
-    assert reader["bytes"] == {"own": 0, "peer": 3 * chunk, "stored": 0} | below
-    assert (reader["device"], reader["connected"], reader["failures"]) == ("host:b", True, {})
-    (segment,) = reader["server"]["segments"].values()
-    assert (segment["device"], segment["used"], segment["chunks"]) == ("host:a", 3 * chunk, 3)
-    counted = [writer[name]["count"] for name in ("store", "reserve", "commit", "store_copy")]
-    assert counted == [1, 1, 1, 1]
 
 
 # ---- its end

@@ -158,31 +158,6 @@ def test_what_lies_behind_a_failed_load_is_not_found(make: Make, then: str, shar
     assert not any(map(cached, lost.block_hashes))
 
 
-def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(make: Make) -> None:
-    """Two grow until one has to go; the other takes its blocks. It comes back with new blocks, or
-    with what is left of its own.
-    """
-    engine = make(blocks=13)
-    length = 2 * CHUNK + BLOCK - 3
-    kept, gone = (engine.add(new_tokens(length), max_tokens=2 * CHUNK) for _ in range(2))
-    engine.step()
-    before = engine.published(gone)
-    assert len(before) == 4
-    for _ in range(4 * CHUNK):
-        if gone.num_preemptions:
-            break
-        engine.step()
-    engine.finish(kept)
-    assert not engine.right(before), "somebody else has got them"
-    engine.step()
-    engine.finish(gone)
-    again = [one for meta in engine.metas[1:] for one in engine.published(gone, meta)]
-    assert {one.number for one in again} >= {3}
-    assert engine.right(again[-1:])
-    old, new = ([(one.block, one.generation) for one in ones] for ones in (before, again))
-    assert not any(one in old for one in new)
-
-
 @pytest.mark.parametrize("share", ["in_place", "pool"])
 @pytest.mark.parametrize("stores", [True, False])
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])

@@ -25,7 +25,6 @@ pytestmark = [vllm_cases.needs_vllm, needs_mooncake]
 UNCACHED = {"vcache": {"load": False, "store": False}}
 FETCH = f"{vllm_cases.SESSION}.fetch"
 PROMOTE = f"{OURS}.worker.stores:Stores.promote"
-READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 CALL = "vcache_backend.offload.store:Store.get"
 """In a thread of the reader's. A provider that hangs for long is taken for dead by its master, and
 its objects are gone: a busy machine made that of some steps.

@@ -362,41 +362,6 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
         assert request.num_computed_tokens > 0
 
 
-def test_who_lacks_blocks_asks_again_before_it_computes_what_it_promised(make: Make) -> None:
-    """Another one may have begun it meanwhile."""
-    short, other = make(share="pool", blocks=14), make(share="pool")
-    running = short.add(new_tokens(7 * BLOCK - 4), max_tokens=200)
-    short.step()
-    tokens, keys = asked(short)
-    lacking = short.add(tokens)
-    short.step()
-    assert lacking.num_computed_tokens == 0
-    time.sleep(2 * QUEUED_SECONDS)
-    first = other.add(tokens)
-    other.step()
-    assert first.num_computed_tokens > 0
-    with short.here.client() as asking:
-        eventually(lambda: asking.find(find_of(keys, pool_only=True)).coming.begun)
-    short.scheduler.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
-    short.step()
-    assert lacking.num_computed_tokens == 0
-
-
-def test_what_comes_behind_a_load_is_promised_when_the_load_begins(make: Make) -> None:
-    engine = make(share="pool")
-    asking = engine.here.client()
-    tokens = pooled(engine, 2)
-    request = engine.add(tokens)
-    assert engine.step().loads
-
-    eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, False))
-    time.sleep(2 * QUEUED_SECONDS)
-    assert asking.find(find_of(engine.keys(request), promise=1, begins=True)).coming is not None
-    engine.step(finished_recving={request.request_id})
-    engine.step()
-    eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, True))
-
-
 def coming(asking: Client, engine: Engine, request: Request) -> tuple[int, bool] | None:
     """How many of the request's chunks are promised, and whether their owner has begun."""
     found = asking.find(find_of(engine.keys(request), pool_only=True)).coming
