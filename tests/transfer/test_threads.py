@@ -12,7 +12,7 @@ import pytest
 from engine_cases import Node, Pair, counts, fresh, get, pair, put
 from kv_cases import CHUNK, prompt
 from processes import QUICK, Stage, eventually
-from test_publisher import Owner, Step
+from test_publisher import Step
 
 from vcache_backend.protocol import channel
 from vcache_backend.protocol.channel import Channel
@@ -71,15 +71,6 @@ class Endless(Step):
         return self.reached()
 
 
-def test_a_publication_that_always_raises_holds_up_no_other(fresh: Node) -> None:
-    owner = Owner(fresh)
-    owner.join()
-    owner.publish(1, Endless())
-    owner.publish(2, Step())
-    eventually(lambda: owner.found(1, 2) == [False, True])
-    owner.close()
-
-
 def test_a_worker_goes_on_to_commit_and_leaves_no_reservation(pair: Pair, fresh: Node) -> None:
     for family, (where, name, behind) in enumerate(of_thread(Outbox, PendingStore), 2):
         if name == "give_up":
@@ -120,17 +111,6 @@ def test_a_copy_of_which_nobody_can_tell_whether_it_is_over_holds_up_no_store(
     with fresh.client() as bystander:
         # Its slot is not used again: the copy may still write.
         assert counts(bystander) == (1, 0)
-
-
-def test_a_thread_whose_predicate_always_raises_ends_with_close(
-    fresh: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = Owner(fresh)
-    monkeypatch.setattr(Outbox, "_hurries", Endless.reached)
-    owner.publisher.outbox.send(owner.client.stats)
-    eventually(lambda: owner.stats.snapshot()["failures"].get("thread: vcache-outbox", 0) > 1)
-    owner.close()
-    assert not owner.publisher.outbox._thread.is_alive()
 
 
 def test_a_client_goes_on_to_beat_and_to_return(alone: Stage) -> None:

@@ -167,14 +167,6 @@ def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
     assert watched.duplicates.count <= BLOCKS // EACH
 
 
-def test_more_blocks_than_there_are_change_nothing(watched: Watched) -> None:
-    before = watched.seen.counters.copy()
-    with pytest.raises(ValueError, match="free blocks"):
-        watched.pool.get_new_blocks(BLOCKS)
-    assert watched.changed(before) == []
-    assert not watched.seen.dead
-
-
 @pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use"])
 @pytest.mark.parametrize("call", ["_evict", "_reset"])
 def test_blocks_are_void_before_vllm_evicts_or_resets_them(

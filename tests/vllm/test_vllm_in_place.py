@@ -86,14 +86,6 @@ def test_of_answers_nothing_is_published_if_prompts_alone_are_stored(make: Make)
     assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [0, 1, 2]
 
 
-def test_who_hits_what_another_request_of_its_step_computes_is_published(engine: Engine) -> None:
-    head = new_tokens(2 * CHUNK)
-    both = [engine.add([*head, *new_tokens(2 * CHUNK + 1)]) for _ in range(2)]
-    engine.step()
-    assert [engine.hit(one) for one in both] == [0, 2 * CHUNK]
-    assert [engine.numbers(one) for one in both] == [[*range(8)], [*range(8)]]
-
-
 def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engine) -> None:
     """As after another connector's load that failed. What lies behind it is never believed."""
     tokens = new_tokens(3 * CHUNK - 9)

@@ -159,22 +159,6 @@ def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None
     assert engine.half.context.blocks.free > free
 
 
-@pytest.mark.parametrize("why", ["its role", "no server"])
-def test_who_could_not_load_a_chunk_again_keeps_it(shared: Make, why: str) -> None:
-    owner, other = shared(), shared(role="kv_producer" if why == "its role" else "kv_both")
-    own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    computed(owner, both)
-    computed(other, own)
-    computed(other, both)
-    hear(other)
-    if why == "no server":
-        # It has read there before.
-        other.half.context.tables.view(owner.half.publications.instance)
-        other.half.context.client.close()
-    take_more(other)
-    assert (kept(other, own), kept(other, both)) == (0, 4)
-
-
 def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> None:
     """Another has it, too, and has lost another chunk; of the last one nobody has anything any
     more. The server names both in any order."""
@@ -190,17 +174,6 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> Non
     found = owners(reader.step())
     assert (found[1], found[3]) == (first, second)
     assert len(found) == 5
-
-
-def test_what_a_reset_made_void_is_not_found(shared: Make) -> None:
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    assert owner.scheduler.reset_prefix_cache()
-    request = reader.add(tokens)
-    assert reader.step().loads == []
-    reader.finish(request)
-    name, client = owner.half.publications.instance.hex(), reader.half.context.client
-    eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
 
 
 def test_what_a_load_brings_across_a_reset_is_not_published(shared: Make) -> None:

@@ -26,7 +26,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vcache_backend.integration.vllm import lookups, promises, requests, waits
+from vcache_backend.integration.vllm import lookups, requests, waits
 from vcache_backend.integration.vllm.boundary import AwaitedLoads
 from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
@@ -321,22 +321,6 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
-def test_of_two_that_begin_together_one_waits_before_either_has_computed(engine: Engine) -> None:
-    """On a slow machine what a queued request has promised has passed to the second by then."""
-    with engine.here.client() as owner:
-
-        def waits_too() -> bool:
-            tokens, keys = asked(engine)
-            owner.find(find_of(keys, promise=1))
-            request = engine.add(tokens)
-            engine.step()
-            waits = engine.tracked(request).wait.wait is not None
-            engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-            return waits
-
-        eventually(waits_too)
-
-
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: Engine) -> None:
     """By a request that vLLM could schedule now, and stores what it computes. The owner's request
     waits for it in turn."""
@@ -366,32 +350,6 @@ def coming(asking: Client, engine: Engine, request: Request) -> tuple[int, bool]
     """How many of the request's chunks are promised, and whether their owner has begun."""
     found = asking.find(find_of(engine.keys(request), pool_only=True)).coming
     return None if found is None else (found.chunks, found.begun)
-
-
-def test_a_promise_says_how_fast_the_last_prompts_were_computed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From their first step to their first token. A first prompt that compiles is forgotten, and one
-    of few chunks says little."""
-    clock, asking = FakeClock(), engine.here.client()
-    monkeypatch.setattr(promises, "monotonic", clock)
-
-    def told(seconds: float, chunks: int = CHUNKS) -> float:
-        """What the promise of a prompt says, which then takes so long."""
-        request = engine.add(new_tokens(chunks * CHUNK + 3), max_tokens=2)
-        engine.step()
-        eventually(lambda: coming(asking, engine, request) == (chunks, True))
-        found = asking.find(find_of(engine.keys(request), pool_only=True)).coming
-        clock.advance(seconds)
-        engine.finish(request)
-        return float(found.chunk_seconds)
-
-    assert told(50) == 0.0
-    assert told(1) == 10.0
-    for _ in range(promises.RECENT):
-        told(1)
-    told(10, chunks=promises.LEAST_MEASURED - 1)
-    assert told(1) == 0.2
 
 
 def test_only_so_many_requests_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
