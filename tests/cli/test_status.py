@@ -98,22 +98,6 @@ def test_there_is_no_hit_rate_before_the_first_hit() -> None:
     assert "segment" not in none
 
 
-def test_who_read_from_whom_is_a_row_a_pair_and_the_most_comes_first() -> None:
-    one, other = ONE.id, OTHER.id
-    reads = [m.ReadStats(1, UUID, other, 5 << 20, 0, one), m.ReadStats(2, UUID, other, 0, 3, other)]
-    reads += [
-        m.ReadStats(3, UUID, other, 4 << 20, 0, one),
-        m.ReadStats(9, UUID, "ef" * 16, 1 << 30, 0),
-    ]
-    stats = msgspec.structs.replace(STATS, instances=[ONE, OTHER], reads=reads)
-    title, _, *rows = text_of(stats).partition("Who has read")[2].splitlines()
-    assert title.strip() == "from whom"
-    found = [row.split("  ") for row in rows[:2]]
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in found]
-    assert cells == [["pid 9", "efefefef, ended", "1 GiB"], [":8000", ":8001", "9 MiB"]]
-    assert "Who has read" not in text_of(STATS)
-
-
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     """And the JSON has all of each."""
     lacking = m.InstanceStats("ef" * 16, UUID, 0, 0, 0, 8, "its scheduler")
