@@ -57,16 +57,10 @@ class CachedRun(NamedTuple):
 class Publications:
     """Tracks which blocks may be published. Runs in the scheduler's thread, except `hear`."""
 
-    def __init__(
-        self,
-        retract: Callable[[int], None],
-        blocks: int,
-        tables: Mapping[int, BlockTable],
-        loads: bool,
-    ) -> None:
-        """retract: has the server void runs with a lower sequence number. blocks: the number of
-        blocks in vLLM's pool. tables: the block tables that a hit needs, by vLLM's number. loads:
-        the instance's role allows loads. SegmentError if memory for the table is lacking."""
+    def __init__(self, blocks: int, tables: Mapping[int, BlockTable], loads: bool) -> None:
+        """blocks: the number of blocks in vLLM's pool. tables: the block tables that a hit needs,
+        by vLLM's number. loads: the instance's role allows loads. SegmentError if memory for the
+        table is lacking."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
         self.blocks, self.tables = blocks, list(tables.values())
@@ -75,8 +69,6 @@ class Publications:
         self.attends_to_all = any(table.kind == "full" for table in self.tables)
         """The model has a table of full attention, whose blocks vLLM all keeps."""
         self.generations = Generations(self.instance, blocks)
-        self.sequence = 1
-        """The number of the next run. A reset voids all lower numbers."""
         self.epoch = self.heard = 0
         """The epoch of all publications, and the namespace's epoch in the server's last message."""
         self.copies: deque[list[Copies]] = deque(maxlen=MOST_HEARD if loads else 0)
@@ -88,11 +80,11 @@ class Publications:
         """Since the last `publish`, and runs of requests that are not trusted yet."""
         self._begun: list[Tracked] = []
         """Requests that begin in the step being planned."""
-        self.pool = TrackedBlockPool(self.generations, lambda: retract(self.sequence))
+        self.pool = TrackedBlockPool(self.generations)
 
     def reset(self) -> None:
         """Void all publications, and all blocks that the steps under way compute."""
-        self.pool.reset()
+        self.pool.void_all()
 
     def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
@@ -158,9 +150,9 @@ class Publications:
         allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
         of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
         that build on a void block stay void."""
-        if not (self._cached or self._begun):
+        if not self.due:
             return []
-        fresh, loaded, later = list[BlockRun](), list[BlockRun](), list[CachedRun]()
+        soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
             tracked = requests.get(run.request.request_id)
             if tracked is None or tracked.request is not run.request or not run.kept:
@@ -168,7 +160,7 @@ class Publications:
             state = tracked.in_place
             most = None if state.publishes and state.resets is None else allowed(tracked)
             if most is None:
-                later.append(run)
+                kept.append(run)
             elif self._builds_on_right(tracked):
                 numbers, generations = self._fill(run)
                 state.filled[run.table] = run.first + len(numbers)
@@ -177,10 +169,11 @@ class Publications:
                     stop = run.first + count
                     named = hashes(tracked, run.first, stop, scale)
                     packs = numbers[:count].tobytes(), generations[: count * GENERATION_BYTES]
-                    made = BlockRun(self.sequence, run.table, run.first, named, *packs)
-                    self.sequence += 1
-                    (loaded if stop * scale <= state.supplied else fresh).append(made)
-        self._cached = later
+                    made = BlockRun(run.table, run.first, named, *packs)
+                    answers = run.request.num_output_tokens > 0
+                    waits = answers or stop * scale <= state.supplied
+                    (later if waits else soon).append(made)
+        self._cached = kept
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
             tracked = self._begun.pop()
@@ -188,8 +181,13 @@ class Publications:
                 tracked.in_place.evicted = LATER
             else:
                 self._builds_on_right(tracked)
-        specs = (fresh, False), (loaded, True)
-        return [PublicationSpec(runs, self.epoch, known) for runs, known in specs if runs]
+        specs = (soon, False), (later, True)
+        return [PublicationSpec(runs, self.epoch, waits) for runs, waits in specs if runs]
+
+    @property
+    def due(self) -> bool:
+        """Whether `publish` has something to do."""
+        return bool(self._cached or self._begun)
 
     def close(self) -> None:
         """Idempotent."""
