@@ -12,7 +12,7 @@ import pytest
 from engine_cases import Node, Pair, counts, fresh, get, pair, put
 from kv_cases import CHUNK, prompt
 from processes import QUICK, Stage, eventually
-from test_publisher import Step
+from test_publisher import Owner, Step
 
 from vcache_backend.protocol import channel
 from vcache_backend.protocol.channel import Channel
