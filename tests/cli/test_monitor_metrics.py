@@ -22,7 +22,6 @@ from processes import ROOT, Child, Stage, eventually, ran
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
-from vcache_backend.config import split_address
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -210,31 +209,6 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
     assert text.count("# HELP ") == text.count("# TYPE ") > 30
 
 
-WITHOUT = """
-rule_files: [{rules}]
-tests:
-  - interval: 1m
-    input_series:
-      - {{series: 'vllm:vcache_failures_total{{cause="server",instance="lacks"}}', values: 0x3 1+1x9}}
-      - {{series: 'vllm:vcache_failures_total{{cause="late",instance="busy"}}', values: 0+1x12}}
-    promql_expr_test:
-      - expr: ALERTS{{alertstate="firing"}}
-        eval_time: 10m
-        exp_samples:
-          - {{labels: '{{{alert}, instance="lacks"}}', value: 1}}
-"""
-"""What vLLM counts, and the one alert that fires."""
-
-
-@needs("prometheus")
-def test_look_ups_without_a_server_alert_and_late_answers_do_not(tmp_path: Path) -> None:
-    labels = 'alertname="VCacheLookupsWithoutServer", alertstate="firing", severity="critical"'
-    file = tmp_path / "test.yml"
-    file.write_text(WITHOUT.format(rules=ALERTS, alert=f'__name__="ALERTS", {labels}'))
-    done = ran("promtool", "test", "rules", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @needs("prometheus")
 def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path) -> None:
     """All at once here, without waiting for them to last."""
@@ -261,9 +235,3 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
             eventually(lambda: prometheus.alerts() == {"VCacheServerDoesNotAnswer"}, every=0.2)
         monitor.kill()
         eventually(lambda: prometheus.alerts() == {"VCacheServerGone"}, every=0.2)
-
-
-@pytest.mark.parametrize("address", ["9419", "::1:9419", ":65536", "a b:1"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
-        split_address(address, "metrics")
