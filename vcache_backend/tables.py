@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -16,10 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
+from vcache_backend.proofs import Proof
 from vcache_backend.protocol import messages as m
 from vcache_backend.status import duration, edges, saved, state, trouble, verdict
 
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
+if TYPE_CHECKING:
+    from vcache_backend.prove import Shown
+
 Cell = str | Text
 
 
@@ -57,6 +61,23 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Cel
     return made
 
 
+def shown(proof: Proof, rows: Sequence[Shown], file: str) -> Iterator[RenderableType]:
+    """Make the output of `vcache prove`. file: where the proof is kept; empty: there is none."""
+    cells = [
+        (level("ok" if one.ok else "fail"), one.what, f"{one.right:,} of {one.of:,}", one.more)
+        for one in rows
+    ]
+    yield table(None, ("", "~what was shown", ">right", "~more"), cells)
+    what = proof.combination
+    how = f"vLLM {what.vllm}, torch {what.torch}, vcache {what.vcache}, "
+    how += f"{what.share} on {what.device}"
+    if file:
+        yield Text(f"Proved: {how}", "bold green")
+        yield Text(file)
+    else:
+        yield Text(f"NOT proved: {how}", "bold red")
+
+
 # ---- `vcache status` and `vcache segment list`
 
 
@@ -71,6 +92,8 @@ def status(stats: m.ServerStats) -> Iterator[RenderableType]:
     yield _counts(**spared)
     up, memory = duration(stats.uptime_seconds), ByteSize(stats.rss_bytes).about
     yield _counts(**rate, up=up, clients=stats.clients, memory=memory)
+    if known := sorted({one.vllm for one in stats.instances if one.vllm}):
+        yield _counts(vllm="; ".join(known))
     pool = {"chunks": stats.chunks, "reservations": stats.reservations}
     yield _counts(**pool, quarantined=stats.quarantined)
     faults = _mismatches(stats), _quarantined(stats), _reports(stats.reports)

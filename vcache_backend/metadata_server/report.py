@@ -31,8 +31,8 @@ MAX_COMPARED = 16
 MAX_MISMATCHES = 64
 """The most mismatches in the statistics."""
 MAX_REPORTS = 64
-_APART = ("namespace", "pp_rank")
-"""Fields that differ only with other fields, or between the stages of one instance."""
+_APART = ("namespace", "pp_rank", "vllm")
+"""Fields that differ only with other fields, between the stages of one instance, or for people."""
 _SEED = (
     "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
 )
@@ -101,6 +101,7 @@ class Layouts:
                 name=peers[0].name,
                 namespace=peers[0].namespace,
                 orphan=orphan(peers[0]),
+                vllm=printable(peers[0].layout.get("vllm", "")),
                 **liveness(peers[: m.MAX_RANKS], stopped),
             )
             for peers in list(instances.values())[:MAX_NAMESPACES]

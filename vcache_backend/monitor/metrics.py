@@ -155,6 +155,9 @@ def _instances(stats: ServerStats) -> Iterator[Metric]:
     what = "0 if an instance that gets requests lacks a part, so that others cannot read its KV."
     shared = rows(lambda one: one.early or not one.missing)
     yield _gauge("instance_shared", what, shared, labels)
+    what = "1, with the version of an instance's vLLM: listed, proved here on a day, or unproved."
+    known = [((str(one.pid), one.vllm), 1.0) for one in stats.instances if one.vllm]
+    yield _gauge("instance_vllm", what, known, "pid vllm")
 
 
 def _reads(stats: ServerStats) -> Iterator[Metric]:

@@ -259,7 +259,8 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     `namespace`: in hex. `silent`: seconds since the last message of any process of the instance.
     `stopped`: the pid of a stopped process; 0 if none is stopped. `orphan`: the pid of the ended
     parent, a process of the same program (see `processes.spawner`); otherwise 0. `early`: its
-    scheduler has looked nothing up yet. Workers show their KV caches with the first request."""
+    scheduler has looked nothing up yet. Workers show their KV caches with the first request.
+    `vllm`: what is known of its vLLM (see `proofs.standing`); empty without one."""
 
     id: str
     device: str
@@ -274,6 +275,7 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     stopped: int = 0
     orphan: int = 0
     early: bool = False
+    vllm: str = ""
 
 
 POOL = InstanceId(bytes(INSTANCE_BYTES))
