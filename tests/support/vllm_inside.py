@@ -418,7 +418,8 @@ class Slow:
 
 def _worker() -> Any:
     """The connector's half in vLLM's worker."""
-    return get_kv_transfer_group()._worker
+    group = get_kv_transfer_group()
+    return next(iter(getattr(group, "_connectors", [group])))._worker
 
 
 def _pages() -> list[Any]:
