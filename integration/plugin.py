@@ -148,7 +148,7 @@ def misplaced(transfer: Any) -> str:
     names = [str(one.get("kv_connector")) for one in inside or () if isinstance(one, Mapping)]
     where = f"kv_connector_extra_config.connectors of {BESIDE}"
     if len(names) < 2:
-        return f"{where} must name {CLASS} and another connector, not {_shown(names or None)}"
+        return f"{where} must name {CLASS} and another connector: {_shown(names or None)}"
     if names[0] != CLASS:
         return f"{where} must begin with {CLASS}, not {_shown(names[0])}"
     twice = [name for name in names[1:] if name in (CLASS, BESIDE)]

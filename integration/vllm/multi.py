@@ -29,7 +29,6 @@ from vllm.v1.request import RequestStatus
 from vcache_backend.errors import ConfigError
 
 from .. import plugin
-from .boundary import answer
 from .model import compat
 
 log = logging.getLogger("vllm.vcache")
@@ -37,17 +36,21 @@ log = logging.getLogger("vllm.vcache")
 PATIENCE_SECONDS = 10.0
 """How long a request waits for the answer of another connector that might have a longer hit, and
 for transfers of a connector that has raised: until then its blocks are not used again."""
-_ANSWERS: dict[str, Callable[..., Any]] = {
-    "get_num_new_matched_tokens": answer((0, False)),
-    "request_finished_all_groups": answer((False, None)),
-    "get_transfer_results": lambda *_: compat.transfer_results(),
+ANSWERS: dict[str, Callable[[], Any]] = {
+    "get_num_new_matched_tokens": lambda: (0, False),
+    "get_loaded_kv_cache_group_ids": tuple,
+    "request_finished": lambda: (False, None),
+    "request_finished_all_groups": lambda: (False, None),
+    "take_events": tuple,
+    "get_transfer_results": compat.transfer_results,
+    "get_block_ids_with_load_errors": set,
 }
-"""The answers of a connector that is out of use, where vLLM's base class has no other."""
+"""What a connector that is out of use answers, where vLLM does not take None."""
 
 
 class Guarded:
-    """Another connector. If it raises, it is out of use for good, and gives vLLM's default answers.
-    In the thread of its half of vLLM. off_at: when it went out of use (time.monotonic); 0: it is in
+    """Another connector. If it raises, it is out of use for good: it has nothing and does nothing
+    more. In the thread of its half of vLLM. off_at: since when (time.monotonic); 0: it is in
     use."""
 
     def __init__(self, connector: Any) -> None:
@@ -65,18 +68,15 @@ class Guarded:
         method = getattr(self._it, name)
         if not callable(method):
             return method
-        otherwise = _ANSWERS.get(name)
-        if otherwise is None:
-            base = getattr(KVConnectorBase_V1, name, answer(None))
-            otherwise = base.__get__(self._it)
+        otherwise = ANSWERS.get(name, lambda: None)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.off_at or name == "shutdown":
                 try:
-                    return method(*args, **kwargs)
+                    return getattr(self._it, name)(*args, **kwargs)
                 except Exception as error:  # noqa: BLE001 - it would end the engine
                     self.fail(f"{name}: {type(error).__name__}: {error}", error)
-            return otherwise(*args, **kwargs)
+            return otherwise()
 
         self.__dict__[name] = call
         return call
@@ -229,7 +229,11 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
 
     def _waits(self, state: _Request) -> bool:
         state.since = state.since or monotonic()
-        return 0 in state.late or monotonic() < state.since + PATIENCE_SECONDS
+        if 0 in state.late or monotonic() < state.since + PATIENCE_SECONDS:
+            return True
+        late = ", ".join(self._connectors[number].name for number in state.late)
+        log.warning("a request waited %.0f s for the look-up of %s", PATIENCE_SECONDS, late)
+        return False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = self._requests.setdefault(request.request_id, _Request())

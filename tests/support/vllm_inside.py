@@ -282,6 +282,12 @@ class Serving:
         waits.UNKNOWN_CHUNK_SECONDS = waits.LONGEST_CHUNK_SECONDS = chunk_seconds
         waits.STATE_SECONDS = 2.0
 
+    def patience(self, seconds: float) -> None:
+        """How long a request waits for another connector's look-up."""
+        from vcache_backend.integration.vllm import multi
+
+        multi.PATIENCE_SECONDS = seconds
+
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
         for client in self._clients():
