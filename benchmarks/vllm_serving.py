@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         made.clock.check(LEAST_SECONDS)
                         _measure(arm, servers, runs, made)
     for name in options.workloads:
-        made.report.add(compared(made.report.rows, name, four))
+        made.report.add(compared(made.report.rows, joined(options.model, name), four))
     return made.end()
 
 
@@ -94,7 +94,7 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload
         for phase in load.phases:
             phase.requests[:] = [each.made(MODEL) for each in phase.requests]
         ceiling = workloads.ceiling(load.phases, plan.block)
-        named = load._replace(name=workload, ceiling=ceiling)
+        named = load._replace(name=joined(options.model, workload), ceiling=ceiling)
         loads.setdefault(workload, []).append(named)
     gc.collect()
     gc.freeze()

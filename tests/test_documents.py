@@ -38,11 +38,34 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_the_first_pages_stay_short_and_plain() -> None:
-    for name in ("README.md", "CHANGELOG.md"):
-        text = (ROOT / name).read_text()
-        assert len(text.splitlines()) <= 120, name
-        assert not re.search("[ᵃ-ᶻʰ-ˣ⁰-ⁿ¹²³]", text), f"{name}: no footnotes"
+def test_pages_stay_short() -> None:
+    for name, most in {"README.md": 120, "CHANGELOG.md": 120, "docs/benchmarks.md": 200}.items():
+        assert len((ROOT / name).read_text().splitlines()) <= most, name
+
+
+_HEAVY = re.compile(r"[ᵃ-ᶻʰ-ˣ⁰-ⁿ¹²³]|\b(?:whose|of which|that which)\b")
+_TWO_FIGURES = re.compile(r"\d[^\s|]* ?[·;/] ?[*×]*\d")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.parent.name != "adr" and page.name != "lmcache.md"],
+    ids=lambda page: page.name,
+)
+def test_a_page_is_read_once(page: Path) -> None:
+    """No footnotes, no heavy relative clauses, and no table cell with more than one figure."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`|\]\([^)\s]*\)", "", page.read_text(), flags=re.S | re.M)
+    cells = [cell for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
+    assert not [*_HEAVY.findall(text), *filter(_TWO_FIGURES.search, cells)]
+
+
+def test_the_figures_are_those_of_the_result_files() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "figures.py"))
+    page, folder = script["PAGE"], script["PICTURES"]
+    assert script["filled"](page.read_text()) == page.read_text(), "run scripts/figures.py"
+    assert {one.name: one.read_text() for one in folder.iterdir()} == script["pictures"](), (
+        "run scripts/figures.py"
+    )
 
 
 def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ class VCacheScheduler:
         blocks, own, config = KVBlocks(pool, fail), self.publications, self.context.config
         self.context.watch(blocks)
         each = self.context.groups.blocks
+        if own is not None:
+            # The blocks that requests go on to compute stay void.
+            blocks.before_reset.append(self._withdraw_promises)
         if own is not None and self.context.loads and not self.context.by_ends:
             self.duplicates = Duplicates(blocks, self.context, own, each)
         if own is not None and config.pool.lent:
@@ -288,6 +291,10 @@ class VCacheScheduler:
                 self._requests[name].load = None
 
     # ---- inside
+
+    def _withdraw_promises(self) -> None:
+        for tracked in self._requests.values():
+            self._promises.withdraw(tracked)
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from lmcache_cases import kv_transfer, needs_lmcache
 from processes import Worker
 from torch import Tensor
-from vllm_cases import home
+from vllm_cases import home, missing
 from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 
 from benchmarks.vllm.settings import lmcache as lmcache_settings
@@ -29,6 +28,7 @@ from vcache_backend.integration.lmcache import hooks
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe, refusal
 from vcache_backend.integration.vllm.model import weights
 
+needs_lmcache = pytest.mark.skipif(bool(missing()), reason=missing() or "LMCache is here")
 # LMCache's imports warn.
 pytestmark = [needs_lmcache, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -68,7 +68,16 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Find:
         known = lmcache_metadata(world_size=4, worker_id=worker_id, use_mla=use_mla)
         tensors = caches() if kvcaches is None else kvcaches
         adapter = SimpleNamespace(_vllm_config=vllm_config(**changes), kv_caches=tensors)
-        module = kv_transfer(adapter, kind, BLOCKS, several)
+        config = SimpleNamespace(
+            num_blocks=BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)]
+        )
+        group = SimpleNamespace(_lmcache_engine=adapter, _kv_cache_config=config)
+        if several:
+            both = [SimpleNamespace(), group]
+            group = SimpleNamespace(_connectors=both, _kv_cache_config=config)
+        module = SimpleNamespace(
+            has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group
+        )
         monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", module)
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
         return discover(known, name)

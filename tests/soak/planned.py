@@ -97,6 +97,12 @@ class Written(Instance):
     def sampled(self, request: Any) -> int:
         return self.choice.randrange(3, 1000)
 
+    def request(self, *given: Any, **more: Any) -> Any:
+        """By priority, a step may be taken away from one that was planned before."""
+        made = super().request(*given, **more)
+        made.priority = self.choice.randrange(4)
+        return made
+
     # ---- what a model does
 
     def end(self, output: Any, **said: Any) -> None:

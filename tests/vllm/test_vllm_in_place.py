@@ -5,24 +5,18 @@ of that.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import pickle
-import random
-from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_cases import Node
 from in_place_cases import (
     BLOCK,
     CHUNK,
     EACH,
     Engine,
     Make,
-    blocks_of,
     engine,
     here,
     make,
@@ -33,12 +27,10 @@ from vllm_sources import differences
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm.metadata import (
-    LoadSpec,
     PublicationSpec,
     SavedChunks,
     StepMetadata,
@@ -67,7 +59,7 @@ def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
 
 def test_more_blocks_than_a_message_holds_reach_a_worker_elsewhere() -> None:
     """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
-    many, saved = BlockRun(1, 0, 0, bytes(1 << 20), b"", b""), SavedChunks([], b"", b"", 0)
+    many, saved = BlockRun(0, 0, bytes(1 << 20), b"", b""), SavedChunks([], b"", b"", 0)
     meta = StepMetadata(publications=[PublicationSpec([many], 0)], victims=saved)
     assert pickle.loads(pickle.dumps(meta)) == meta
 
@@ -84,7 +76,7 @@ def test_a_step_publishes_the_blocks_it_completes_where_they_lie(engine: Engine)
     later = [engine.published(request, engine.step()) for _ in range(4)]
     numbers = [[one.number for one in step] for step in later]
     assert numbers == [[], [5], [], []], "with the answer's tokens, once they are final"
-    assert later[1][0].sequence > first[0].sequence
+    assert later[1][0].generation > first[0].generation
 
 
 def test_of_answers_nothing_is_published_if_prompts_alone_are_stored(make: Make) -> None:
@@ -233,7 +225,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     request = engine.add(new_tokens(3 * CHUNK - 2), max_tokens=3 * CHUNK)
     short = engine.add(new_tokens(BLOCK // 2), max_tokens=3 * CHUNK)
     engine.step()
-    before, sequence = engine.published(request), engine.half.publications.sequence
+    before, coming = engine.published(request), engine.half.publications.generations.coming
     assert not engine.scheduler.reset_prefix_cache(reset_connector=connector)
     assert not engine.right(before)
     steps = [engine.step(finished_recving=set()) for _ in range(2 * CHUNK)]
@@ -247,140 +239,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     published = engine.published(fresh)
     assert [one.number for one in published] == [*range(5)]
     assert engine.right(published)
-    assert published[0].sequence >= sequence
+    assert published[0].generation >= coming
 
 
 # ---- whatever happens
-
-
-class Written(Engine):
-    """Which token each place of its KV cache stands for, with all before it; 0 where that is
-    nobody's."""
-
-    def __init__(
-        self, here: Node, undo: ExitStack, share: str, policy: str, choice: random.Random
-    ) -> None:
-        """choice: of the requests that get no block, so that vLLM takes others' away."""
-        more: dict[str, Any] = {"max_num_batched_tokens": 320, "scheduling_policy": policy}
-        if policy == "priority":
-            more |= SHORT
-        super().__init__(here, undo, blocks=30, arguments=more, share=share)
-        self.holds = np.zeros((30, BLOCK), dtype=np.int64)
-        self.named = dict[Any, Any]()
-        """What should lie in a block, by the hash by which vLLM finds it."""
-        self.told: list[tuple[int, int, Any]] = []
-        """Blocks that were published, their generations, and what they should hold."""
-        if share == "in_place":
-            self.show(here, undo)
-        manager = self.scheduler.kv_cache_manager
-        allocate = manager.allocate_slots
-
-        def scarce(request: Request, *given: Any, **more: Any) -> Any:
-            runs = request.status == RequestStatus.RUNNING and len(self.scheduler.running) > 1
-            return None if runs and choice.random() < 0.1 else allocate(request, *given, **more)
-
-        manager.allocate_slots = scarce
-
-    def places(self, request: Request, start: int, stop: int) -> tuple[Any, Any]:
-        """Of tokens [start, stop): where they lie, and what should lie there."""
-        row = np.array(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
-        at = np.arange(start, stop)
-        return (row[at // BLOCK], at % BLOCK), standing_for(request)[at]
-
-    def ran(self, output: Any) -> None:
-        for name, count in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[name]
-            stop = request.num_computed_tokens
-            lies, due = self.places(request, 0, stop - count)
-            assert (self.holds[lies] == due).all()
-            lies, due = self.places(request, stop - count, stop)
-            self.holds[lies] = due
-        for request in self.scheduler.requests.values():
-            due = standing_for(request)
-            blocks = range(0, len(request.block_hashes) * BLOCK, BLOCK)
-            named = zip(request.block_hashes, blocks, strict=True)
-            self.named |= {name: due[at : at + BLOCK] for name, at in named}
-        for block in self.half.context.blocks.pool.blocks:
-            if block.block_hash is not None:
-                due = self.named[get_block_hash(block.block_hash)]
-                assert (self.holds[block.block_id] == due).all(), "vLLM finds it"
-
-    def note(self, meta: StepMetadata) -> None:
-        """What the step publishes. Of a request that ended with it, nobody knows the tokens."""
-        due = {bytes(name[:HASH_BYTES]): there for name, there in self.named.items()}
-        self.told += [
-            (one.block, one.generation, due[one.name]) for one in blocks_of(meta) if one.name in due
-        ]
-
-    def load(self, spec: LoadSpec, owner: Engine) -> bool:
-        """As a worker does."""
-        counters, right = owner.half.publications.generations.counters, True
-        assert sum(run.count for run in spec.residents) == len(spec.blocks)
-        for run in spec.residents:
-            blocks = np.frombuffer(run.blocks, dtype="<u4")
-            right &= counters[blocks].tobytes() == run.generations
-            at = np.arange(run.first, run.stop)
-            at = at[np.array(spec.blocks)[at] >= 0]
-            self.holds[np.array(spec.blocks)[at]] = owner.holds[blocks[at - run.first]]
-        return right
-
-
-def standing_for(request: Request) -> Any:
-    """A number for each token with all before it."""
-
-    def with_next(last: int, token: int) -> int:
-        return hash((last, token)) // 16 * 16
-
-    numbers = itertools.accumulate(request.all_token_ids, with_next, initial=0)
-    return np.fromiter(numbers, dtype=np.int64)[1:]
-
-
-@pytest.mark.parametrize(
-    ("share", "policy"), [("in_place", "priority"), ("in_place", "fcfs"), ("pool", "priority")]
-)
-def test_what_is_published_is_right_whatever_happens(here: Node, share: str, policy: str) -> None:
-    """Two instances of vLLM's scheduler compute, load from each other, fail to, preempt and reset
-    at random. By priority steps are taken away from requests, too: nobody finds what these steps
-    did not write, so that nothing is computed from it or stored."""
-    choice, seen = random.Random(7), Counter[str]()
-
-    def some(count: int) -> list[int]:
-        return choice.choices(range(3, 1000), k=count)
-
-    with ExitStack() as undo:
-        both = [Written(here, undo, share, policy, choice) for _ in range(2)]
-        heads = [some(choice.randrange(2, 6) * CHUNK) for _ in range(3)]
-        loads = dict[int, list[LoadSpec]]({0: [], 1: []})
-        for turn in range(1000):
-            if turn % 50 == 0:
-                heads = [*heads[1:], some(choice.randrange(2, 6) * CHUNK)]
-            engine, other = both[turn % 2], both[1 - turn % 2]
-            if len(engine.scheduler.requests) < 4 and choice.random() < 0.5:
-                head = choice.choice(heads)
-                tokens = head[: choice.choice([len(head), choice.randrange(len(head))])]
-                tokens += some(choice.choice([5, 90, 200]))
-                # The shorter ones go first.
-                engine.add(tokens, max_tokens=choice.choice([2, 80]), priority=len(tokens) // CHUNK)
-            over = {spec.request_id: engine.load(spec, other) for spec in loads[turn % 2]}
-            failed = {name for name, right in over.items() if not right}
-            seen.update(over.values())
-            said = {"finished_recving": set(over), "failed_recving": failed}
-            meta = engine.step(kv_connector_worker_meta=WorkerReport(failed=failed), **said)
-            if choice.random() < 0.01:
-                engine.scheduler.reset_prefix_cache()
-            loads[turn % 2] = meta.loads
-            engine.note(meta)
-            for block, generation, due in engine.told:
-                if engine.half.publications.generations.counters[block] == generation:
-                    assert (engine.holds[block] == due).all()
-                    seen["held"] += 1
-                elif generation:
-                    seen["gone"] += 1
-            requests = engine.scheduler.requests.values()
-            seen["preempted"] += sum(request.num_preemptions for request in requests)
-            if share == "in_place":
-                engine.flush()
-        assert seen["preempted"] > 3
-        if share == "in_place":
-            assert seen[True] > 3
-            assert min(seen["held"], seen["gone"]) > 500

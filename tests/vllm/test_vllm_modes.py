@@ -210,50 +210,6 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
 # ---- refused
 
 
-def test_weights_that_will_change_need_a_name(here: Node, a: Instance, start: Start) -> None:
-    """vLLM's pause for new ones forgets what was computed with the old ones; it may come before the
-    first request.
-    """
-    change = {"backend": "ipc"}
-    unnamed = start(weight_transfer_config=change)
-    caches_nothing(here, unnamed, "set connector.weights to the version")
-    b = start({"connector": {"model": "policy"}}, weight_transfer_config=change)
-    tokens = new_tokens(LENGTH + 1)
-    b.ask("pause")
-    here.keep(b, tokens)
-    assert b.again(tokens).cached == LENGTH
-    b.ask("pause")
-    assert b.one(tokens).cached == 0
-
-
-def failing(arguments: dict[str, Any]) -> Any:
-    """An engine whose connector cannot be made, in the scheduler or in the worker."""
-    from vllm_inside import Serving
-
-    from vcache_backend.integration.vllm import instance
-    from vcache_backend.integration.vllm.scheduler import VCacheScheduler
-    from vcache_backend.integration.vllm.worker.worker import VCacheWorker
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("raised on purpose")
-
-    half = {"scheduler": VCacheScheduler, "worker": VCacheWorker}[arguments.pop("half")]
-    half.__init__ = fail  # type: ignore[method-assign]
-    # The scheduler is told at vLLM's start: no request waits for the worker's shard.
-    instance.INTRODUCTION_SECONDS = vllm_cases.FOREVER
-    return Serving(arguments)
-
-
-@pytest.mark.parametrize("half", ["scheduler", "worker"])
-def test_a_connector_that_cannot_be_made_ends_no_engine(here: Node, half: str) -> None:
-    arguments = {"model": str(here.model), "kv_transfer_config": here.transfer(), "half": half}
-    tokens, chunks = new_tokens(LENGTH + 1), here.chunks()
-    with Instance(here.folder, f"failing-{half}", {}, arguments, make=failing) as b:
-        assert b.one(tokens).tokens == b.again(tokens).tokens
-        assert here.chunks() == chunks
-        assert "raised on purpose" in b.log
-
-
 def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_why_it_caches_nothing(
     here: Node, start: Start
 ) -> None:

@@ -367,7 +367,7 @@ def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
 @pytest.mark.skipif(bool(NO_ROUTER), reason=NO_ROUTER or "the router is here")
 def test_the_router_of_the_page_sends_requests_to_servers_that_share(here: Node) -> None:
     """By its command, and with the policy that needs KV events, of which it understands all."""
-    page = (ROOT / "docs" / "router.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs" / "choose.md").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"^\$ (vllm-router .*)$", page, re.M)
     events = free_ports(2)
     with serving(here, *[here.transfer(IN_PLACE)] * 2, events=events) as servers:

@@ -17,7 +17,7 @@ from vllm_cases import needs_vllm
 
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
-from vcache_backend.integration.vllm import adapters, lookups, requests, settings
+from vcache_backend.integration.vllm import adapters, requests, settings
 from vcache_backend.protocol.messages import KEY_BYTES, RANK_BYTES, ChunkKey
 from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest, block_hashes
 from vcache_backend.transfer.layout import Namespace
@@ -289,20 +289,6 @@ def test_an_adapter_loaded_in_place_of_another_takes_its_name(tmp_path: Path) ->
     assert serving.content(poet(one, inplace=True))
     assert serving.content(poet(two, name="writer", inplace=True))
     assert serving.content(poet(one)) == ""
-
-
-def test_a_request_is_named_no_more_once_its_adapter_was_replaced(tmp_path: Path) -> None:
-    """In place, too, it then shares nothing more of what it computes."""
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_text("ode")
-    context: Any = SimpleNamespace(version=b"", keys=None, hashes=1)
-    meter: Any = None
-    asks = lookups.Lookups(context, meter)
-    request = SimpleNamespace(lora_request=poet(tmp_path), block_hashes=[])
-    tracked = requests.Tracked(request, requests.DEFAULT, True)
-    assert asks.name(tracked, 0)
-    weights.write_text("elegy")
-    assert not asks.name(tracked, 0, {})
 
 
 def test_an_adapter_in_use_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

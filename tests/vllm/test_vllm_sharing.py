@@ -131,7 +131,7 @@ def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) 
 
 def test_the_server_knows_an_instance_before_its_first_request(here: Node) -> None:
     known = {one.id for one in here.stats().instances}
-    here.connect("early", IN_PLACE).ask("connected")
+    here.connect("early", IN_PLACE).made()
     assert len({one.id for one in here.stats().instances} - known) == 1
 
 

@@ -40,21 +40,12 @@ class Two(NamedTuple):
     new: str
 
 
-@pytest.fixture(scope="module")
-def router(here: Node) -> vllm_cases.Router:
-    """Hears of `a`'s KV cache."""
-    return vllm_cases.Router(here.folder, "a")
-
-
 @pytest.fixture(scope="module", params=["pool", "in_place"])
-def pair(
-    here: Node, request: pytest.FixtureRequest, router: vllm_cases.Router
-) -> Iterator[list[Instance]]:
+def pair(here: Node, request: pytest.FixtureRequest) -> Iterator[list[Instance]]:
     settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
-    told = {"a-pool": router.settings}
     with ExitStack() as undo:
         names = f"a-{request.param}", f"b-{request.param}"
-        begun = (here.connect(name, settings, refits=True, **told.get(name, {})) for name in names)
+        begun = (here.connect(name, settings, refits=True) for name in names)
         made = list(map(undo.enter_context, begun))
         for one in made:
             one.ask(prepare)
@@ -267,16 +258,6 @@ def test_instances_updated_in_turn_share_within_a_version_and_never_across(two: 
     two.a.ask(update, two.models[1], two.new)
     hit = two.a.one(tokens)
     assert (hit.cached, hit.agrees(new)) == (4 * CHUNK, True)
-
-
-@pooled
-def test_a_router_hears_that_old_weights_kv_is_gone(two: Two, router: vllm_cases.Router) -> None:
-    keep(two.a, new_tokens(2 * CHUNK))
-    # What is stored is told with a step.
-    eventually(lambda: two.a.one(new_tokens(5)) and router.finds()["CPU"])
-    two.a.ask(update, two.models[1], two.new)
-    two.a.one(new_tokens(5))
-    eventually(lambda: router.finds()["CPU"] == {})
 
 
 def test_what_runs_over_an_update_goes_into_no_version(two: Two) -> None:

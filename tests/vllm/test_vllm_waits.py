@@ -124,30 +124,7 @@ def test_an_announcement_that_nobody_keeps_holds_up_its_own_request_alone(here: 
         alike(here, done[name], 0, tokens)
 
 
-@once
-def test_announced_requests_with_one_prefix_read_it_once(here: Node) -> None:
-    """When all has come. Each asks by itself until the first one loads it."""
-    tokens = new_tokens(LONG)
-    prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
-    before = here.b.counter("vllm:vcache_loaded_tokens")
-    for name, prompt in prompts.items():
-        here.b.add(name, prompt, params=announced(60))
-    assert here.b.step(3) == {}
-    here.a.add("first", tokens)
-    computes(here, here.a, 4)
-    asked = here.asked("Find")
-    eventually(lambda: here.b.step(1) == {} and here.asked("Find") > asked + len(prompts))
-    here.a.finish("first")
-    answers = here.b.finish(*prompts)
-    for name, prompt in prompts.items():
-        alike(here, answers[name], 10 * CHUNK, prompt)
-    assert here.b.counter("vllm:vcache_loaded_tokens") - before == 10 * CHUNK
-
-
-@pytest.mark.parametrize(
-    ("here", "back"), [("in_place", False), ("in_place", True), ("pool", True)], indirect=["here"]
-)
-def test_without_the_server_that_knew_the_promise_nobody_waits(here: Node, back: bool) -> None:
+def test_without_the_server_that_knew_the_promise_nobody_waits(here: Node) -> None:
     """The next server knows no promises. It may know the chunks that had come."""
     tokens = new_tokens(LONG)
     here.a.add("first", tokens)
@@ -156,19 +133,16 @@ def test_without_the_server_that_knew_the_promise_nobody_waits(here: Node, back:
     with counted(here.b, "withdrawn", 0):
         assert here.b.step(3) == {}
         here.kill()
-        if back:
-            here.serve_again(stores=False)
-        second = here.b.finish("second")["second"]
-    if not back:
         here.serve_again(stores=False)
-    assert second.cached <= (2 * CHUNK if back else 0)
+        second = here.b.finish("second")["second"]
+    assert second.cached <= 2 * CHUNK
     assert second.agrees(here.aside.one(tokens))
     here.a.finish("first")
 
 
 @pytest.mark.parametrize(
     ("here", "mishap"),
-    [("in_place", "killed"), ("in_place", "stopped"), ("pool", "killed")],
+    [("in_place", "stopped"), ("pool", "killed")],
     indirect=["here"],
 )
 def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(here: Node, mishap: str) -> None:
