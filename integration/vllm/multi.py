@@ -97,7 +97,7 @@ class Guarded:
         return self.get_transfer_results(finished)
 
 
-class Load(NamedTuple):
+class AcceptedLoad(NamedTuple):
     """A load that vLLM has accepted: the number of its connector, whether vLLM waits for its
     report, and the blocks that it fills."""
 
@@ -107,16 +107,16 @@ class Load(NamedTuple):
 
 
 @dataclass
-class StepMetadata(MultiKVConnectorMetadata):  # type: ignore[misc]
+class JointMetadata(MultiKVConnectorMetadata):  # type: ignore[misc]
     """loads: that begin with the step. holds: by finished request, the connectors whose report its
     blocks wait for. A connector out of use has None in `metadata`."""
 
-    loads: dict[str, Load] = field(default_factory=dict)
+    loads: dict[str, AcceptedLoad] = field(default_factory=dict)
     holds: dict[str, set[int]] = field(default_factory=dict)
 
 
 @dataclass
-class _Request:
+class RequestState:
     """What the scheduler's half knows of a request."""
 
     chosen: int | None = None
@@ -172,10 +172,10 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         self.holds_back = bool(transfer.is_kv_consumer)
         """vLLM hands no block out while a step under way may write to it."""
         self._block = vllm_config.cache_config.block_size
-        self._requests: dict[str, _Request] = {}
-        self._new_loads: dict[str, Load] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._new_loads: dict[str, AcceptedLoad] = {}
         self._new_holds: dict[str, set[int]] = {}
-        self._running: dict[str, Load] = {}
+        self._running: dict[str, AcceptedLoad] = {}
         """In the worker: loads for whose report vLLM waits."""
         self._failed, self._over = set[str](), set[str]()
         """Running loads that have failed, and those that are over."""
@@ -194,7 +194,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         A connector that has not answered (None) is waited for only while it could have a longer
         hit: not once another one has the whole prompt, which would lose time for nothing; and not
         longer than `PATIENCE_SECONDS`, since a server may be hung. Ours has its own deadlines."""
-        state = self._requests.setdefault(request.request_id, _Request())
+        state = self._requests.setdefault(request.request_id, RequestState())
         best, state.chosen, state.waits, state.local = 0, None, False, num_computed_tokens
         state.late = set()
         for number in range(len(self._connectors)):
@@ -215,7 +215,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         return best, state.waits
 
     def _ask(
-        self, state: _Request, number: int, request: Any, computed: int
+        self, state: RequestState, number: int, request: Any, computed: int
     ) -> tuple[int | None, bool]:
         """A connector's answer. A request whose load has failed begins anew, with other blocks: for
         a connector that notes blocks, and was not asked to load, it is as if it was preempted."""
@@ -227,7 +227,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         finally:
             request.status = status
 
-    def _waits(self, state: _Request) -> bool:
+    def _waits(self, state: RequestState) -> bool:
         state.since = state.since or monotonic()
         if 0 in state.late or monotonic() < state.since + PATIENCE_SECONDS:
             return True
@@ -236,7 +236,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         return False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        state = self._requests.setdefault(request.request_id, _Request())
+        state = self._requests.setdefault(request.request_id, RequestState())
         chosen = state.chosen if num_external_tokens else None
         for number, child in enumerate(self._connectors):
             late = number in state.late and getattr(child, "tracks", False)
@@ -256,7 +256,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
             first = state.local // self._block
             tables = blocks.get_block_ids() if chosen else ()  # ours are reported by request
             filled = frozenset(block for table in tables for block in table[first:])
-            self._new_loads[request.request_id] = Load(chosen, state.waits, filled)
+            self._new_loads[request.request_id] = AcceptedLoad(chosen, state.waits, filled)
 
     def request_finished(
         self, request: Any, blocks: list[int]
@@ -271,7 +271,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         return self._finish(request, "request_finished_all_groups", block_ids)
 
     def register_finished_partial_tail(self, request: Any, *given: Any) -> bool:
-        state = self._requests.setdefault(request.request_id, _Request())
+        state = self._requests.setdefault(request.request_id, RequestState())
         for number, child in enumerate(self._connectors):
             if child.register_finished_partial_tail(request, *given):
                 state.holds.add(number)
@@ -281,7 +281,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         self, request: Any, call: str, blocks: object
     ) -> tuple[bool, dict[str, Any] | None]:
         name, params = request.request_id, None
-        state = self._requests.setdefault(name, _Request())
+        state = self._requests.setdefault(name, RequestState())
         for number, child in enumerate(self._connectors):
             holds, told = getattr(child, call)(request, blocks)
             if holds:
@@ -298,9 +298,9 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
 
     # ---- in the scheduler: a step
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> JointMetadata:
         made = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
-        meta = StepMetadata(made, loads=self._new_loads, holds=self._new_holds)
+        meta = JointMetadata(made, loads=self._new_loads, holds=self._new_holds)
         self._new_loads, self._new_holds = {}, {}
         return meta
 
@@ -328,7 +328,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         state.sent = True
         return not state.loading and self._is_last(name, state)
 
-    def _is_last(self, name: str, state: _Request) -> bool:
+    def _is_last(self, name: str, state: RequestState) -> bool:
         if state.holds and not state.sent:
             return False
         if state.over:
@@ -347,7 +347,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         super().handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(connector_metadata, StepMetadata)
+        assert isinstance(connector_metadata, JointMetadata)
         self._learn(connector_metadata)
         self._filling = {}
         for name, load in connector_metadata.loads.items():
