@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from ..processes import answer_commands
@@ -72,6 +73,21 @@ class Serving:
         with self._running(others):
             return [self.generate(prompt, 1, extra=extra)["cached"] for prompt in tokens]
 
+    def steps(
+        self, prompts: list[list[int]], waiting: list[list[int]], count: int, extra: dict[str, Any]
+    ) -> list[float]:
+        """Seconds of each of `count` steps in which `prompts` decode. waiting: requests whose
+        prompts somebody has announced, and nobody computes. extra: of the first request."""
+        announced = {"kv_transfer_params": {"vcache": {"announced": True, "wait_seconds": SECONDS}}}
+        with self._running(prompts, extra):
+            names = [self._add(prompt, 1, extra=announced) for prompt in waiting]
+            ends = list[float]()
+            # The first ones begin to wait, too.
+            while len(ends) < count + 9:
+                ends += [time.perf_counter()] if self._engine.step() else []
+            self._engine.abort_request(names)
+        return [after - before for before, after in pairwise(ends[8:])]
+
     def burst(self, prompts: list[list[int]], count: int, at_once: int) -> float:
         """Ask all prompts, so many at once, for so many tokens each. Seconds."""
         started, left, running = time.perf_counter(), iter(prompts), 0
@@ -92,10 +108,16 @@ class Serving:
         return bool(self._llm.reset_prefix_cache())
 
     @contextmanager
-    def _running(self, prompts: list[list[int]]) -> Iterator[None]:
-        """These requests decode, all of them, until the context ends."""
+    def _running(
+        self, prompts: list[list[int]], extra: dict[str, Any] | None = None
+    ) -> Iterator[None]:
+        """These requests decode, all of them, until the context ends. extra: of the first one."""
         room, begun = self._engine.vllm_config.model_config.max_model_len, set[str]()
-        names = [self._add(prompt, room - len(prompt) - 1) for prompt in prompts]
+        given = [extra, *[None] * len(prompts)]
+        names = [
+            self._add(prompt, room - len(prompt) - 1, extra=its)
+            for prompt, its in zip(prompts, given, strict=False)
+        ]
         while len(begun) < len(names):
             begun |= {output.request_id for output in self._engine.step()}
         yield

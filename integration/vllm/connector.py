@@ -353,7 +353,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._running.expect(connector_metadata.loads)
+            if connector_metadata.loads:
+                self._running.expect(connector_metadata.loads)
             if connector_metadata.stop:
                 self.fail("the scheduler's half is out of use")
             self._begin(connector_metadata)
@@ -385,6 +386,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
             self._worker.loads.advance()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if not self.off and self._worker is not None and self._worker.rests:
+            return compat.transfer_results()
         advanced = self._advance()
         if advanced is None:
             return compat.transfer_results(failed=self._running.fail())

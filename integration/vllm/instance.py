@@ -111,7 +111,8 @@ class InstanceContext:
         self.blocks = blocks
         if self.publications is not None:
             self.publications.pool.watch(blocks)
-            blocks.on_cached.append(self.publications.on_cached)
+            if self.stores:
+                blocks.on_cached.append(self.publications.on_cached)
 
     def loadable(self, request: Any) -> tuple[int, int]:
         """Return how many of the request's tokens may be loaded, and how many chunks hold them.
