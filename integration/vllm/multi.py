@@ -8,7 +8,8 @@ each load and each delayed free."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -149,14 +150,10 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         """ConfigError for connectors that cannot stand side by side. Another connector's
         constructor may raise, as it does without us."""
         transfer = vllm_config.kv_transfer_config
-        if fault := plugin.misplaced(transfer):
+        kinds = [kind for kind, _ in self._get_connector_classes_and_configs(vllm_config)]
+        hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        if fault := plugin.misplaced(transfer) or next(_misfits(kinds, hybrid), ""):
             raise ConfigError(fault)
-        for kind, _ in self._get_connector_classes_and_configs(vllm_config):
-            if not (
-                supports_hma(kind) or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-            ):
-                add = "add --disable-hybrid-kv-cache-manager"
-                raise ConfigError(f"{kind.__name__} lacks vLLM's hybrid KV cache manager: {add}")
         super().__init__(vllm_config, role, kv_cache_config)
         ours, *others = self._connectors
         self._ours, self._others = ours, [Guarded(one) for one in others]
@@ -168,7 +165,8 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
                 "server with --supported-transfer-mode engine_driven (docs/lmcache.md)"
             )
         # vLLM's scheduler reads the policy after the constructor has run.
-        transfer.kv_load_failure_policy = ours.config.connector.kv_load_failure_policy
+        if ours.config is not None:
+            transfer.kv_load_failure_policy = ours.config.connector.kv_load_failure_policy
         self.holds_back = bool(transfer.is_kv_consumer)
         """vLLM hands no block out while a step under way may write to it."""
         self._block = vllm_config.cache_config.block_size
@@ -423,11 +421,20 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         return None
 
 
+def _misfits(kinds: Iterable[type], hybrid: bool) -> Iterator[str]:
+    """Why connectors of these classes cannot stand beside ours. hybrid: vLLM's hybrid KV cache
+    manager is on."""
+    for kind in kinds:
+        if hybrid and not supports_hma(kind):
+            how = "add --disable-hybrid-kv-cache-manager"
+            yield f"{kind.__name__} does not know vLLM's hybrid KV cache manager: {how}"
+        if kind.__name__ == "OffloadingConnector" and not compat.offloads_beside():
+            yield "OffloadingConnector beside VCacheConnector needs vLLM 0.33"
+
+
 def _maps(other: Any) -> bool:
     """Whether LMCache's server would map the KV cache itself, by CUDA's older handles, which do not
     fit memory that vcache exports."""
-    import os
-
     told: Mapping[str, Any] = other._kv_transfer_config.kv_connector_extra_config or {}
     mode = told.get("lmcache.mp.mp_transfer_mode", os.environ.get("LMCACHE_MP_TRANSFER_MODE"))
     return "LMCacheMP" in type(other).__name__ and mode != "engine_driven"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import vllm_cases
-from processes import Worker, eventually
+import yaml
+from processes import ROOT, Worker, eventually
 from vllm_cases import (
     ANSWER_SECONDS,
     BLOCK,
@@ -71,17 +72,16 @@ class Beside:
     def start(
         self, name: str, role: str = "kv_both", heartbeat: float = 2.0, **arguments: Any
     ) -> Instance:
-        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
-        extra |= {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.mq_timeout": 2.0}
-        extra |= {"lmcache.mp.heartbeat_interval": heartbeat}
-        both = {"kv_role": "kv_both"}
-        theirs = {
-            "kv_role": role,
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_extra_config": extra,
+        """With the file that the page names, at the test's ports."""
+        given = yaml.safe_load((ROOT / "configs" / "vllm-lmcache.yaml").read_text())
+        given = given["kv-transfer-config"]
+        ours, theirs = given["kv_connector_extra_config"]["connectors"]
+        ours |= self.here.transfer(IN_PLACE)
+        changes = {"port": self.port, "mq_timeout": 2.0, "heartbeat_interval": heartbeat}
+        theirs["kv_connector_extra_config"] |= {
+            f"lmcache.mp.{key}": changes[key] for key in changes
         }
-        inside = {"connectors": [self.here.transfer(IN_PLACE), theirs]}
-        given = both | {"kv_connector": "VCacheMultiConnector", "kv_connector_extra_config": inside}
+        theirs["kv_role"] = role
         made = self.here.alone(name, kv_transfer_config=given, **arguments)
         made.in_place = True
         return made
