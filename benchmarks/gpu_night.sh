@@ -10,6 +10,7 @@
 #   tests    pytest -m gpu                                                                          3 minutes
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
+#   decode   what a step that only decodes costs, beside vLLM alone and alone with NIXL's layout   3 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
 #   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3                              5 minutes; nothing beside it
@@ -139,6 +140,7 @@ speed() {
   ttft speed_in_place 270 ttft,scheduler,miss "${in_place[@]}" --kv-gib 6 --rounds 7
   ttft speed_pool 250 ttft,scheduler,miss "${pool[@]}" --kv-gib 6 --rounds 7
 }
+decode() { bench decode 200 vllm_steps --logs "$logs/decode" ${TINY:+--scale tiny --rounds 1} ${MORE:-}; }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
   ttft models 550 gemma3,gpt_oss,lfm2 --integration vllm --pool-gib 4 --rounds 3 &
@@ -180,7 +182,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short tables groups hits models which copies serving routed ranks soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed decode short tables groups hits models which copies serving routed ranks soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

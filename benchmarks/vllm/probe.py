@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -32,6 +33,20 @@ OF_A_STEP = (
     "get_kv_connector_stats",
     "take_events",
 )
+OF_A_WORKER = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+"""Of the worker's connector, if it is in this process; named `worker.` in what is written."""
 LAST = ("request_finished", "request_finished_all_groups")
 
 
@@ -49,6 +64,10 @@ class Probe:
         for name in (*OF_A_REQUEST, *OF_A_STEP):
             if hasattr(connector, name) and name != inner:
                 _timed(connector, name, partial(self._called, name))
+        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+        for name in OF_A_WORKER:
+            if hasattr(worker, name):
+                _timed(worker, name, partial(self._called, f"worker.{name}"))
         self._inside = 0.0
         watcher = getattr(getattr(pool, "get_new_blocks", None), "__self__", pool)
         if watcher is not pool:
@@ -62,7 +81,7 @@ class Probe:
 
     def _called(self, name: str, seconds: float, *given: Any) -> None:
         """Add a method's seconds to whoever asked. Take note of a request's end."""
-        if name in OF_A_STEP:
+        if name in OF_A_STEP or name.startswith("worker."):
             for _, spent in self._asked.values():
                 spent[name] += seconds
                 spent["steps"] += name == "build_connector_meta"

@@ -31,8 +31,8 @@ from vcache_backend.protocol.client import Client
 
 from .. import logs
 from . import settings
-from .boundary import AwaitedLoads, Boundary, WorkerLoads, answer, guarded
-from .ends import LoadEnds
+from .boundary import Boundary, answer, guarded
+from .ends import AwaitedLoads, LoadEnds, WorkerLoads
 from .metadata import StepMetadata, WorkerReport
 from .model import compat, versions
 from .model.sharing import plan
@@ -338,7 +338,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._running.expect(connector_metadata.loads)
+            if connector_metadata.loads:
+                self._running.expect(connector_metadata.loads)
             if connector_metadata.stop:
                 self.fail("the scheduler's half is out of use")
             self._begin(connector_metadata)
@@ -370,6 +371,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
             self._worker.loads.advance()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if not self.off and self._worker is not None and self._worker.rests:
+            return compat.transfer_results()
         advanced = self._advance()
         if advanced is None:
             return compat.transfer_results(failed=self._running.fail())

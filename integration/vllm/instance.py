@@ -50,7 +50,7 @@ class InstanceContext:
     ) -> None:
         """decision: to cache. loads, stores: the instance's role allows loads, stores. SegmentError
         if memory is lacking."""
-        self._model, self.config, _ = decision
+        self._model, self.config, _, self._standing = decision
         model, config = self._model, self.config
         self.loads, self.stores = loads, stores
         self.prompts_only = config.connector.store == "prompt"
@@ -111,7 +111,8 @@ class InstanceContext:
         self.blocks = blocks
         if self.publications is not None:
             self.publications.pool.watch(blocks)
-            blocks.on_cached.append(self.publications.on_cached)
+            if self.stores:
+                blocks.on_cached.append(self.publications.on_cached)
 
     def loadable(self, request: Any) -> tuple[int, int]:
         """Return how many of the request's tokens may be loaded, and how many chunks hold them.
@@ -175,7 +176,7 @@ class InstanceContext:
         config, shards = self.config, [self._shards[rank] for rank in sorted(self._shards)]
         layout = model_spec.layout(self._model, shards, self.chunk_size, self._root)
         namespace = layout.namespace()
-        fields = layout.fields() | {"namespace": str(namespace)}
+        fields = layout.fields() | {"namespace": str(namespace), "vllm": self._standing}
         self.client = client = Client(
             config.server.path, config.client, layout=fields, name=self._name
         )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
+from msgspec.structs import replace
+
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import (
@@ -65,6 +67,7 @@ class Lookups:
         """Drop the request's keys, too, since the version of the weights is in every key."""
         self.forget(tracked)
         tracked.lookup.keys, tracked.lookup.computed_with = [], None
+        tracked.lookup.probe = None
 
     def name(
         self, tracked: Tracked, chunks: int, seen: dict[tuple[Any, ...], str] | None = None
@@ -122,6 +125,46 @@ class Lookups:
         self.forget(tracked)
         self.send(tracked, first)
         return tracked.lookup.question is not None
+
+    def probe(self, tracked: Tracked, chunk: int) -> bool:
+        """Like `ask_again`, for chunk number `chunk` alone, in a small message that promises
+        nothing. `probed` reads the answer. With several block tables the same as `ask_again`."""
+        client = self._context.client
+        if client is None or self._context.by_ends:
+            return self.ask_again(tracked, chunk)
+        self.forget(tracked)
+        at, lookup = monotonic(), tracked.lookup
+        if lookup.probe is None:
+            # A request waits once, for one chunk.
+            lookup.probe = replace(self._request(tracked, chunk, begins=False), promise=0)
+        try:
+            sent = client.send_find(lookup.probe, _patience(client))
+        except VCacheError as error:
+            log.debug("look-up: %s", error)
+            return False
+        if sent is None:
+            return self.ask_again(tracked, chunk)
+        lookup.question = Question(sent, chunk, at, monotonic() - at, False, True)
+        return True
+
+    def probed(self, tracked: Tracked) -> Answer | None:
+        """Read the answer to a probe: its chunk is there if `hits` counts it. `LATE`: not yet;
+        `FAILED`: there will be none. None: the present question is no probe."""
+        question = tracked.lookup.question
+        if question is None or not question.probes:
+            return None
+        try:
+            if not question.sent.arrives(0.0):
+                return LATE
+            reply = question.sent.answer(0.0)
+        except VCacheError as error:
+            log.debug("look-up: %s", error)
+            reply = None
+        tracked.lookup.question = None
+        if reply is None:
+            return FAILED
+        here = question.first + reply.found // self._context.hashes
+        return Answer(question.first, here, here, question.at, 0.0, coming=reply.coming)
 
     def find(self, tracked: Tracked, first: int, tokens: int) -> Answer:
         """Look up the chunks from number `first` on. tokens: how many tokens may be loaded. `name`

@@ -72,13 +72,13 @@ class StoreSpec(_Spec, frozen=True):
 class PublicationSpec(msgspec.Struct, frozen=True):
     """A publication: blocks that other instances may read in this KV cache after the step.
 
-    runs: perhaps more than a message holds. epoch: see `Publish`. loaded: the request loaded or hit
-    all of these blocks, so no other instance waits for them."""
+    runs: perhaps more than a message holds. epoch: see `Publish`. later: no other instance
+    waits for these blocks: they are of answers, or the request loaded or hit them."""
 
     # Not a `_Spec`: MessagePack would refuse to decode more blocks.
     runs: list[BlockRun]
     epoch: int = 0
-    loaded: bool = False
+    later: bool = False
 
 
 class SavedChunks(_Spec, frozen=True):

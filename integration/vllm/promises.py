@@ -9,6 +9,7 @@ from time import monotonic
 
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, Promise
+from vcache_backend.transfer.outbox import LATER_SECONDS
 
 from .instance import InstanceContext, at_once
 from .lookups import Lookups
@@ -120,8 +121,8 @@ class PromiseSender:
     def _send(self, promise: Promise) -> None:
         client, outbox = self._context.client, self._context.outbox
         if client is not None and outbox is not None and client.connected:
-            # Not `soon`: the thread would take the interpreter from the step being planned.
-            outbox.after(at_once, partial(self._tell, client, promise), soon=False)
+            # Later: the thread would take the interpreter from the step being planned.
+            outbox.after(at_once, partial(self._tell, client, promise), LATER_SECONDS)
 
     def _tell(self, client: Client, promise: Promise) -> None:
         """Runs in the outbox's thread."""

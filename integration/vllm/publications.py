@@ -150,9 +150,9 @@ class Publications:
         allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
         of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
         that build on a void block stay void."""
-        if not (self._cached or self._begun):
+        if not self.due:
             return []
-        fresh, loaded, later = list[BlockRun](), list[BlockRun](), list[CachedRun]()
+        soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
             tracked = requests.get(run.request.request_id)
             if tracked is None or tracked.request is not run.request or not run.kept:
@@ -160,7 +160,7 @@ class Publications:
             state = tracked.in_place
             most = None if state.publishes and state.resets is None else allowed(tracked)
             if most is None:
-                later.append(run)
+                kept.append(run)
             elif self._builds_on_right(tracked):
                 numbers, generations = self._fill(run)
                 state.filled[run.table] = run.first + len(numbers)
@@ -170,8 +170,10 @@ class Publications:
                     named = hashes(tracked, run.first, stop, scale)
                     packs = numbers[:count].tobytes(), generations[: count * GENERATION_BYTES]
                     made = BlockRun(run.table, run.first, named, *packs)
-                    (loaded if stop * scale <= state.supplied else fresh).append(made)
-        self._cached = later
+                    answers = run.request.num_output_tokens > 0
+                    waits = answers or stop * scale <= state.supplied
+                    (later if waits else soon).append(made)
+        self._cached = kept
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
             tracked = self._begun.pop()
@@ -179,8 +181,13 @@ class Publications:
                 tracked.in_place.evicted = LATER
             else:
                 self._builds_on_right(tracked)
-        specs = (fresh, False), (loaded, True)
-        return [PublicationSpec(runs, self.epoch, known) for runs, known in specs if runs]
+        specs = (soon, False), (later, True)
+        return [PublicationSpec(runs, self.epoch, waits) for runs, waits in specs if runs]
+
+    @property
+    def due(self) -> bool:
+        """Whether `publish` has something to do."""
+        return bool(self._cached or self._begun)
 
     def close(self) -> None:
         """Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from math import inf
 from time import monotonic
@@ -17,6 +17,7 @@ from vcache_backend.protocol.messages import (
     QUEUED_SECONDS,
     ChunkKey,
     Coming,
+    Find,
     Found,
     ResidentRun,
 )
@@ -154,6 +155,8 @@ class Question(msgspec.Struct):
     """How long sending took."""
     begins: bool
     """vLLM was scheduling the request (see `Find`)."""
+    probes: bool = False
+    """Only one chunk was asked for: whether it has come (see `Lookups.probe`)."""
 
 
 class LookupState(msgspec.Struct):
@@ -164,6 +167,8 @@ class LookupState(msgspec.Struct):
     computed_with: tuple[bytes, ...] | None = None
     """Digests of the weights' version and the adapter; None until the request was named."""
     question: Question | None = None
+    probe: Find | None = None
+    """What `Lookups.probe` asks."""
     answer: Answer | None = None
     late_since: float | None = None
     """Since when vLLM comes back for a late answer (time.monotonic)."""
@@ -244,6 +249,11 @@ class StoreState(msgspec.Struct):
     trusted_after: int = 0
     """The echo of the last step, up to the request's first one, in which another connector loaded:
     chunks are stored once the step is over (see `Resets`)."""
+
+    def extend(self, added: Sequence[Sequence[int]]) -> None:
+        """Note further blocks of each table."""
+        for own, more in zip(self.block_tables, added, strict=True):
+            own.extend(more)
 
 
 BEGINS, LATER = -1, -2

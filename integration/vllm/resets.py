@@ -116,6 +116,11 @@ class Resets:
 
     # ---- steps
 
+    @property
+    def rests(self) -> bool:
+        """Whether `on_step` has nothing to do in a step in which no request begins."""
+        return self._planned and not (self.clearing or self._just_reset)
+
     def on_step(self, beginning: Iterable[tuple[str, int]], meta: StepMetadata) -> None:
         """Note a planned step. beginning: the requests that begin or resume in it, and their
         computed tokens.

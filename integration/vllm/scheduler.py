@@ -170,11 +170,16 @@ class VCacheScheduler:
         first = local // context.chunk_size
         if waits.follows(tracked, first):
             return FOLLOW
-        if tracked.wait.present is not None and tracked.lookup.question is None:
-            if not waits.is_due(tracked):
+        if (wait := tracked.wait.present) is not None:
+            probed = lookups.probed(tracked)
+            if probed is not None and waits.goes_on(tracked, probed):
                 return FOLLOW
-            # Without a server no question is sent, and the look-up ends the wait.
-            if lookups.ask_again(tracked, first):
+            if probed is not None:
+                lookups.forget(tracked)
+            elif tracked.lookup.question is None and (
+                # Without a server no question is sent, and the look-up ends the wait.
+                not waits.is_due(tracked) or lookups.probe(tracked, wait.target - 1)
+            ):
                 return FOLLOW
         answer = lookups.find(tracked, first, most)
         self._keep_junction(tracked, answer)
@@ -221,6 +226,8 @@ class VCacheScheduler:
         requests, cached = self._requests, output.scheduled_cached_reqs
         self._promises.rate.look()
         self._learn()
+        if self._rests(output):
+            return QUIET
         meta = self._metadata(not output.total_num_scheduled_tokens)
         for name in output.preempted_req_ids or ():
             if (tracked := requests.get(name)) is not None:
@@ -250,6 +257,19 @@ class VCacheScheduler:
             self.victims.plan(meta, self._planner.take_completed())
         return QUIET if meta == _NOTHING else meta
 
+    def _rests(self, output: Any) -> bool:
+        """Note a step in which requests only go on, and the workers have nothing to do."""
+        cached, own = output.scheduled_cached_reqs, self.publications
+        return (
+            bool(output.total_num_scheduled_tokens)
+            and not (output.scheduled_new_reqs or cached.resumed_req_ids)
+            and not (output.preempted_req_ids or self._loads or self._cancelled)
+            and (self._named and self.context.keys is not None and self.resets.rests)
+            and self.victims is None
+            and not (own is not None and own.due)
+            and self._planner.rests(output, self._requests)
+        )
+
     def _metadata(self, idle: bool) -> StepMetadata:
         """The step's metadata without stores. idle: the step runs no model."""
         meta = StepMetadata(self._loads, cancelled=self._cancelled, idle=idle)
@@ -273,6 +293,7 @@ class VCacheScheduler:
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
             if self._spans is not None:
                 self._spans.loaded(report.spans)
+        self._ask_for_waiting()
         for name in output.finished_recving or ():
             # Otherwise a later request of this name would be cancelled.
             self._cancelled.discard(name)
@@ -284,6 +305,14 @@ class VCacheScheduler:
     def _withdraw_promises(self) -> None:
         for tracked in self._requests.values():
             self._promises.withdraw(tracked)
+
+    def _ask_for_waiting(self) -> None:
+        """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have
+        come."""
+        for tracked in self._waits.waiting.values():
+            wait = tracked.wait.present
+            if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
+                self.lookups.probe(tracked, wait.target - 1)
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""

@@ -30,7 +30,9 @@ class StorePlanner:
         """spec_kind: the kind of KV cache, for events."""
         self._context, self._lookups, self._spec_kind = context, lookups, spec_kind
         self._size, self._groups = context.chunk_size, context.groups
-        self._publications = context.publications
+        own = self._publications = context.publications
+        self._copies = context.stores and (own is None or context.config.pool.lent > 0)
+        """Blocks are copied into a pool: their next owners wait for that."""
         self._load_numbers = count(1)
         self._idle: list[str] = []
         self._idle_tokens: float = 0
@@ -101,31 +103,44 @@ class StorePlanner:
         """Plan a step: add stores, publications and newly assigned blocks to `meta`.
 
         output: vLLM's description of the step."""
-        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        scheduled = output.num_scheduled_tokens
         offered: Mapping[str, list[tuple[int, int, int]]] = {}
         if self._groups.states:
             # The states in vLLM's prefix cache, by request, as (group, block, tokens).
             state = getattr(output, "kv_connector_block_state", None)
             offered = getattr(state, "boundary_state_offloads", offered)
         # Running requests first: new requests may hit the blocks that they write in this step.
-        self._idle_tokens -= max(scheduled.values(), default=0)
-        if (
-            self._idle_tokens <= 0
-            or cached.req_ids != self._idle
-            or any(cached.new_block_ids)
-            or cached.resumed_req_ids
-        ):
+        if not self.rests(output, requests):
             self._plan_running(output, requests, meta, offered)
         copied = copied_blocks(output)
         for new in output.scheduled_new_reqs:
-            meta.fresh += new.block_ids
+            if self._copies:
+                meta.fresh += new.block_ids
             if (tracked := requests.get(new.req_id)) is not None:
                 computed = new.num_computed_tokens
                 self._begin(tracked, new.block_ids, computed, copied)
                 self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
-        if self._publications is not None:
+        if self._publications is not None and self._context.stores:
             may = partial(self._may_publish, {})
             meta.publications += self._publications.publish(requests, may, self._lookups.hashes)
+
+    def rests(self, output: Any, requests: Mapping[str, Tracked]) -> bool:
+        """Note a step of running requests that completes nothing. False, and nothing is noted, if
+        `plan` must."""
+        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        left = self._idle_tokens - max(scheduled.values(), default=0)
+        grows = any(cached.new_block_ids)
+        if left <= 0 or cached.req_ids != self._idle or cached.resumed_req_ids:
+            return False
+        if grows and self._copies:
+            return False
+        self._idle_tokens = left
+        known = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for name, computed, added in known if grows else ():
+            if added is not None and (tracked := requests.get(name)) is not None:
+                tracked.store.extend(added)
+                tracked.store.written = min(computed + scheduled[name], tracked.request.num_tokens)
+        return True
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
         """In place: the chunks that steps have completed since the last call, and their blocks."""
@@ -175,7 +190,7 @@ class StorePlanner:
         known = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, computed, added in known:
             tracked, reached = requests.get(name), computed + scheduled[name]
-            if added is not None:
+            if added is not None and self._copies:
                 meta.fresh += added
             if tracked is None:
                 continue
@@ -185,8 +200,7 @@ class StorePlanner:
                     tables = added if added is not None else [[] for _ in store.block_tables]
                     self._begin(tracked, tables, computed, copied)
                 elif added is not None:
-                    for own, more in zip(store.block_tables, added, strict=True):
-                        own.extend(more)
+                    store.extend(added)
                 self._compute(tracked, computed, reached, meta, offered)
             idle_tokens = min(idle_tokens, store.idle_until - reached)
         self._idle, self._idle_tokens = cached.req_ids, idle_tokens
@@ -203,7 +217,7 @@ class StorePlanner:
     ) -> None:
         """Note a request's blocks, in place of all earlier ones. copied: see `copied_blocks`."""
         tracked.store.block_tables = [array(NUMBERS, table) for table in block_tables]
-        if self._publications is not None:
+        if self._publications is not None and self._context.stores:
             blocks, rest = divmod(computed, self._groups.block)
             supplied = blocks * self._groups.block // self._context.hash_block
             # vLLM's own hit within a block.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.messages import QUEUED_SECONDS, ChunkKey
 
 from .instance import InstanceContext
 from .requests import Answer, AnswerState, Tracked, Wait
@@ -21,8 +21,8 @@ from .telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 
-AGAIN_SECONDS = 0.005
-"""The time between two look-ups of a waiting request."""
+AGAIN_SECONDS = 0.002
+"""The time between two probes for a waiting request, each of some 20 us."""
 MOST_WAITING = 256
 """How many requests wait at once; further requests are computed. vLLM looks at every waiting
 request in every step, which takes some 0.05 ms."""
@@ -114,14 +114,18 @@ def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDeci
         if (begun := _begun(rules, asked, answer, now)) is not None:
             return LookupDecision(LookupResult.WAIT, wait=begun)
     elif not (end := _end(rules, wait, answer, now)):
-        promised = answer.coming is not None
-        gone = wait.gone or now if wait.promised and not promised else None
-        on = replace(wait, promised=wait.promised or promised, gone=gone)
-        return LookupDecision(LookupResult.WAIT, wait=on)
+        return LookupDecision(LookupResult.WAIT, wait=_noted(wait, answer, now))
     tokens = min(answer.tokens, asked.most) - asked.local
     if tokens < rules.least:
         return LookupDecision(LookupResult.MISS, end=end)
     return LookupDecision(LookupResult.HIT, tokens, end=end)
+
+
+def _noted(wait: Wait, answer: Answer, now: float) -> Wait:
+    """The wait as it goes on after an answer."""
+    promised = answer.coming is not None
+    gone = wait.gone or now if wait.promised and not promised else None
+    return replace(wait, promised=wait.promised or promised, gone=gone)
 
 
 def _is_past(wait: Wait, now: float) -> bool:
@@ -178,7 +182,8 @@ class Waits:
         self._leaders: dict[ChunkKey, Tracked] = {}
         """The requests of this instance that load or wait, by the first chunk. Announced requests
         only while they load."""
-        self._waiting = 0
+        self.waiting: dict[str, Tracked] = {}
+        """The requests that wait, by name."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings the request's chunks from `first` on into
@@ -207,19 +212,35 @@ class Waits:
             tracked.wait.asked = now
         return due
 
+    def goes_on(self, tracked: Tracked, probed: Answer) -> bool:
+        """Note the answer to a probe for the last chunk that the request waits for. False: the
+        wait may be over, so the whole prompt is to be looked up."""
+        wait, now = tracked.wait.present, monotonic()
+        if wait is None:
+            return False
+        if probed.state is AnswerState.LATE:
+            return not _is_past(wait, now)
+        coming = probed.coming
+        queued = coming is not None and not coming.begun and coming.quiet > QUEUED_SECONDS
+        # A look-up takes over what is still queued. A probe does not.
+        if queued or _end(self._rules, wait, probed, now):
+            return False
+        tracked.wait.wait = _noted(wait, probed, now)
+        return True
+
     def decide(self, tracked: Tracked, most: int, chunks: int, answer: Answer) -> LookupDecision:
         """Apply `decide` to a request: its wait begins, goes on, or ends. most, chunks: see
         `Asked`."""
         state, params = tracked.wait, tracked.params
         bound = params.wait_seconds if params.announced else None
-        may_wait = state.wait is None and self._waiting < MOST_WAITING
+        may_wait = state.wait is None and len(self.waiting) < MOST_WAITING
         asked = Asked(tracked.local, most, chunks, bound, may_wait, state.present)
         decision = decide(self._rules, asked, answer, monotonic())
         if decision.end:
             self.over(tracked, decision.end, answer.hits)
         elif decision.result is LookupResult.WAIT:
             if state.wait is None:
-                self._waiting += 1
+                self.waiting[tracked.request.request_id] = tracked
                 state.asked = monotonic()
                 if not params.announced:
                     # No request follows an announced request, which may wait for long.
@@ -239,7 +260,7 @@ class Waits:
         state = tracked.wait
         if (wait := state.present) is not None:
             state.over = True
-            self._waiting -= 1
+            self.waiting.pop(tracked.request.request_id, None)
             state.end = why
             state.seconds = monotonic() - wait.since
             state.tokens = max(0, reached - wait.began) * self._rules.chunk_size

@@ -20,7 +20,7 @@ from processes import QUICK, SECONDS, eventually
 from vcache_backend.errors import Refused, ServerTimeout, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import HASH_BYTES, BlockRun, Find, Found, Publish
-from vcache_backend.transfer import outbox, publisher
+from vcache_backend.transfer import publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 
@@ -114,7 +114,7 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
 
 def test_what_nobody_looks_for_is_told_later(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an instance has loaded lies elsewhere, too; and it is on the way to a token."""
-    monkeypatch.setattr(outbox, "LATER_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(publisher, "TOGETHER_SECONDS", 10 * SECONDS)
     owner, steps = Owner(here), [Step() for _ in range(3)]
     owner.join()
     for number, step in enumerate(steps[:2]):
@@ -165,13 +165,12 @@ def test_a_closed_publisher_tells_no_more(owner: Owner, monkeypatch: pytest.Monk
         return publish(publication)
 
     monkeypatch.setattr(owner.client, "publish", slowly)
-    for number in range(3):
-        owner.publish(number, step)
-    # By then a turn has begun that has all three of them.
-    looks = step.looks + 300
-    eventually(lambda: step.looks > looks)
+    owner.publish(0, step)
+    eventually(lambda: step.looks)
     step.over = True
     assert asked.wait(SECONDS)
+    for number in (1, 2):
+        owner.publish(number, step)
     owner.publisher.close(timeout=0.05)
     answers.set()
     owner.publisher.close(timeout=SECONDS)

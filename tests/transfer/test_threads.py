@@ -48,7 +48,7 @@ def raising(owner: Any, name: str, behind: bool = False, times: int = 1) -> Iter
 
 
 NOT_OF_THE_THREAD = "__init__ __len__ __repr__ close flush send after submit known holds _returned"
-NOT_OF_THE_THREAD += " _turn _beat _has_work"
+NOT_OF_THE_THREAD += " _turn _beat _has_work _begin_within"
 
 
 def of_thread(*classes: type) -> list[tuple[type, str, bool]]:
@@ -122,13 +122,14 @@ def test_a_copy_of_which_nobody_can_tell_whether_it_is_over_holds_up_no_store(
         assert counts(bystander) == (1, 0)
 
 
-def test_a_thread_whose_predicate_always_raises_ends_with_close(
+def test_a_thread_whose_work_always_raises_ends_with_close(
     fresh: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = Owner(fresh)
-    monkeypatch.setattr(Outbox, "_hurries", Endless.reached)
+    monkeypatch.setattr(Outbox, "_send_all", Endless.reached)
     owner.publisher.outbox.send(owner.client.stats)
     eventually(lambda: owner.stats.snapshot()["failures"].get("thread: vcache-outbox", 0) > 1)
+    owner.publisher.close(timeout=0.1)
     owner.close()
     assert not owner.publisher.outbox._thread.is_alive()
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from vcache_backend import threads
@@ -16,7 +17,7 @@ from vcache_backend.protocol.client import Client
 log = logging.getLogger(__name__)
 
 LATER_SECONDS = 0.02
-"""How long the thread delays work that is not urgent."""
+"""How long messages wait that are not urgent."""
 
 Wait = Callable[[float], bool]
 """Waits for some seconds at most. Returns whether the awaited event has come."""
@@ -27,7 +28,6 @@ class _Job(NamedTuple):
 
     wait: Wait
     act: Callable[[], object]
-    soon: bool
     failed: Callable[[], object]
 
 
@@ -43,7 +43,8 @@ class Outbox:
         """Calls of the client, and whether to repeat each until the server has answered."""
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
-        self._busy = self._urgent = False
+        self._busy, self._due = False, inf
+        """Whether the thread works, and when it is to begin again (time.monotonic)."""
         self.stopping = False
         """Whether `close` was called: the thread ends after its current call."""
         self._thread = threads.start(self._turn, "vcache-outbox", failed)
@@ -57,24 +58,23 @@ class Outbox:
         answered. Other errors are logged for debugging."""
         with self._changed:
             self._messages.append((call, again))
-            self._urgent = True
-            self._changed.notify_all()
+            self._begin_within(0.0)
 
     def after(
         self,
         wait: Wait,
         act: Callable[[], object],
-        soon: bool = True,
+        within: float = 0.0,
         failed: Callable[[], object] = lambda: None,
     ) -> None:
         """Call `act` after `wait` has returned True, and after the earlier calls of this method.
         If `wait` or `act` raises, `failed` is called. A VCacheError is logged for debugging.
 
-        soon: without a delay; otherwise after `LATER_SECONDS`, or together with others, so that the
-        thread does not take the interpreter from the present step."""
+        within: how many seconds the thread may leave it, to do it together with others. Each turn
+        of the thread takes the interpreter from the present step."""
         with self._changed:
-            self._jobs.append(_Job(wait, act, soon, failed))
-            self._changed.notify_all()
+            self._jobs.append(_Job(wait, act, failed))
+            self._begin_within(within)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all work is done or given up; False after `timeout` seconds. Messages that
@@ -82,8 +82,7 @@ class Outbox:
         with self._changed:
             if self.stopping:
                 return not self._has_work()
-            self._urgent = True
-            self._changed.notify_all()
+            self._begin_within(0.0)
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -104,22 +103,30 @@ class Outbox:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            # Messages may wait for a connection.
-            self._changed.wait_for(lambda: self.stopping or self._has_work(), 0.2)
-            self._changed.wait_for(lambda: self.stopping or self._hurries(), LATER_SECONDS)
+            while not self.stopping and (left := self._due - time.monotonic()) > 0:
+                if not self._changed.wait(min(left, 0.2)) and self._messages:
+                    # The connection may be back.
+                    break
             if self.stopping:
                 return True
-            self._busy = self._has_work()
-            self._urgent = False
-        self._send_all()
-        self._do_all()
+            self._busy, self._due = self._has_work(), inf
+        try:
+            self._send_all()
+            self._do_all()
+        finally:
+            with self._changed:
+                self._due = 0.0 if self._jobs else self._due
         return False
+
+    def _begin_within(self, seconds: float) -> None:
+        """Wake the thread only if it would come later."""
+        due = time.monotonic() + seconds
+        if due < self._due:
+            self._due = due
+            self._changed.notify_all()
 
     def _has_work(self) -> bool:
         return bool(self._jobs) or (bool(self._messages) and self._client.connected)
-
-    def _hurries(self) -> bool:
-        return self._urgent or any(job.soon for job in self._jobs)
 
     def _send_all(self) -> None:
         """Send the messages queued so far."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from functools import partial
+from collections import deque
+from contextlib import suppress
 from itertools import groupby, pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002
 """Each look at a step takes the interpreter from the thread that launches the next step."""
+TOGETHER_SECONDS = 0.1
+"""How long publications wait for further ones that no other instance is waiting for."""
 MAX_WAITING = 1024
 """The most publications that wait for the end of their step. Further publications are dropped:
 other instances miss the blocks."""
@@ -65,6 +68,7 @@ class Publisher:
         """blocks: vLLM's number of blocks."""
         self._client, self._stats, self._instance, self._rank = client, stats, instance, rank
         self._published = np.zeros(blocks, dtype=_BLOCK)
+        self._waiting: deque[tuple[Mark, Publish]] = deque()
         self._tables = Tables(client)
         self._due = math.inf
         """When to publish all blocks again; infinite while the server has them."""
@@ -75,13 +79,14 @@ class Publisher:
 
     def submit(self, runs: list[BlockRun], epoch: int, written: Mark, soon: bool = True) -> None:
         """Queue blocks that can be read once `written` is reached. Any thread; never blocks. epoch:
-        see `Publish`. soon: other instances may look for the blocks, see `Outbox.after`."""
+        see `Publish`. soon: other instances may wait for the blocks; otherwise they are published
+        together with those of the next steps."""
         if len(self.outbox) >= MAX_WAITING:
             self._stats.failed("publication_dropped")
             return
-        reached = polled(written.reached, _POLL_SECONDS)
-        publication = Publish(self._instance, self._rank, runs, epoch)
-        self.outbox.after(reached, partial(self._publish, publication), soon)
+        self._waiting.append((written, Publish(self._instance, self._rank, runs, epoch)))
+        reached, within = polled(written.reached, _POLL_SECONDS), 0.0 if soon else TOGETHER_SECONDS
+        self.outbox.after(reached, self._publish_reached, within, self._drop_failed)
 
     def known(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
         """Shape of `blocks`: whether each block was last published with this generation. Any
@@ -122,6 +127,20 @@ class Publisher:
             self.outbox.after(lambda seconds: True, self._publish_again)
 
     # ---- the outbox's thread
+
+    def _publish_reached(self) -> None:
+        """Publish what the steps up to the first one that is not over have written."""
+        reached = list[Publish]()
+        with suppress(VCacheError):  # of a failed step, whose own call drops it
+            while self._waiting and self._waiting[0][0].reached():
+                reached.append(self._waiting.popleft()[1])
+        for epoch, group in groupby(reached, key=attrgetter("epoch")):
+            runs = [run for publication in group for run in publication.runs]
+            self._publish(Publish(self._instance, self._rank, runs, epoch))
+
+    def _drop_failed(self) -> None:
+        if self._waiting:
+            self._waiting.popleft()
 
     def _publish(self, publication: Publish) -> None:
         for run in publication.runs:

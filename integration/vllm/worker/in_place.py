@@ -65,9 +65,9 @@ class InPlace:
         if self.publisher is None:
             return
         written = session.copier.mark()
-        for (epoch, loaded), group in groupby(specs, key=attrgetter("epoch", "loaded")):
+        for (epoch, later), group in groupby(specs, key=attrgetter("epoch", "later")):
             runs = [run for spec in group for run in spec.runs]
-            self.publisher.submit(runs, epoch, written, soon=not loaded)
+            self.publisher.submit(runs, epoch, written, soon=not later)
 
     def save(self, worker: Attached, victims: SavedChunks, stores: Stores) -> None:
         """Store the published chunks of `victims` in the pool, the last chunks first. A chunk that

@@ -124,6 +124,11 @@ class Loads:
 
     # ---- a step
 
+    @property
+    def busy(self) -> bool:
+        """Whether a load is under way, or something of one is to be reported or counted."""
+        return bool(self._under_way or self._over or self._uncounted or self.failed or self.spans)
+
     def begin(self, worker: Attached | None, meta: StepMetadata) -> None:
         """Begin the loads of a step. Cancel earlier loads whose requests have ended. worker: None
         while vLLM sleeps: the loads fail."""

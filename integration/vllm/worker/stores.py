@@ -47,6 +47,11 @@ class Stores:
         self._under_way: list[tuple[Completion, frozenset[int]]] = []
         """Copies under way, and the blocks that each reads (vLLM's numbers)."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether a copy was under way at the last `fence`, or has begun since."""
+        return bool(self._under_way)
+
     def fence(self, worker: Attached, meta: StepMetadata) -> None:
         """Make this step's work wait, on the device, for stores that read a block with a new
         owner."""

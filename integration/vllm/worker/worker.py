@@ -22,7 +22,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ... import vllm_memory
-from ..metadata import Link, StepMetadata, WorkerReport
+from ..metadata import QUIET, Link, StepMetadata, WorkerReport
 from ..model import compat, groups
 from ..model import spec as model_spec
 from ..model.sharing import plan
@@ -36,6 +36,7 @@ from .stores import Attached, Stores
 log = logging.getLogger("vllm.vcache")
 
 CLOSE_SECONDS = 5.0
+_NO_TIER = Link(usable=False)
 
 
 class VCacheWorker:
@@ -55,7 +56,7 @@ class VCacheWorker:
     ) -> None:
         self._vllm, self._kv_config = vllm_config, kv_cache_config
         self._place = pp_rank, tp_rank
-        self._model, self._config, self._refused = plan(vllm_config, kv_cache_config, config)
+        self._model, self._config, self._refused, _ = plan(vllm_config, kv_cache_config, config)
         model = self._model
         if model.device_type == "cpu":
             # A first model run that is small, as after a hit, uses AMX without asking Linux for it.
@@ -74,6 +75,8 @@ class VCacheWorker:
         self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
+        self.rests = False
+        """The present step has no work for this worker, and no earlier step's work is left."""
         self._meter = meter
         self.stores = Stores(meter, compat.clears(kv_cache_config))
         self.loads = Loads(
@@ -129,6 +132,7 @@ class VCacheWorker:
             rank=self._rank,
             kv_device=str(kv.device),
         )
+        session.counts = not self._number  # ranks that hold the same KV have one rank
         try:
             session.bind(kv_caches, kv)
             if self.in_place is not None:
@@ -143,6 +147,9 @@ class VCacheWorker:
     def begin(self, meta: StepMetadata) -> None:
         """Begin a step, before its model run is queued."""
         self._meta = meta
+        self.rests = meta is QUIET and not (self.loads.busy or self.stores.busy)
+        if self.rests:
+            return
         self._introduce |= meta.introduce
         self._echoes |= meta.echoes
         worker = self._worker
@@ -155,11 +162,12 @@ class VCacheWorker:
     def store(self) -> None:
         """Store the chunks or publish the blocks that the step completes. The whole model run must
         be queued."""
-        if (worker := self._worker) is None:
+        if (worker := self._worker) is None or self.rests:
             return
         self.stores.start(worker, self._meta.stores)
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(worker.session, self._meta.publications)
+            self._meta.publications = []
 
     def ends(self) -> Ends:
         """Advance all loads. Returns the loads that are over and not yet reported."""
@@ -167,11 +175,16 @@ class VCacheWorker:
         self._meta.victims = None
         if victims is not None and self._worker is not None and self.in_place is not None:
             self.in_place.save(self._worker, victims, self.stores)
+        if self._meta.idle:
+            # Not every supported vLLM calls `store` in a step without a model run.
+            self.store()
         return self.loads.ends(self._meta.idle)
 
     def report(self) -> WorkerReport | None:
         """Return the report to the scheduler since the last call; None if it would be empty."""
         loads, link = self.loads, self._reached()
+        if self.rests and link == self._link and not (self._introduce or self._stored):
+            return None
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
         report = WorkerReport(
             failed=loads.failed,
@@ -193,7 +206,7 @@ class VCacheWorker:
             return self._link
         tier = worker.session.tier
         if tier is None:
-            return Link(usable=False)
+            return _NO_TIER
         rate = tier.bandwidth
         return Link(tier.usable, float(f"{rate:.2g}") if rate is not None else None)
 
