@@ -112,12 +112,12 @@ def _in_place() -> tuple[float, list[float]]:
         client.join(instance, NAMESPACE, BLOCKS, 1, EACH, [m.BlockTable("full")], table.fd)
         client.show_cache(instance, 0, shape, [memory.fd])
         runs = list[m.BlockRun]()
-        for number, first in enumerate(range(0, BLOCKS, RUN)):
+        for first in range(0, BLOCKS, RUN):
             part = numbers[first : first + RUN]
             size = m.HASH_BYTES
             packed = part.tobytes(), table.counters[part].tobytes()
             some = hashes[first * size : (first + RUN) * size]
-            runs.append(m.BlockRun(number, 0, first, some, *packed))
+            runs.append(m.BlockRun(0, first, some, *packed))
         assert client.publish(m.Publish(instance, 0, runs)) == BLOCKS
         per_block = (client.stats().rss_bytes - empty) / BLOCKS
         times = []

@@ -217,9 +217,8 @@ class TrackedBlockPool:
     """Voids the generations of blocks before vLLM may write to them, or their bytes change meaning.
     Runs in the scheduler's thread."""
 
-    def __init__(self, generations: Generations, on_reset: Callable[[], None]) -> None:
-        """on_reset: called at each `reset`."""
-        self._generations, self._on_reset = generations, on_reset
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
         self.resets = self.evicted = 0
         """How often all blocks were voided, and how often vLLM has evicted blocks."""
         self.stale = False
@@ -237,16 +236,12 @@ class TrackedBlockPool:
             raise ValueError(f"vLLM's pool has {blocks.count} blocks, its KV cache {count}")
         blocks.on_taken.append(self._void_taken)
         blocks.before_evicted.append(self._void_evicted)
-        blocks.before_reset.append(self.reset)
+        blocks.before_reset.append(self.void_all)
         blocks.on_emptied.append(self._emptied)
         self._held = lambda: bool(blocks.held)
 
-    def reset(self) -> None:
-        """Void all blocks: the bytes stay, but their meaning changes."""
-        self.void_all()
-        self._on_reset()
-
     def void_all(self) -> None:
+        """Void all blocks: the bytes stay, but their meaning changes."""
         # First of all: what follows may raise.
         self._generations.void_all()
         self.resets += 1

@@ -92,7 +92,7 @@ class InstanceContext:
         if in_place:
             tables = {group.number: group.table(self.hash_block) for group in self.groups.all}
             blocks = kv_cache_config.num_blocks
-            self.publications = Publications(self.retract, blocks, tables, loads)
+            self.publications = Publications(blocks, tables, loads)
         self.announcer: Announcer | None = None
         """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
         announces its own KV cache."""
@@ -207,13 +207,6 @@ class InstanceContext:
     def view(self, instance: bytes) -> GenerationView | None:
         """Another instance's generations; None if the instance is gone, or without a server."""
         return self.tables.view(instance) if self.tables is not None else None
-
-    def retract(self, sequence: int) -> None:
-        """Have the server void this instance's publications with a lower sequence."""
-        if self.client is not None and self.outbox is not None and self.publications is not None:
-            retract = partial(self.client.retract, self.publications.instance, sequence)
-            # Behind earlier promises: the server leaves out of these what is published then.
-            self.outbox.after(at_once, partial(self.outbox.send, retract))
 
     def clear(self) -> bool:
         """Reset the namespace: no chunk, pooled or offloaded, is found again. Also True for a

@@ -57,16 +57,10 @@ class CachedRun(NamedTuple):
 class Publications:
     """Tracks which blocks may be published. Runs in the scheduler's thread, except `hear`."""
 
-    def __init__(
-        self,
-        retract: Callable[[int], None],
-        blocks: int,
-        tables: Mapping[int, BlockTable],
-        loads: bool,
-    ) -> None:
-        """retract: has the server void runs with a lower sequence number. blocks: the number of
-        blocks in vLLM's pool. tables: the block tables that a hit needs, by vLLM's number. loads:
-        the instance's role allows loads. SegmentError if memory for the table is lacking."""
+    def __init__(self, blocks: int, tables: Mapping[int, BlockTable], loads: bool) -> None:
+        """blocks: the number of blocks in vLLM's pool. tables: the block tables that a hit needs,
+        by vLLM's number. loads: the instance's role allows loads. SegmentError if memory for the
+        table is lacking."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
         self.blocks, self.tables = blocks, list(tables.values())
@@ -75,8 +69,6 @@ class Publications:
         self.attends_to_all = any(table.kind == "full" for table in self.tables)
         """The model has a table of full attention, whose blocks vLLM all keeps."""
         self.generations = Generations(self.instance, blocks)
-        self.sequence = 1
-        """The number of the next run. A reset voids all lower numbers."""
         self.epoch = self.heard = 0
         """The epoch of all publications, and the namespace's epoch in the server's last message."""
         self.copies: deque[list[Copies]] = deque(maxlen=MOST_HEARD if loads else 0)
@@ -88,11 +80,11 @@ class Publications:
         """Since the last `publish`, and runs of requests that are not trusted yet."""
         self._begun: list[Tracked] = []
         """Requests that begin in the step being planned."""
-        self.pool = TrackedBlockPool(self.generations, lambda: retract(self.sequence))
+        self.pool = TrackedBlockPool(self.generations)
 
     def reset(self) -> None:
         """Void all publications, and all blocks that the steps under way compute."""
-        self.pool.reset()
+        self.pool.void_all()
 
     def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
@@ -177,8 +169,7 @@ class Publications:
                     stop = run.first + count
                     named = hashes(tracked, run.first, stop, scale)
                     packs = numbers[:count].tobytes(), generations[: count * GENERATION_BYTES]
-                    made = BlockRun(self.sequence, run.table, run.first, named, *packs)
-                    self.sequence += 1
+                    made = BlockRun(run.table, run.first, named, *packs)
                     answers = run.request.num_output_tokens > 0
                     waits = answers or stop * scale <= state.supplied
                     (later if waits else soon).append(made)

@@ -94,6 +94,9 @@ class VCacheScheduler:
         blocks, own, config = KVBlocks(pool, fail), self.publications, self.context.config
         self.context.watch(blocks)
         each = self.context.groups.blocks
+        if own is not None:
+            # The blocks that requests go on to compute stay void.
+            blocks.before_reset.append(self._withdraw_promises)
         if own is not None and self.context.loads and not self.context.by_ends:
             self.duplicates = Duplicates(blocks, self.context, own, each)
         if own is not None and config.pool.lent:
@@ -310,6 +313,10 @@ class VCacheScheduler:
             wait = tracked.wait.present
             if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
                 self.lookups.probe(tracked, wait.target - 1)
+
+    def _withdraw_promises(self) -> None:
+        for tracked in self._requests.values():
+            self._promises.withdraw(tracked)
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""

@@ -32,7 +32,7 @@ from processes import Raw, Stage, info
 from server_cases import A_TURN, add_region, asked, work_of
 
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
-from vcache_backend.metadata_server import publications
+from vcache_backend.metadata_server import publications, residents
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
 from vcache_backend.metadata_server.processes import Peer, ProcessId, is_pidfd
@@ -82,7 +82,6 @@ def publish(
     blocks: int,
     size: int = 16,
     start: int = 0,
-    sequence: int = 1,
     of: int = 10_000,
     table: int = 0,
 ) -> int:
@@ -92,114 +91,62 @@ def publish(
     for first in range(start, start + blocks, size):
         every = [number % of for number in range(first, first + size)]
         hashes, generations = prompt(size, first, 1), counts(*[2] * size)
-        run = m.BlockRun(sequence, table, first, hashes, numbers(*every), generations)
+        run = m.BlockRun(table, first, hashes, numbers(*every), generations)
         taken += service.residents.publish(m.Publish(instance, 0, [run]))
     return taken
 
 
-SHAPES = {
-    "a block a run": (1, 1, 1),
-    "long runs": (256, 1, 1),
-    "runs that wait for another rank": (1, 2, 1),
-    "many tables": (1, 1, m.MAX_TABLES),
-}
-
-
-@pytest.mark.parametrize(("size", "ranks", "tables"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("size", "ranks", "tables"), [(1, 1, 1), (256, 2, 1), (64, 1, 64)])
 def test_publications_are_bounded(
     monkeypatch: pytest.MonkeyPatch, size: int, ranks: int, tables: int
 ) -> None:
-    monkeypatch.setattr(publications, "MAX_BYTES", 3 * MIB)
-    service = Service(1, now=FakeClock())
-    with grows_by_less_than(3 * MIB):
-        ids, taken = [instance_id(number) for number in range(9)], []
-        for one in ids:
-            with suppress(Refused):
-                join(service, one, ranks, 2048, FULL * tables)
-            taken.append(0)
-            for table in range(tables):
-                each = 2048 // tables
-                taken[-1] += publish(service, one, each, size, each * table, of=2048, table=table)
-        assert taken[0] == 2048 > taken[-1] == 0
-        with pytest.raises(Refused):
-            join(service, instance_id(9), ranks, 10_000)
+    """Also of blocks that have changed since, and of names that were published before."""
+    most, blocks = 3 * publications.BLOCK_BYTES * 2048, 2048
+    monkeypatch.setattr(residents, "MAX_BYTES", most)
+    monkeypatch.setattr(m, "MAX_PUBLISHED", 256)
+    service, undo = Service(1, now=FakeClock()), ExitStack()
+    with grows_by_less_than(most), undo:
+        for number in range(4):
+            one = instance_id(number)
+            table = undo.enter_context(closing(Generations(one, blocks)))
+            request = m.Join(one, NAMESPACE, blocks, ranks, 1, FULL * tables)
+            if number == 3:
+                with pytest.raises(Refused, match="no memory for 2,048 more blocks"):
+                    service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))
+                continue
+            service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))
+            for turn in range(6):
+                table.void_all()
+                table.filled(range(blocks))
+                for first in range(0, blocks, size):
+                    packs = (
+                        prompt(size, turn * blocks + first, 1),
+                        numbers(*range(first, first + size)),
+                    )
+                    counted = counts(*[2 * turn + 4] * size)
+                    run = m.BlockRun(first % tables, 0, *packs, counted)
+                    for rank in range(ranks):
+                        service.residents.publish(m.Publish(one, rank, [run]))
+            assert service.residents.blocks(one) == blocks
+        for number in range(3):
+            service.residents.close(instance_id(number))
+    assert not service.residents._of
 
 
-def test_a_run_of_which_little_is_left_is_forgotten_in_time() -> None:
-    """Its first block keeps the memory of all its others."""
-    service = Service(1, now=FakeClock())
-    join(service, A, blocks=1024)
-    for number in range(512):
-        count = 512 - number // 2
-        blocks = [number, *range(1023, 1024 - count, -1)]
-        hashes = prompt(count, number * 1024, 1)
-        run = m.BlockRun(number, 0, 0, hashes, numbers(*blocks), counts(*[2] * count))
-        assert service.residents.publish(m.Publish(A, 0, [run])) == count
-    of = service.residents._of[A]
-    assert sum(map(len, of.runs)) <= publications.MOST_KEPT * 1024
-    assert of.live == 1023, "what is alive stays, however old its run is"
-    names = [prompt(1, number * 1024, 1) for number in range(512)]
-    assert all(map(of.has, names))
-
-
-def test_few_blocks_have_one_name() -> None:
-    """Else a look-up that finds all of them changed takes seconds."""
+def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None:
     service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
     with closing(Generations(A, 4096)) as table:
         request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
         service.residents.open(request, partial(ForeignTable, table.fd, A, 4096))
         service.residents.show(A, True)
         for number in range(4096):
-            run = m.BlockRun(number, 0, 0, prompt(1, 0, 1), numbers(number), counts(2))
-            taken = service.residents.publish(m.Publish(A, 0, [run]))
-            assert taken == int(number <= publications.MAX_SPARE)
-        assert service.residents.blocks(A) == 1 + publications.MAX_SPARE
-        question, last = find(1, each=1), publications.MAX_SPARE
-        table.void(range(last))
-        assert asked(service, client, question).residents[0].blocks == numbers(last)
+            run = m.BlockRun(0, 0, prompt(1, 0, 1), numbers(number), counts(2))
+            assert service.residents.publish(m.Publish(A, 0, [run])) == 1
+        question = find(1, each=1)
+        assert asked(service, client, question).found == 1
         table.void_all()
+        assert work_of(lambda: asked(service, client, question)) <= 2 * A_TURN
         assert asked(service, client, question).found == 0
-
-
-def publish_and_retract(service: Service) -> None:
-    for sequence in range(1, 20):
-        publish(service, A, 8192, 128, sequence=sequence)
-        service.residents.retract(A, sequence + 1)
-
-
-def retract_old_ones(service: Service) -> None:
-    publish(service, A, 4096, 1, start=16, sequence=1000)
-    for sequence in range(1, 200):
-        publish(service, A, 16, 1, sequence=sequence)
-        service.residents.retract(A, sequence + 1)
-
-
-def clear_nothing(service: Service) -> None:
-    for _ in range(8_000):
-        service.residents.clear(b"")
-
-
-def join_anew(service: Service) -> None:
-    for ranks in range(20):
-        with suppress(Refused):  # what it had before is in memory still
-            join(service, A, 1 + ranks % 2)
-        publish(service, A, 8192, 128)
-
-
-@pytest.mark.parametrize("does", [publish_and_retract, retract_old_ones, clear_nothing, join_anew])
-def test_what_is_void_counts_while_in_memory(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:
-    """A client that is faster than the server's backlog."""
-    monkeypatch.setattr(publications, "MAX_BYTES", 4 * MIB)
-    service = Service(1, now=FakeClock())
-    with grows_by_less_than(4 * MIB):
-        join(service, A)
-        does(service)
-    while service.backlog:
-        service.backlog.run(1000)
-    service.residents.close(A)
-    while service.backlog:
-        assert work_of(lambda: service.backlog.run(256)) <= A_TURN
-    assert service.residents.memory.nbytes == 0
 
 
 HOSTILE = {

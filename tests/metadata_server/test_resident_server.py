@@ -265,8 +265,8 @@ def test_blocks_that_the_owner_has_reused_are_left_out(alone: Stage, reader: Cli
         assert found(reader) == 7
         table.filled([7])
         assert found(reader) == 7
-        assert publish(owner, A, 1, 4, 1, generation=4, sequence=2) == 4
-        assert found(reader) == 4, "of the new blocks one has this generation"
+        assert publish(owner, A, 1, 4, 1, generation=4) == 4
+        assert found(reader) == 12, "one has this generation, and the others are not taken"
         table.give_up()
         assert found(reader) == 0
 
@@ -281,7 +281,7 @@ def test_a_hit_ends_at_the_last_state_that_is_intact(alone: Stage, reader: Clien
         for number in range(3):
             end = (number + 1) * EACH * size
             state = numbers(20 + number), instance_cases.counts(2)
-            runs.append(m.BlockRun(2, 1, number, whole.hashes[end - size : end], *state))
+            runs.append(m.BlockRun(1, number, whole.hashes[end - size : end], *state))
         assert owner.publish(m.Publish(A, 0, runs)) == 15
         for end, gone in ((12, 22), (8, 21), (4, 20), (0, 0)):
             answer = reader.find(find(3))
@@ -318,16 +318,12 @@ def test_nobody_takes_over_an_instance_or_publishes_for_it(alone: Stage, reader:
     with pytest.raises(Refused, match=f"pid {owner.pid} is this part"):
         show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
-        publish(reader, A, 3, sequence=9)
-    with pytest.raises(Refused, match="this connection does not belong to it"):
-        reader.retract(A, 100)
+        publish(reader, A, 3)
     show(reader, A, 1)  # beyond its ranks: harmless
     with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
         publish(reader, A, 3, rank=1)
-    with pytest.raises(Refused, match="this connection does not belong to it"):
-        reader.retract(A, 100)
     assert found(reader) == 12
-    assert publish(reader, B, 1) == reader.retract(B, 1) == 0
+    assert publish(reader, B, 1) == 0
 
 
 def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reader: Client) -> None:
@@ -383,37 +379,19 @@ def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Clien
     owner = alone.client()
     join(owner, A)
     show(owner, A)
-    publish(owner, A, 3, sequence=5)
-    assert owner.retract(A, 5) == 0
-    assert owner.retract(A, 6) == 12
-    assert (found(reader), publish(owner, A, 3, sequence=5)) == (0, 0)
-    assert publish(owner, A, 3, sequence=6) == 12
+    assert publish(owner, A, 3) == 12
     assert reader.clear(b"elsewher") == 0
     assert found(reader) == 12
     assert reader.clear(instance_cases.NAMESPACE, reset=True) == 12
     assert found(reader) == 0
     # computed before, told after
-    assert publish(owner, A, 3, sequence=7) == found(reader) == 0
+    assert publish(owner, A, 3) == found(reader) == 0
     epoch = owner.listen(A).epoch
-    assert publish(owner, A, 3, sequence=7, epoch=epoch) == found(reader) == 12
+    assert publish(owner, A, 3, epoch=epoch) == found(reader) == 12
     told = [reader.find(find(3)), reader.find(find(1)), reader.present(instance_cases.keys(1))]
     assert {one.epoch for one in told} == {epoch} != {0}
     with pytest.raises(Refused, match="this connection has shown no generations of it"):
         reader.listen(A)
-
-
-def test_a_retraction_looks_at_the_newest(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of before are unknown from then on, and make way."""
-    monkeypatch.setattr(publications, "RETRACT_LOOKS", 1)
-    with running(alone.path):
-        owner, reader = alone.client(), alone.client()
-        instance_cases.share(owner, A, 0)
-        for at in range(4):
-            publish(owner, A, 1, 4 * at, at, sequence=5 + at // 2)
-        assert owner.retract(A, 6) == 12
-        there = [reader.find(find(1, start=at)).found for at in range(4)]
-        assert there == [0, 0, 0, 4]
-        assert publish(owner, A, 3, sequence=6) == found(reader) == 12
 
 
 # ---- what others hold as well
@@ -442,8 +420,8 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     assert a.listen(A).copies == copies(B, 1, 0)
     assert b.find(find(9, 1, B, start=9)).copies == copies(A, 1, 0)
     assert a.listen(A).copies == b.listen(B).copies == []
-    publish(b, B, 1, BEHIND + 8, 2, sequence=2)
-    b.retract(B, 3)
+    publish(b, B, 1, BEHIND + 8, 2)
+    show(b, B, regions=2)  # another KV cache
     assert a.listen(A).copies == []
     assert b.listen(B).copies == copies(A, 2)
     monkeypatch.setattr(residence, "MAX_COPIES", 2)
@@ -464,8 +442,9 @@ def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyP
             instance_cases.share(client, name, 1)
             client.listen(name)
         (last, name), silent = clients[2], {A, B}
-        for sequence in range(2, 200):
-            publish(last, name, 1, sequence=sequence)
+        for number in range(200):
+            show(last, name, regions=1 + number % 2)  # what was published is forgotten
+            publish(last, name, 1)
             silent -= {other for client, other in clients[:2] if client.listen(other).copies}
         assert not silent
 
@@ -484,7 +463,6 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"generations": instance_cases.counts(2, 2, 3, 2)}, "an odd generation"),
     ({"table": 1}, "table 1 of an instance with 1"),
     ({"table": m.MAX_TABLES}, f"<= {m.MAX_TABLES - 1}"),
-    ({"sequence": -1}, ">= 0"),
     ({"first": -1}, ">= 0"),
 ]
 
@@ -497,7 +475,7 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
     assert raw.ask("show_cache", A, 0, packed(), fds=(memory,)) == ["count", 1]
     many = [list(RUN.values())] * (m.MAX_PUBLISHED // EACH + 1)
     runs = [([list((RUN | changed).values())], why) for changed, why in MISFITS]
-    runs += [(many, "more than 2,048 blocks"), ([[1, 0, 0, b"", b"", b""]] * 2049, "<= 2048")]
+    runs += [(many, "more than 2,048 blocks"), ([[0, 0, b"", b"", b""]] * 2049, "<= 2048")]
     for wrong, why in runs:
         # What is right beside it is not taken either.
         refused = raw.ask("publish", A, 0, [list(RUN.values()), *wrong])
@@ -619,7 +597,7 @@ def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.M
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
     with alone.client() as greedy:
-        most = publications.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
+        most = residence.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
         for number in range(most):
             join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):

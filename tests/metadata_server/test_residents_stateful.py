@@ -2,7 +2,7 @@
 hypothesis can think of.
 
 Instances with one rank or two, with one block table or one of each kind, come, publish runs that
-overlap, reuse blocks, retract, are hidden and go; chunks are pooled; namespaces are cleared; what
+overlap, reuse blocks, are hidden and go; chunks are pooled; namespaces are cleared; what
 that leaves is cleared away sooner or later. After every step each look-up finds what the model
 says, and nothing else."""
 
@@ -21,10 +21,9 @@ from instance_cases import counts, instance_id, numbers
 from model import FakeClock
 from server_cases import add_region, asked
 
-from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.publications import BLOCK_BYTES, ForeignTable
+from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.vram_pool.generations import Generations
@@ -65,11 +64,7 @@ class Block:
 
     name: Name
     generation: int
-    run: tuple[int, int, int]
-
-    @property
-    def sequence(self) -> int:
-        return self.run[0]
+    ranks: set[int]
 
 
 @dataclass
@@ -79,54 +74,28 @@ class Model:
     kind: int
     table: Generations
     whole: bool = True
-    floor: int = 0
     told: dict[int, Block] = field(default_factory=dict)
-    awaited: dict[tuple[int, int, int], tuple[set[int], list[tuple[Name, int, int]]]] = field(
-        default_factory=dict
-    )
 
     def found(self) -> dict[Name, set[tuple[int, int]]]:
-        """The blocks that are unchanged, by name."""
+        """The blocks that are unchanged, and that all ranks have published, by name."""
         found: dict[Name, set[tuple[int, int]]] = {}
         for block, one in self.told.items():
-            if self.table.counters[block] == one.generation:
+            if self.is_right(block, one.generation) and len(one.ranks) == KINDS[self.kind][1]:
                 found.setdefault(one.name, set()).add((block, one.generation))
         return found
 
-    def publish(self, rank: int, run: m.BlockRun, blocks: list[tuple[Name, int, int]]) -> int:
-        if run.sequence < self.floor or not blocks:
-            return 0
-        if KINDS[self.kind][1] == 1:
-            return self.take((run.sequence, run.table, run.first), blocks)
-        key = run.sequence, run.table, run.first
-        if all(self.told.get(at) == Block(name, number, key) for name, at, number in blocks):
-            return len(blocks)
-        ranks, earlier = self.awaited.pop(key, ({rank}, blocks))
-        alike = 0
-        while alike < min(len(blocks), len(earlier)) and blocks[alike] == earlier[alike]:
-            alike += 1
-        ranks, blocks = ranks | {rank}, blocks[:alike]
-        if not blocks:
-            return 0
-        if len(ranks) == 2:
-            return self.take(key, blocks)
-        self.awaited[key] = ranks, blocks
-        while sum(len(waiting) for _, waiting in self.awaited.values()) > BLOCKS:
-            del self.awaited[next(iter(self.awaited))]
-        return len(blocks)
+    def is_right(self, block: int, generation: int) -> bool:
+        return bool(self.table.counters[block] == generation)
 
-    def take(self, run: tuple[int, int, int], blocks: list[tuple[Name, int, int]]) -> int:
-        taken = 0
-        if len({block for _, block, _ in blocks}) < len(blocks):
-            return 0
+    def publish(self, rank: int, blocks: list[tuple[Name, int, int]]) -> None:
         for name, block, generation in blocks:
             old = self.told.get(block)
-            intact = old is not None and self.table.counters[block] == old.generation
-            if intact and old.sequence > run[0]:
+            if not self.is_right(block, generation):
                 continue
-            self.told[block] = Block(name, generation, run)
-            taken += 1
-        return taken
+            if old is not None and (old.name, old.generation) == (name, generation):
+                old.ranks.add(rank)
+            else:
+                self.told[block] = Block(name, generation, {rank})
 
 
 def lasts(table: m.BlockTable, hashes: list[bytes]) -> list[bytes]:
@@ -191,7 +160,7 @@ class ResidentMachine(RuleBasedStateMachine):
     def change(self, instance: m.InstanceId) -> None:
         self.residents.empty(instance)
         if instance in self.model:
-            self.model[instance].told, self.model[instance].awaited = {}, {}
+            self.model[instance].told = {}
 
     # ---- publications
 
@@ -201,10 +170,9 @@ class ResidentMachine(RuleBasedStateMachine):
         prompt=st.sampled_from(PROMPTS),
         first=st.integers(0, HASHES - 1),
         blocks=st.one_of(
-            st.lists(st.integers(0, BLOCKS - 1), min_size=0, max_size=6),
+            st.lists(st.integers(0, BLOCKS - 1), min_size=0, max_size=6, unique=True),
             st.integers(0, 4).map(lambda first: list(range(first, BLOCKS))),
         ),
-        sequence=st.integers(0, 3),
         ranks=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]),
         shorter=st.sampled_from([0, 0, 1, 2]),
     )
@@ -216,7 +184,6 @@ class ResidentMachine(RuleBasedStateMachine):
         prompt: list[bytes],
         first: int,
         blocks: list[int],
-        sequence: int,
         ranks: tuple[int, ...],
         shorter: int,
     ) -> None:
@@ -227,7 +194,7 @@ class ResidentMachine(RuleBasedStateMachine):
         _, of_ranks, tables = KINDS[known.kind]
         table %= len(tables)
         for rank in ranks if of_ranks > 1 else (0,):
-            self.told(instance, rank, sequence, table, prompt, first, blocks)
+            self.told(instance, rank, table, prompt, first, blocks)
             blocks = blocks[: max(0, len(blocks) - shorter)]
 
     @rule(
@@ -235,7 +202,6 @@ class ResidentMachine(RuleBasedStateMachine):
         prompt=st.sampled_from(PROMPTS),
         end=st.sampled_from([2, 3, 4, 6]),
         blocks=st.permutations(range(BLOCKS)),
-        sequence=st.integers(0, 3),
     )
     def compute(
         self,
@@ -243,7 +209,6 @@ class ResidentMachine(RuleBasedStateMachine):
         prompt: list[bytes],
         end: int,
         blocks: list[int],
-        sequence: int,
     ) -> None:
         """All that a hit which ends there needs."""
         if (known := self.model.get(instance)) is not None:
@@ -252,13 +217,12 @@ class ResidentMachine(RuleBasedStateMachine):
                 due = range(end // its.scale) if its.kind == "full" else self.needs(its, end)
                 own, blocks = blocks[: len(due)], blocks[len(due) :]
                 for rank in range(ranks):
-                    self.told(instance, rank, sequence, table, prompt, due.start, own)
+                    self.told(instance, rank, table, prompt, due.start, own)
 
     def told(
         self,
         instance: m.InstanceId,
         rank: int,
-        sequence: int,
         table: int,
         prompt: list[bytes],
         first: int,
@@ -268,9 +232,12 @@ class ResidentMachine(RuleBasedStateMachine):
         hashes = lasts(KINDS[known.kind][2][table], prompt)[first:]
         pairs = list(zip(hashes, blocks, strict=False))
         counters = known.table.counters
+        for name, block in pairs:
+            old = known.told.get(block)
+            if old is not None and old.name != (table, name) and counters[block] == old.generation:
+                known.table.filled([block])  # a generation stands for one content
         told = [((table, one), block, int(counters[block])) for one, block in pairs]
         run = m.BlockRun(
-            sequence,
             table,
             first,
             b"".join(one for one, _ in pairs),
@@ -287,8 +254,7 @@ class ResidentMachine(RuleBasedStateMachine):
         instance, rank, run, told = self.said[-min(back, len(self.said))]
         if (known := self.model.get(instance)) is not None:
             _, ranks, tables = KINDS[known.kind]
-            intact = all(known.table.counters[block] == number for _, block, number in told)
-            if rank < ranks and run.table < len(tables) and (intact or ranks == 1):
+            if rank < ranks and run.table < len(tables):
                 self.publish_one(instance, rank, run, told)
 
     def publish_one(
@@ -299,26 +265,14 @@ class ResidentMachine(RuleBasedStateMachine):
         told: list[tuple[Name, int, int]],
     ) -> None:
         taken = self.residents.publish(m.Publish(instance, rank, [run]))
-        assert taken == self.model[instance].publish(rank, run, told)
+        assert taken == len(told)
+        self.model[instance].publish(rank, told)
 
     @rule(instance=st.sampled_from(IDS), blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=3))
     def reuse(self, instance: m.InstanceId, blocks: set[int]) -> None:
         if instance in self.model:
             self.model[instance].table.void(list(blocks))
             self.model[instance].table.filled(list(blocks))
-
-    @rule(instance=st.sampled_from(IDS), sequence=st.integers(0, 4))
-    def retract(self, instance: m.InstanceId, sequence: int) -> None:
-        known = self.model.get(instance)
-        dropped = self.residents.retract(instance, sequence)
-        if known is None:
-            assert dropped == 0
-            return
-        void = [block for block, one in known.told.items() if one.sequence < sequence]
-        assert dropped <= len(void)
-        known.floor = max(known.floor, sequence)
-        known.told = {at: one for at, one in known.told.items() if at not in void}
-        known.awaited = {key: one for key, one in known.awaited.items() if key[0] >= known.floor}
 
     # ---- the pool
 
@@ -345,37 +299,11 @@ class ResidentMachine(RuleBasedStateMachine):
         self.pooled = {key for key in self.pooled if not key.startswith(namespace)}
         for model in self.model.values():
             if kind in (None, model.kind):
-                model.told, model.awaited = {}, {}
+                model.told = {}
 
     @rule(steps=st.integers(1, 20))
     def go_on(self, steps: int) -> None:
         self.service.backlog.run(steps)
-
-    @rule()
-    def go_on_to_the_end(self) -> None:
-        """Then nothing is in memory but what the model has."""
-        while self.service.backlog:
-            self.service.backlog.run(100)
-        for instance, model in self.model.items():
-            of = self.residents._of[instance]
-            held = {block for block, run in enumerate(of.holders) if run is not None}
-            assert set().union(*model.found().values()) <= {
-                (block, run.expected[of.places[block]])
-                for block, run in enumerate(of.holders)
-                if run is not None
-            }
-            assert held <= set(model.told)
-            spare = [block for blocks in of._spare.values() for block in blocks]
-            assert sorted([*of.named.values(), *spare]) == sorted(held)
-            assert sum(run.left for run in of.runs) == of.live == len(held)
-            assert {run for run in of.holders if run is not None} == set(of.runs)
-            assert of._kept == len(of.runs) + len(of._awaited) + 1
-            assert of._of_runs == sum(map(len, of.runs))
-            assert of._of_waiting == sum(map(len, of._waiting))
-            assert len(of._awaited) == len(of._waiting) == len(model.awaited)
-        runs = [run for of in self.residents._of.values() for run in (*of.runs, *of._waiting)]
-        blocks = BLOCKS * len(self.model) * BLOCK_BYTES
-        assert self.residents.memory.nbytes == blocks + sum(map(publications._nbytes, runs))
 
     @rule()
     @precondition(lambda self: len(self.pooled) > 3)
@@ -511,8 +439,13 @@ class ResidentMachine(RuleBasedStateMachine):
     def the_tables_are_as_large_as_they_should_be(self) -> None:
         for instance in IDS:
             model = self.model.get(instance)
-            least = 0 if model is None else sum(map(len, model.found().values()))
-            assert least <= self.residents.blocks(instance) <= (BLOCKS if model else 0)
+            if model is None:
+                assert not self.residents.blocks(instance)
+                continue
+            of = self.residents._of[instance]
+            least = sum(map(len, model.found().values()))
+            assert least == of.live
+            assert len(of.named) <= sum(map(bool, of._place_of)) <= len(model.told) <= BLOCKS
 
 
 ResidentMachine.TestCase.settings = settings(
@@ -531,4 +464,4 @@ class TestResidentsAgainstTheModel(ResidentMachine.TestCase):
     def little_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is left for later turns is left, however few blocks there are."""
         monkeypatch.setattr(Backlog, "AT_ONCE", 1)
-        monkeypatch.setattr(publications, "MOST_KEPT", 8)
+        monkeypatch.setattr(m, "MAX_PUBLISHED", BLOCKS)

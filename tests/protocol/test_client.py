@@ -157,14 +157,14 @@ def test_a_long_run_is_cut_where_it_is_cut_on_all_ranks(
     told: list[Any] = []
 
     def answer(request: list[Any]) -> list[Any]:
-        runs = [(run[0], run[2], len(run[3]) // 16) for run in request[3]]
+        runs = [(run[0], run[1], len(run[2]) // 16) for run in request[3]]
         assert sum(count for _, _, count in runs) <= m.MAX_PUBLISHED
         told.extend(runs)
         return ["count", sum(count for _, _, count in runs)]
 
-    def run(sequence: int, count: int) -> m.BlockRun:
+    def run(table: int, count: int) -> m.BlockRun:
         packed = bytes(16 * count), bytes(4 * count), bytes(8 * count)
-        return m.BlockRun(sequence, 0, 7, *packed)
+        return m.BlockRun(table, 7, *packed)
 
     scripted(answer)
     client = stage_.client(PATIENT)

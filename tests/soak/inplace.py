@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -121,11 +120,11 @@ class Instance(Living):
         self.words = self.memory.words
         self.session = Session(settings.config, self.memory.layout, anonymous=True)
         self.kv, self.client = self.session.bind(self.memory.tensors), self.session.client
-        self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
+        self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
         if not self._late:
             watched = KVBlocks(self.pool, self._failed)
-            TrackedBlockPool(self.table, self._reset).watch(watched)
+            TrackedBlockPool(self.table).watch(watched)
         self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
         self.client.on_beat.append(self._listen)
@@ -160,10 +159,6 @@ class Instance(Living):
             self.table.void_all()
             self.epoch = self._heard
 
-    def _reset(self) -> None:
-        retract = partial(self.client.retract, self.instance, self.sequence + 1)
-        self.publisher.outbox.send(retract)
-
     def some_prompt(self) -> list[ChunkKey]:
         """The keys of a random prompt; some prompts are more popular than others."""
         family = min(self.dice.randrange(FAMILIES), self.dice.randrange(FAMILIES))
@@ -184,10 +179,9 @@ class Instance(Living):
         self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark
     ) -> None:
         """Publish these blocks, the first ones of the chunks, once they are written."""
-        self.sequence += 1
         numbers, counts = np.array(blocks, dtype="<u4"), generations.astype("<u8")
         hashes = hashes_of(keys)[: HASH_BYTES * len(blocks)]
-        run = BlockRun(self.sequence, 0, 0, hashes, numbers.tobytes(), counts.tobytes())
+        run = BlockRun(0, 0, hashes, numbers.tobytes(), counts.tobytes())
         self.publisher.submit([run], self.epoch, written)
 
     def close(self) -> None:

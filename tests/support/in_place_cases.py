@@ -92,7 +92,6 @@ class Published(NamedTuple):
     number: int
     block: int
     generation: int
-    sequence: int
     table: int
     name: bytes
 
@@ -107,9 +106,7 @@ def blocks_of(meta: StepMetadata) -> list[Published]:
     """All blocks that a step publishes."""
     runs = [run for spec in meta.publications for run in spec.runs]
     return [
-        Published(
-            run.first + at, *lies, run.sequence, run.table, run.hashes[16 * at : 16 * at + 16]
-        )
+        Published(run.first + at, *lies, run.table, run.hashes[16 * at : 16 * at + 16])
         for run in runs
         for at, lies in enumerate(lying(run))
     ]

@@ -84,7 +84,6 @@ def block_run(
     first: int = 0,
     start: int = 0,
     generation: int = 2,
-    sequence: int = 1,
     each: int = EACH,
     table: int = 0,
 ) -> m.BlockRun:
@@ -92,7 +91,7 @@ def block_run(
     count = chunks * each
     blocks, generations = numbers(*range(first, first + count)), counts(*[generation] * count)
     hashes = prompt(chunks, start, each)
-    return m.BlockRun(sequence, table, start * each, hashes, blocks, generations)
+    return m.BlockRun(table, start * each, hashes, blocks, generations)
 
 
 FULL = [m.BlockTable("full")]

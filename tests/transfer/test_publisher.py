@@ -54,12 +54,13 @@ class Owner(neighbour_cases.Owner):
     def join(self) -> None:
         self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, TABLES, self.table.fd)
 
-    def publish(self, number: int, step: Step, sequence: int = 0, soon: bool = True) -> BlockRun:
+    def publish(self, number: int, step: Step, epoch: int = 0, soon: bool = True) -> BlockRun:
         """The two blocks of run `number`, which are no other's."""
         blocks = [2 * number, 2 * number + 1]
+        self.table.filled(blocks)
         packs = np.array(blocks, dtype="<u4").tobytes(), self.table.counters[blocks].tobytes()
-        run = BlockRun(sequence or number + 1, 0, 0, b"".join(map(name, blocks)), *packs)
-        self.publisher.submit([run], 0, step, soon)
+        run = BlockRun(0, 0, b"".join(map(name, blocks)), *packs)
+        self.publisher.submit([run], epoch, step, soon)
         return run
 
     def holds(self, run: BlockRun) -> bool:
@@ -181,15 +182,15 @@ def test_what_came_late_is_said_again_first(owner: Owner, monkeypatch: pytest.Mo
     answers = iter([ServerTimeout("late"), Refused("no")])
     said = list[int]()
 
-    def retract(instance: bytes, sequence: int) -> int:
-        said.append(sequence)
+    def abort(reservation: int) -> int:
+        said.append(reservation)
         if (error := next(answers, None)) is not None:
             raise error
         return 0
 
-    monkeypatch.setattr(owner.client, "retract", retract)
-    for sequence in (5, 6):
-        owner.publisher.outbox.send(partial(owner.client.retract, NAME, sequence))
+    monkeypatch.setattr(owner.client, "abort", abort)
+    for reservation in (5, 6):
+        owner.publisher.outbox.send(partial(owner.client.abort, reservation))
     assert owner.publisher.outbox.flush(SECONDS)
     assert said == [5, 5, 6]
 
@@ -221,9 +222,8 @@ def test_who_refuses_is_not_told_all_each_time(
     """Of thousands of blocks, each time that it takes one: at most once a second."""
     monkeypatch.setattr(publisher, "RETRY_SECONDS", 3600.0)
     owner.join()
-    owner.client.retract(NAME, 5)
     for number in range(12):
-        owner.publish(number, Step(), sequence=4 + number % 2)
+        owner.publish(number, Step(), epoch=1 - number % 2)
         assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(0, 1) == [False, True]
     assert owner.stats.counted("blocks_")["published"] == 12
@@ -238,7 +238,7 @@ def test_the_next_server_is_told_of_what_is_still_there(
     told = set[tuple[int, int, int]]()
 
     def tell(publication: Publish) -> int:
-        told.update((run.sequence, run.first, run.count) for run in publication.runs)
+        told.update((run.blocks[0], run.first, run.count) for run in publication.runs)
         now = next(once, "")
         if now == "which is late once":
             over.set()
@@ -261,7 +261,7 @@ def test_the_next_server_is_told_of_what_is_still_there(
         owner.publish(number, Step())
     four = [8, 9, 10, 11]
     packs = np.array(four, dtype="<u4").tobytes(), owner.table.counters[four].tobytes()
-    long = BlockRun(9, 0, 5, b"".join(map(name, four)), *packs)
+    long = BlockRun(0, 5, b"".join(map(name, four)), *packs)
     owner.publisher.submit([long], 0, Step())
     assert owner.publisher.outbox.flush(SECONDS)
     assert owner.blocks_found(*four) == 4
@@ -274,5 +274,5 @@ def test_the_next_server_is_told_of_what_is_still_there(
     eventually(lambda: owner.found(1, 3) == [True, True])
     assert owner.found(2) == [False]
     eventually(lambda: [owner.blocks_found(*part) for part in (four, [10, 11])] == [1, 2])
-    assert told == {(2, 0, 2), (3, 1, 1), (4, 0, 2), (9, 5, 1), (9, 7, 2)}
+    assert told == {(2, 0, 2), (5, 1, 1), (6, 0, 2), (8, 5, 1), (10, 7, 2)}
     assert owner.publisher.outbox.flush(SECONDS), "once"

@@ -37,17 +37,14 @@ class Watched:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
         self.theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        self.publications = Publications(self.retract, BLOCKS, {0: BlockTable("full")}, loads=True)
+        self.publications = Publications(BLOCKS, {0: BlockTable("full")}, loads=True)
         self.generations = self.publications.generations
         self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
         self.duplicates = Duplicates(self.blocks, self, self.publications, EACH)
         self.publications.pool.watch(self.blocks)
         instance = self.publications.instance
         self.seen = GenerationView.open(self.generations.fd, instance, BLOCKS)
-        self.hashes = self.retracted = 0
-
-    def retract(self, sequence: int) -> None:
-        self.retracted += 1
+        self.hashes = 0
 
     def view(self, instance: bytes) -> GenerationView | None:
         """Another instance's blocks."""
@@ -230,7 +227,7 @@ def test_blocks_are_void_before_vllm_evicts_or_resets_them(
         watched.pool.evict_blocks(set(ids))
     else:
         assert watched.pool.reset_prefix_cache() == (not used)
-    assert (asked, watched.retracted) == ([True], int(call == "_reset"))
+    assert asked == [True]
 
 
 def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:

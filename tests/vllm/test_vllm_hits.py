@@ -54,13 +54,13 @@ def test_who_hits_within_a_block_of_vllms_own_cache_is_found(where: Place, reset
             owner.step()
             assert not owner.scheduler.reset_prefix_cache(reset_connector=True)
             owner.finish(running)
-        first = owner.half.publications.sequence
+        first = owner.half.publications.generations.coming
         for turn in (1, 2):
             tokens = tokens + choices(range(3, 1000), k=420)
             assert owner.own(tokens) % 64
             owner.finish(owner.add(tokens))
             assert other.found([*tokens, 1]) == (0 if resets else (60 + 420 * turn) // 64 * 64)
-        assert (owner.half.publications.sequence == first) == resets
+        assert (owner.half.publications.generations.coming == first) == resets
 
 
 def test_behind_a_window_from_before_a_reset_nothing_is_published(where: Place) -> None:

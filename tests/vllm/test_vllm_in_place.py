@@ -59,7 +59,7 @@ def test_the_installed_vllm_has_its_hooks_where_they_are_looked_for() -> None:
 
 def test_more_blocks_than_a_message_holds_reach_a_worker_elsewhere() -> None:
     """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
-    many, saved = BlockRun(1, 0, 0, bytes(1 << 20), b"", b""), SavedChunks([], b"", b"", 0)
+    many, saved = BlockRun(0, 0, bytes(1 << 20), b"", b""), SavedChunks([], b"", b"", 0)
     meta = StepMetadata(publications=[PublicationSpec([many], 0)], victims=saved)
     assert pickle.loads(pickle.dumps(meta)) == meta
 
@@ -76,7 +76,7 @@ def test_a_step_publishes_the_blocks_it_completes_where_they_lie(engine: Engine)
     later = [engine.published(request, engine.step()) for _ in range(4)]
     numbers = [[one.number for one in step] for step in later]
     assert numbers == [[], [5], [], []], "with the answer's tokens, once they are final"
-    assert later[1][0].sequence > first[0].sequence
+    assert later[1][0].generation > first[0].generation
 
 
 def test_of_answers_nothing_is_published_if_prompts_alone_are_stored(make: Make) -> None:
@@ -225,7 +225,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     request = engine.add(new_tokens(3 * CHUNK - 2), max_tokens=3 * CHUNK)
     short = engine.add(new_tokens(BLOCK // 2), max_tokens=3 * CHUNK)
     engine.step()
-    before, sequence = engine.published(request), engine.half.publications.sequence
+    before, coming = engine.published(request), engine.half.publications.generations.coming
     assert not engine.scheduler.reset_prefix_cache(reset_connector=connector)
     assert not engine.right(before)
     steps = [engine.step(finished_recving=set()) for _ in range(2 * CHUNK)]
@@ -239,7 +239,7 @@ def test_what_began_before_a_reset_is_never_published(make: Make, connector: boo
     published = engine.published(fresh)
     assert [one.number for one in published] == [*range(5)]
     assert engine.right(published)
-    assert published[0].sequence >= sequence
+    assert published[0].generation >= coming
 
 
 # ---- whatever happens

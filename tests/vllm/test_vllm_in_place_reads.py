@@ -21,7 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
-from vcache_backend.metadata_server.publications import BLOCK_BYTES, MAX_BYTES
+from vcache_backend.metadata_server.publications import BLOCK_BYTES
+from vcache_backend.metadata_server.residents import MAX_BYTES
 from vcache_backend.protocol.messages import MAX_BLOCKS, BlockTable, Find, Heard, ResidentRun
 from vcache_backend.transfer.outbox import LATER_SECONDS
 from vcache_backend.vram_pool.generations import Generations

@@ -154,17 +154,6 @@ class InstanceRegistry:
             raise Refused(f"this connection has shown no cache of its rank {request.rank}")
         return m.Count(self._residents.publish(request))
 
-    def retract(self, client: Peer, request: m.Retract) -> m.Count:
-        """Void publications with a lower sequence. Any part of the instance may ask."""
-        instance = self._of.get(request.instance)
-        if instance is None:
-            return m.Count(0)
-        ranks = instance.join.ranks if instance.join is not None else 0
-        own = [rank for rank, part in instance.parts.items() if part.peer.id == client.id]
-        if not any(rank < ranks for rank in own):
-            raise Refused("this connection does not belong to it")
-        return m.Count(self._residents.retract(request.instance, request.sequence))
-
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
         """Return the instance's namespace. Refuse any client but the instance's scheduler."""
         join = self._of[instance].join if self.owns(client, instance, m.SCHEDULER) else None

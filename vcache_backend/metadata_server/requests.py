@@ -47,7 +47,7 @@ class Service:
         self.max_segments, self.epoch, self._now = max_segments, epoch, now
         self.backlog, self.counters = Backlog(), Counter[str]()
         self.promises = Promises(self.backlog, self.counters, now)
-        self.residents = ResidentDirectory(self.backlog, self.counters, self.promises.arrived)
+        self.residents = ResidentDirectory(self.counters, self.promises.arrived)
         self.directory = Directory(
             now, write_seconds, self.backlog, self.counters, keep, self._was_reset, max_chunks
         )
@@ -115,9 +115,6 @@ class Service:
                 return self._promise(client, request)
             case m.Publish():
                 return self._publish(client, request)
-            case m.Retract():
-                self.promises.drop_client(client)
-                return instances.retract(client, request)
             case m.Listen(instance):
                 epoch = self.directory.epoch([m.ChunkKey(instances.listens(client, instance))])
                 return m.Heard(epoch, self.residents.copies(instance))

@@ -13,20 +13,20 @@ from itertools import groupby
 from operator import itemgetter
 
 from vcache_backend.errors import Refused
-from vcache_backend.metadata_server.directory import Backlog, Directory
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.hits import MAX_LOOKS, HitSearch, Others, Piece
 from vcache_backend.metadata_server.publications import (
     BLOCK_BYTES,
     Chunk,
     ForeignTable,
     InstancePublications,
-    Memory,
-    Run,
 )
 from vcache_backend.protocol import messages as m
 
 COPY_BYTES = m.INSTANCE_BYTES + m.COPY.size + 8
 """The most bytes of a copy in a message."""
+MAX_BYTES = 1 << 30
+"""About the most server memory for the publications of all instances."""
 MAX_TOLD = 256
 """The most copies in one answer."""
 MAX_COPIES = 2048
@@ -48,16 +48,14 @@ class ResidentDirectory:
 
     def __init__(
         self,
-        backlog: Backlog,
         counters: Counter[str],
         arrived: Callable[[Iterable[m.ChunkKey]], None] = lambda keys: None,
     ) -> None:
         """arrived: called with chunks (keys of rank 0) that all ranks have published."""
-        self._backlog, self._counters, self._arrived = backlog, counters, arrived
+        self._counters, self._arrived = counters, arrived
         self._of: dict[m.InstanceId, InstancePublications] = {}
         self._news: dict[m.InstanceId, deque[News]] = {}
         """For each instance, the oldest first."""
-        self.memory = Memory()
 
     def blocks(self, instance: m.InstanceId) -> int:
         """How many blocks look-ups can return from an instance once it is whole."""
@@ -79,9 +77,10 @@ class ResidentDirectory:
 
         table: maps the instance's generation table; what it raises leaves everything as it is."""
         if new or self.joined(join.instance) != join:
-            if not self.memory.has(join.blocks * BLOCK_BYTES):
+            others = sum(one.blocks for name, one in self._of.items() if name != join.instance)
+            if (others + join.blocks) * BLOCK_BYTES > MAX_BYTES:
                 raise Refused(f"the server has no memory for {join.blocks:,} more blocks")
-            made = InstancePublications(join, table(), self.memory)
+            made = InstancePublications(join, table())
             self.close(join.instance)
             self._of[join.instance] = made
             self._news[join.instance] = deque(maxlen=MAX_COPIES)
@@ -93,52 +92,31 @@ class ResidentDirectory:
 
     def empty(self, instance: m.InstanceId) -> None:
         if (publications := self._of.get(instance)) is not None:
-            self._forget(publications, publications.clear()[1])
+            publications.clear()
 
     def close(self, instance: m.InstanceId) -> None:
-        if (publications := self._of.pop(instance, None)) is not None:
-            del self._news[instance]
-            self._forget(publications, publications.close())
+        self._of.pop(instance, None)
+        self._news.pop(instance, None)
 
     def publish(self, request: m.Publish) -> int:
-        """Publish blocks of an instance. Returns how many were taken; 0 if the instance has not
-        joined. Refuse impossible runs."""
+        """Publish blocks of an instance. Returns how many; 0 if the instance has not joined. Refuse
+        impossible runs."""
         publications = self._of.get(request.instance)
         if publications is None:
             return 0
-        taken, complete = publications.publish(request.rank, request.runs)
+        ends = publications.publish(request.rank, request.runs)
+        taken = sum(run.count for run in request.runs)
         self._counters["published"] += taken
-        ends = [run.hash(at) for run in complete for at in publications.chunk_ends(run)]
         namespace, rank = publications.namespace, bytes(m.RANK_BYTES)
         self._arrived([m.ChunkKey(namespace + end + rank) for end in ends])
         if publications.tables == ONE_FULL:
             self._note_copies(request.instance, publications, ends)
         return taken
 
-    def retract(self, instance: m.InstanceId, sequence: int) -> int:
-        """Void an instance's publications with a lower sequence, including late arrivals. Returns
-        how many blocks were voided."""
-        publications = self._of.get(instance)
-        if publications is None:
-            return 0
-        dropped, void = publications.retract(sequence)
-        self._forget(publications, void)
-        return dropped
-
     def clear(self, namespace: bytes) -> int:
         """Forget the publications of a namespace, or all with b"". Returns how many blocks."""
-        dropped = 0
-        for publications in self._of.values():
-            if not namespace or publications.namespace == namespace:
-                count, void = publications.clear()
-                dropped += count
-                self._forget(publications, void)
-        return dropped
-
-    def _forget(self, publications: InstancePublications, void: list[dict[Run, None]]) -> None:
-        """Remove void runs from memory in later turns. Until then the runs count."""
-        if any(void):  # an empty task would let clients fill the backlog for nothing
-            self._backlog.later(publications.forget(void))
+        of = [one for one in self._of.values() if namespace in (b"", one.namespace)]
+        return sum(one.clear() for one in of)
 
     # ---- chunks that two instances hold
 
@@ -189,7 +167,7 @@ class ResidentDirectory:
         alike = [
             (other, there)
             for other, there in self._of.items()
-            if there.live and there.whole and there.namespace == join.namespace
+            if there.named and there.whole and there.namespace == join.namespace
             if there.ranks == join.ranks and there.tables == join.tables and not there.table.dead
         ]
         random.shuffle(alike)
@@ -223,7 +201,7 @@ class ResidentDirectory:
         if own is not None:
             joins = [own.join]
         else:
-            joins = [there.join for there in self._of.values() if there.whole and there.live]
+            joins = [there.join for there in self._of.values() if there.whole and there.named]
         for join in joins:
             if join.namespace == request.namespace and join.ranks == request.ranks:
                 alike = self._alike(join)

@@ -206,10 +206,6 @@ class Client(Channel):
         """Publish blocks of one rank, in several requests if necessary. Returns how many count."""
         return self._sum(_publications(whole))
 
-    def retract(self, instance: bytes, sequence: int) -> int:
-        """Void publications before `sequence`, late ones too. Returns how many were dropped."""
-        return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
-
     def listen(self, instance: bytes) -> m.Heard:
         """Fetch news for the scheduler that joined on this connection."""
         return self._call(m.Listen(m.InstanceId(instance)), m.Heard)

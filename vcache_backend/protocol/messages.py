@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -312,11 +312,10 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive blocks of one request in block table `table`, from number `first` on. `sequence`:
-    of the run, counted by the scheduler. `hashes`, `blocks`, `generations`: packed, 16, 4 and 8
-    bytes for each block, little-endian."""
+    """Consecutive blocks of one request in block table `table`, from number `first` on. `hashes`,
+    `blocks`, `generations`: packed, 16, 4 and 8 bytes for each block, little-endian. A block's
+    number and generation name one content for good."""
 
-    sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     table: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TABLES)]
     first: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
     hashes: bytes
@@ -330,7 +329,6 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def cut(self, first: int, stop: int) -> BlockRun:
         """Return the run of the blocks [first, stop), counted from the run's first."""
         return BlockRun(
-            self.sequence,
             self.table,
             self.first + first,
             self.hashes[first * HASH_BYTES : stop * HASH_BYTES],
@@ -519,27 +517,17 @@ class OpenCache(Request, frozen=True, tag="open_cache"):
 
 class Publish(Request, frozen=True, tag="publish"):
     """Publish blocks of one rank, to be read in place after the step that wrote them → `Count` of
-    blocks taken.
+    blocks.
 
-    0: the instance has not joined, or the runs' `sequence` or `epoch` is old. Only on the
-    connection that showed this rank's cache. `epoch`: the latest epoch that the scheduler had heard
-    of when the blocks were computed. A block replaces what runs of no higher `sequence` say of it;
-    blocks of one hash and table stand in for each other. A run that names a block or a hash twice
-    is not taken. With several ranks, look-ups return what all ranks have published of a run (one
-    `sequence`, `table` and `first`), from its first block on."""
+    0: the instance has not joined, or `epoch` is old. Only on the connection that showed this
+    rank's cache. `epoch`: the latest epoch that the scheduler had heard of when the blocks were
+    computed. Blocks of one hash and table stand in for each other. Look-ups return a block while
+    the instance's table has its generation, and once all ranks have published it."""
 
     instance: Named
     rank: Rank
     runs: Annotated[list[BlockRun], msgspec.Meta(max_length=MAX_PUBLISHED)]
     epoch: int = 0
-
-
-class Retract(Request, frozen=True, tag="retract"):
-    """Void the instance's publications with a lower sequence, past and future → `Count` of blocks
-    dropped. Any part of the instance may ask."""
-
-    instance: Named
-    sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Listen(Request, frozen=True, tag="listen"):
@@ -890,7 +878,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
 
 OfChunks = Reserve | Commit | Abort | Pin | Contains | Touch | Remove | Clear
-OfResidents = Find | Publish | Promise | Retract | Listen
+OfResidents = Find | Publish | Promise | Listen
 _OfSegments = AddSegment | Lend | OpenSegment | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report

@@ -44,7 +44,6 @@ RETRY_SECONDS, SLOWEST_SECONDS = 1.0, 60.0
 twice as long as the last one. The server refuses until the scheduler has shown its generations."""
 _BLOCK = np.dtype(
     [
-        ("sequence", "<i8"),
         ("number", "<i8"),
         ("epoch", "<i8"),
         ("generation", "<u8"),
@@ -140,7 +139,11 @@ class Publisher:
             self._publish(Publish(self._instance, self._rank, runs, epoch))
 
     def _drop_failed(self) -> None:
-        if self._waiting:
+        """Drop the next publication if nobody can know whether its step is over."""
+        try:
+            if self._waiting:
+                self._waiting[0][0].reached()
+        except Exception:  # noqa: BLE001 - the call that failed has said so
             self._waiting.popleft()
 
     def _publish(self, publication: Publish) -> None:
@@ -154,7 +157,7 @@ class Publisher:
 
     def _remember(self, run: BlockRun, epoch: int) -> None:
         here = np.zeros(run.count, dtype=_BLOCK)
-        here["sequence"], here["epoch"], here["table"] = run.sequence, epoch, run.table
+        here["epoch"], here["table"] = epoch, run.table
         here["number"] = np.arange(run.first, run.first + run.count)
         here["hash"] = np.frombuffer(run.hashes, dtype=_BLOCK["hash"])
         here["generation"] = np.frombuffer(run.generations, dtype="<u8")
@@ -200,19 +203,20 @@ class Publisher:
         return bool(total) or not runs
 
     def _runs(self) -> list[tuple[int, BlockRun]]:
-        """The published blocks as runs, in their old order, each with its epoch."""
+        """The published blocks as runs, in about their old order, each with its epoch."""
         blocks = np.flatnonzero(self._published["generation"])
         known = self._published[blocks]
-        order = np.lexsort((known["number"], known["sequence"]))
+        order = np.lexsort((known["number"], known["table"], known["generation"]))
         blocks, known = blocks[order], known[order]
-        # A run that lost blocks is now several runs.
-        follows = (np.diff(known["sequence"]) == 0) & (np.diff(known["number"]) == 1)
+        # A run that lost blocks, or has blocks of several fills, is now several runs.
+        follows = np.diff(known["number"]) == 1
+        for name in ("generation", "table", "epoch"):
+            follows &= np.diff(known[name]) == 0
         starts = [0, *(np.flatnonzero(~follows) + 1).tolist()] if len(blocks) else []
         runs = list[tuple[int, BlockRun]]()
         for first, stop in pairwise([*starts, len(blocks)]):
-            part, one = known[first:stop], known[first].tolist()
-            sequence, number, epoch, _, table, _ = one
+            part = known[first:stop]
+            number, epoch, _, table, _ = known[first].tolist()
             packs = part["hash"].tobytes(), blocks[first:stop].astype("<u4").tobytes()
-            run = BlockRun(sequence, table, number, *packs, part["generation"].tobytes())
-            runs.append((epoch, run))
+            runs.append((epoch, BlockRun(table, number, *packs, part["generation"].tobytes())))
         return runs

@@ -1,0 +1,124 @@
+"""What one instance has published, block by block: which of it look-ups find, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from instance_cases import NAMESPACE, counts, instance_id, numbers, prompt
+
+from vcache_backend.metadata_server import publications
+from vcache_backend.metadata_server.publications import ForeignTable, InstancePublications
+from vcache_backend.protocol import messages as m
+from vcache_backend.vram_pool.generations import Generations
+
+A, BLOCKS, LOOKS = instance_id(1), 64, 1 << 14
+FULL, WINDOW = m.BlockTable("full"), m.BlockTable("window", 1, 9)
+
+
+class Owner:
+    """An instance, and what the server knows of it. A block's name is a number."""
+
+    def __init__(self, ranks: int, tables: Sequence[m.BlockTable]) -> None:
+        self.table = Generations(A, BLOCKS)
+        join = m.Join(A, NAMESPACE, BLOCKS, ranks, 4, list(tables))
+        self.known = InstancePublications(join, ForeignTable(self.table.fd, A, BLOCKS))
+
+    def fill(self, blocks: Sequence[int], name: int, table: int = 0) -> m.BlockRun:
+        """Consecutive blocks of a prompt, the first of this name."""
+        generation = self.table.filled(blocks)
+        packs = numbers(*blocks), counts(*[generation] * len(blocks))
+        return m.BlockRun(table, 0, prompt(len(blocks), name, 1), *packs)
+
+    def found(self, name: int, count: int, table: int = 0) -> int:
+        hashes = prompt(count, name, 1)
+        found = self.known.follow(table, hashes, 0, count, LOOKS)
+        assert len(b"".join(found.blocks)) == found.stop * m.NUMBER_BYTES
+        return found.stop
+
+
+@pytest.fixture
+def owners(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Owner]]:
+    """Their logs have few more places than twice their blocks."""
+    monkeypatch.setattr(m, "MAX_PUBLISHED", BLOCKS)
+    made = list[Owner]()
+
+    class Kept(Owner):
+        def __init__(self, ranks: int = 1, tables: Sequence[m.BlockTable] = (FULL,)) -> None:
+            super().__init__(ranks, tables)
+            made.append(self)
+
+    yield Kept
+    for owner in made:
+        owner.table.close()
+
+
+def test_a_block_is_found_once_all_ranks_have_published_it(owners: type[Owner]) -> None:
+    owner = owners(ranks=2)
+    run = owner.fill(range(8), 100)
+    assert owner.known.publish(0, [run]) == []
+    assert (owner.found(100, 8), owner.known.live) == (0, 0)
+    # The other rank says it in other pieces, and lacks one.
+    ends = owner.known.publish(1, [run.cut(2, 5)]) + owner.known.publish(1, [run.cut(0, 2)])
+    assert (ends, owner.found(100, 8), owner.known.live) == ([prompt(1, 103, 1)], 5, 5)
+    owner.known.publish(1, [run.cut(6, 8)])
+    assert (owner.found(100, 8), owner.found(106, 2), owner.known.live) == (5, 2, 7)
+
+
+def test_a_block_that_has_changed_when_its_publication_comes_is_not_taken(
+    owners: type[Owner],
+) -> None:
+    """The newer publication may have come before, of another rank."""
+    owner = owners(ranks=2)
+    late, newer = owner.fill(range(4), 100), owner.fill(range(4), 200)
+    owner.known.publish(0, [newer])
+    # Nobody waits for its chunk.
+    assert owner.known.publish(1, [late]) == [prompt(1, 103, 1)]
+    owner.known.publish(1, [newer])
+    assert [owner.found(name, 4) for name in (100, 200)] == [0, 4]
+
+
+def test_what_is_right_stays_however_old_it_is(
+    owners: type[Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other block never changes. The others fill the log again and again."""
+    owner, odd, even = owners(), range(1, BLOCKS, 2), range(0, BLOCKS, 2)
+    for block in odd:
+        owner.known.publish(0, [owner.fill([block], block)])
+    for turn in range(1, 20):
+        for at in range(0, len(even), 8):
+            owner.known.publish(0, [owner.fill(even[at : at + 8], 1000 * turn + at)])
+    assert all(owner.found(block, 1) for block in odd)
+    assert [owner.found(1000 * 19 + at, 8) for at in range(0, 32, 8)] == [8] * 4
+    assert owner.known.live == BLOCKS == len(owner.known.named)
+    monkeypatch.setattr(publications, "MAX_MOVED", 0)
+    for turn in range(20, 40):
+        owner.known.publish(0, [owner.fill(even, 1000 * turn)])
+    assert not any(owner.found(block, 1) for block in odd), "a miss, which takes no time"
+    assert owner.found(39_000, len(even)) == len(even)
+
+
+def test_a_run_ends_where_newer_ones_have_overwritten_it(owners: type[Owner]) -> None:
+    """From behind too, where hashes are not compared: there may be blocks of another table."""
+    owner = owners(tables=(FULL, WINDOW))
+    owner.known.publish(0, [owner.fill(range(16), 100, 1)])
+    owner.table.void(range(8))
+    for turn in range(11):
+        count = 16 if turn < 10 else owner.known._size - owner.known._next
+        owner.known.publish(0, [owner.fill(range(16, 16 + count), 1000 * turn)])
+    owner.known.publish(0, [owner.fill(range(40, 48), 50_000)])
+    assert owner.known._next == 9
+    assert owner.known.follow_back(1, prompt(16, 100, 1), 0, 16, LOOKS)[0] == 8
+    assert [owner.found(100, 16, 1), owner.found(108, 8, 1)] == [0, 8]
+
+
+def test_equal_blocks_stand_in_for_each_other(owners: type[Owner]) -> None:
+    owner = owners()
+    runs = [owner.fill([block], 100) for block in range(publications.MAX_ALIKE)]
+    for run in runs:
+        owner.known.publish(0, [run])
+    for left in reversed(range(publications.MAX_ALIKE)):
+        found = owner.known.follow(0, prompt(1, 100, 1), 0, 1, LOOKS)
+        assert found.blocks == [numbers(left)]
+        owner.table.void([left])
+    assert (owner.found(100, 1), owner.known.named) == (0, {})
