@@ -103,8 +103,8 @@ class Engines:
         """How long each step took, in ms, and what our connector's methods took of one, in us."""
         file = self._folder / f"{name}-steps.jsonl"
         file.unlink(missing_ok=True)
-        given = {"prompts": prompts, "waiting": list(waiting), "arriving": list(arriving)}
-        given |= {"count": STEPS, "extra": {"timed": str(file)}}
+        given: dict[str, Any] = {"prompts": prompts, "waiting": list(waiting)}
+        given |= {"arriving": list(arriving), "count": STEPS, "extra": {"timed": str(file)}}
         seconds = self.all[name].ask("steps", STEPS_SECONDS, **given)
         spent = json.loads(file.read_text()) if file.exists() else {}
         count = spent.pop("steps", 0) or 1
