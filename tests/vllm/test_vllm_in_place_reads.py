@@ -81,7 +81,7 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
     assert reader.numbers(request, reader.step()) == [*range(6)]
-    told = [spec.loaded for spec in reader.metas[-1].publications]
+    told = [spec.later for spec in reader.metas[-1].publications]
     assert all(told), "so it is told when the token is out"
     assert not any(spec.loaded for meta in owner.metas for spec in meta.publications)
     reader.finish(request)
