@@ -142,7 +142,7 @@ speed() {
   ttft speed_in_place 270 ttft,scheduler,miss "${in_place[@]}" --kv-gib 6 --rounds 7
   ttft speed_pool 250 ttft,scheduler,miss "${pool[@]}" --kv-gib 6 --rounds 7
 }
-decode() { bench decode 200 vllm_steps --logs "$logs/decode" ${TINY:+--scale tiny --rounds 1} ${MORE:-}; }
+decode() { bench decode 240 vllm_steps --logs "$logs/decode" ${TINY:+--scale tiny --rounds 1} ${MORE:-}; }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
   ttft models 550 gemma3,gpt_oss,lfm2 --integration vllm --pool-gib 4 --rounds 3 &

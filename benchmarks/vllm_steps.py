@@ -34,7 +34,7 @@ from .vllm.weights import write_model
 
 START_SECONDS, STEPS_SECONDS = 600.0, 60.0
 MS, US = 1e3, 1e6
-RUNNING, STEPS, WAITING = (1, 8, 32), 64, 28
+RUNNING, STEPS, WAITING = (1, 8, 32), 48, 28
 """Requests that decode; steps of a round; requests that wait in `waiting`."""
 HELD_UP, ARRIVING = 8, 3
 """Beside how many requests others wait, or arrive, and how many arrive in a round."""
@@ -173,10 +173,10 @@ def _shares(spent: list[dict[str, float]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring. 1 if a row missed its limit."""
-    made = parser("vllm_steps", __doc__, 200.0)
+    made = parser("vllm_steps", __doc__, 240.0)
     made.add_argument("--scale", choices=("full", "tiny"), default="full")
     made.add_argument("--arms", type=names_of(ARMS), default=list(ARMS), help=", ".join(ARMS))
-    made.add_argument("--rounds", type=int, default=7)
+    made.add_argument("--rounds", type=int, default=5)
     options = made.parse_args(arguments)
     measurement, scale = Measurement(options), SCALES[options.scale]
     # Four of them on one GPU.

@@ -83,7 +83,7 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     assert reader.numbers(request, reader.step()) == [*range(6)]
     told = [spec.later for spec in reader.metas[-1].publications]
     assert all(told), "so it is told when the token is out"
-    assert not any(spec.loaded for meta in owner.metas for spec in meta.publications)
+    assert not any(spec.later for meta in owner.metas for spec in meta.publications)
     reader.finish(request)
     reader.flush()
     again = owner.add(tokens)
