@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,8 @@ from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import plan_blocks, slot_rows
+from vcache_backend.vram_pool.copies.plan import placed, slot_rows
 from vcache_backend.vram_pool.devices import Device, resolve
-from vcache_backend.vram_pool.regions import SlotView
 
 from .results import Row, row
 
@@ -57,21 +56,16 @@ def slots(owner: Device, reader: Device, nbytes: int) -> Case:
     caches = [torch.randn(shape, device=gpu).to(torch.bfloat16) for _ in range(layers)]
     kv = PagedKV.describe(caches, BLOCK_SIZE)
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
-    plan, whole = plan_blocks(kv, CHUNK, ids), mapped.whole[:nbytes]
+    whole = mapped.whole[:nbytes]
     local = mapped.device == reader.name and reader.medium == "cuda"
-    views = [
-        SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start)
-        for start in range(0, nbytes, chunk_bytes)
-    ]
-    addresses = np.array([view.address for view in views], dtype=np.int64)
-    host = whole.device.type == "cpu"
+    addresses = whole.data_ptr() + np.arange(0, nbytes, chunk_bytes, dtype=np.int64)
+    rows = slot_rows(kv, CHUNK, placed(kv, ids), addresses)
+    where: dict[str, Any] = {"local": local, "host": whole.device.type == "cpu"}
     flat = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
     case = Case(
         nbytes,
-        lambda copier: copier.pull(
-            kv, *slot_rows(kv, plan, addresses), keep=views, local=local, host=host
-        ),
-        lambda copier: copier.gather(kv, plan, views),
+        lambda copier: copier.pull(kv, *rows, keep=whole, **where),
+        lambda copier: copier.gather(kv, *rows, keep=whole, **where),
         lambda: flat.copy_(whole, non_blocking=True),
         lambda: whole.copy_(flat, non_blocking=True),
     )

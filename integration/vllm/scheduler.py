@@ -306,6 +306,10 @@ class VCacheScheduler:
 
     # ---- inside
 
+    def _withdraw_promises(self) -> None:
+        for tracked in self._requests.values():
+            self._promises.withdraw(tracked)
+
     def _ask_for_waiting(self) -> None:
         """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have
         come."""
@@ -313,10 +317,6 @@ class VCacheScheduler:
             wait = tracked.wait.present
             if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
                 self.lookups.probe(tracked, wait.target - 1)
-
-    def _withdraw_promises(self) -> None:
-        for tracked in self._requests.values():
-            self._promises.withdraw(tracked)
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.messages import QUEUED_SECONDS, ChunkKey
 
 from .instance import InstanceContext
 from .requests import Answer, AnswerState, Tracked, Wait
@@ -220,7 +220,10 @@ class Waits:
             return False
         if probed.state is AnswerState.LATE:
             return not _is_past(wait, now)
-        if _end(self._rules, wait, probed, now):
+        coming = probed.coming
+        queued = coming is not None and not coming.begun and coming.quiet > QUEUED_SECONDS
+        # A look-up takes over what is still queued. A probe does not.
+        if queued or _end(self._rules, wait, probed, now):
             return False
         tracked.wait.wait = _noted(wait, probed, now)
         return True

@@ -45,14 +45,15 @@ class PausingCopier(HostCopier):
         self._wait = wait
         self.armed = False
 
-    def gather(self, kv: Any, plan: Any, slots: Any, after: Any = None) -> Finished:
-        whole = [torch.empty_like(slot.tensor) for slot in slots]
-        aside = [SlotView.over(tensor, local=True) for tensor in whole]
-        finished = super().gather(kv, plan, aside, after)
-        for slot, tensor in zip(slots, whole, strict=True):
-            slot.tensor[: slot.nbytes // 2] = tensor[: slot.nbytes // 2]
+    def gather(self, kv: Any, rows: Any, origins: Any, *given: Any, **more: Any) -> Finished:
+        slots: list[SlotView] = given[1]
+        before = [slot.tensor.clone() for slot in slots]
+        finished = super().gather(kv, rows, origins, *given, **more)
+        after = [slot.tensor.clone() for slot in slots]
+        for slot, tensor in zip(slots, before, strict=True):
+            slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         self._pause()
-        for slot, tensor in zip(slots, whole, strict=True):
+        for slot, tensor in zip(slots, after, strict=True):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         return finished
 
@@ -74,8 +75,8 @@ class UnfinishedCopier(HostCopier):
     def __init__(self) -> None:
         self.finished = threading.Event()
 
-    def gather(self, *given: Any) -> Copied:  # type: ignore[override]
-        super().gather(*given)
+    def gather(self, *given: Any, **more: Any) -> Copied:  # type: ignore[override]
+        super().gather(*given, **more)
         return Copied(self.finished)
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import plan_blocks, slot_rows
-from vcache_backend.vram_pool.regions import SlotView
+from vcache_backend.vram_pool.copies.plan import placed, slot_rows
 
 BLOCK, BLOCKS = 4, 12
 
@@ -106,12 +105,13 @@ def comes_back(kv: PagedKV, chunk_size: int) -> bool:
     """Whether a chunk of random bytes, gathered into a slot and pulled from it, is as before, and
     all other blocks are, too. Last block first: a copy that ignores block ids then shows.
     """
-    slot = SlotView.over(torch.zeros(kv.chunk_bytes(chunk_size), dtype=torch.uint8), local=True)
+    slot = torch.zeros(kv.chunk_bytes(chunk_size), dtype=torch.uint8)
     pages = [page.random_(256) for kind in kv.kinds for page in kind.pages]
     before, count = [page.clone() for page in pages], min(kv.blocks_in(chunk_size), kv.num_blocks)
-    plan, copier = plan_blocks(kv, chunk_size, np.arange(count - 1, -1, -1)), HostCopier()
-    copier.gather(kv, plan, [slot])
+    plan, copier = placed(kv, np.arange(count - 1, -1, -1)), HostCopier()
+    rows = slot_rows(kv, chunk_size, plan, np.array([slot.data_ptr()]))
+    copier.gather(kv, *rows)
     for page in pages:
         page[:count] = ~page[:count]
-    copier.pull(kv, *slot_rows(kv, plan, np.array([slot.address])))
+    copier.pull(kv, *rows)
     return all(map(torch.equal, pages, before))

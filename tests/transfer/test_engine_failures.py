@@ -32,7 +32,7 @@ MIB = 1 << 20
 class NoCopier(HostCopier):
     """Must not be asked to store."""
 
-    def gather(self, *_: Any) -> Finished:
+    def gather(self, *_: Any, **__: Any) -> Finished:
         pytest.fail("a copy was launched")
 
 
@@ -112,7 +112,7 @@ def test_a_writer_that_is_late_copies_nothing(here: Node, monkeypatch: pytest.Mo
 class FullDisk(HostCopier):
     """As where Triton cannot write what it compiled."""
 
-    def gather(self, *_: Any) -> Finished:
+    def gather(self, *_: Any, **__: Any) -> Finished:
         raise OSError(28, "No space left on device")
 
     def pull(self, *_: Any, **__: Any) -> Finished:

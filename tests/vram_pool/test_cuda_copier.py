@@ -18,9 +18,8 @@ from torch import Tensor
 from vcache_backend.errors import VCacheError
 from vcache_backend.vram_pool.copies.copier import NOTHING, Completion, Mark
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaCopier
-from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import plan_blocks, slot_rows
-from vcache_backend.vram_pool.regions import SlotView
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.plan import placed, slot_rows
 
 LONG = 1_000_000_000
 """Cycles for which `torch.cuda._sleep` keeps a stream busy: about half a second."""
@@ -107,7 +106,7 @@ class Room:
             torch.full(shape, OLD, dtype=torch.uint8, device=f"cuda:{gpu}") for _ in range(layers)
         ]
         self.kv = PagedKV.describe(self.caches, 16)
-        self.plan = plan_blocks(self.kv, 256, np.random.default_rng(0).permutation(256))
+        self.plan = placed(self.kv, np.random.default_rng(0).permutation(256))
         self.slots = [
             torch.full(
                 (self.kv.chunk_bytes(256),), NEW, dtype=torch.uint8, device=f"cuda:{slots_on}"
@@ -120,16 +119,15 @@ class Room:
         torch.cuda.synchronize(slots_on)
 
     @property
-    def views(self) -> list[SlotView]:
-        return [SlotView.over(slot, local=False) for slot in self.slots]
+    def rows(self) -> tuple[Int64s, Int64s]:
+        addresses = np.array([slot.data_ptr() for slot in self.slots])
+        return slot_rows(self.kv, 256, self.plan, addresses)
 
     def gather(self, after: Mark | None = None) -> Completion:
-        return self.copier.gather(self.kv, self.plan, self.views, after)
+        return self.copier.gather(self.kv, *self.rows, after, self.slots)
 
     def pull(self, after: Mark | None = None) -> Completion:
-        addresses = np.array([slot.data_ptr() for slot in self.slots])
-        rows = slot_rows(self.kv, self.plan, addresses)
-        return self.copier.pull(self.kv, *rows, after, self.slots)
+        return self.copier.pull(self.kv, *self.rows, after, self.slots)
 
 
 @pytest.mark.gpu
@@ -204,8 +202,9 @@ def test_tables_of_copies_that_wait_in_line_are_not_overwritten() -> None:
     stored = []
     for block in range(64):
         slot = torch.zeros(room.kv.chunk_bytes(16), dtype=torch.uint8, device="cuda")
-        plan, views = plan_blocks(room.kv, 16, np.array([block])), [SlotView.over(slot, local=True)]
-        stored.append((room.copier.gather(room.kv, plan, views), slot))
+        addresses = np.array([slot.data_ptr()])
+        rows = slot_rows(room.kv, 16, placed(room.kv, np.array([block])), addresses)
+        stored.append((room.copier.gather(room.kv, *rows, None, slot, local=True), slot))
     for block, (completion, slot) in enumerate(stored):
         assert completion.wait(10)
         assert all_are([slot], block)

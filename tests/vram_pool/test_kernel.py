@@ -21,7 +21,7 @@ from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import kernel, reference
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share
 from vcache_backend.vram_pool.copies.kernel import TablePart, Tuning
-from vcache_backend.vram_pool.copies.plan import plan_blocks, slot_rows
+from vcache_backend.vram_pool.copies.plan import placed, slot_rows
 
 SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
 TUNINGS = pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def slots(made: Any, count: int, device: str, shift: int = 0, first: int = 0) ->
     kv, layers = made(device) if callable(made) else dense(made, device)
     ids = np.random.default_rng(0).permutation(kv.num_blocks)[:count]
     ids[:first] = -1
-    plan = plan_blocks(kv, 8, ids, holes=True)
+    plan = placed(kv, ids, holes=True)
     nbytes = shift + kv.chunk_bytes(8) + 64
     whole = [noise(device, 100 + slot, nbytes) for slot in range(-(-count // kv.blocks_in(8)))]
     addresses = np.array([slot.data_ptr() + shift for slot in whole], dtype=np.int64)
-    return World(kv, layers + whole, *slot_rows(kv, plan, addresses))
+    return World(kv, layers + whole, *slot_rows(kv, 8, plan, addresses))
 
 
 # From 4 bytes to a size that is a multiple neither of 16 nor of the kernel's piece.
@@ -177,7 +177,7 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
     kv = PagedKV.describe([torch.empty((blocks, 4, 256), dtype=torch.bfloat16)], 4)
     ids = np.array([blocks - 1, 0, (1 << 20) + 1, 1 << 20], dtype=np.int64)
     slot = noise("cpu", 3, 4, page)
-    rows = slot_rows(kv, plan_blocks(kv, 16, ids), np.array([slot.data_ptr()]))
+    rows = slot_rows(kv, 16, placed(kv, ids), np.array([slot.data_ptr()]))
     runs = [lambda: reference.copy(kv, *rows)]
     if not COMPILED:
         runs.append(lambda: launch(World(kv, [], *rows), False, SMALL) and None)

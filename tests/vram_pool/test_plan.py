@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vcache_backend.errors import LayoutError
 from vcache_backend.transfer.places import BlockPlaces, SlotPlaces
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share
-from vcache_backend.vram_pool.copies.plan import plan_blocks, whole_blocks
+from vcache_backend.vram_pool.copies.plan import chunk_planes, placed, slot_rows, whole_blocks
 
 BLOCK = 4
 CHUNK = 16
@@ -33,14 +33,14 @@ def places(*ids: int) -> Int64s:
 
 def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
-    copy = plan_blocks(several, CHUNK, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))
-    first = [[0, 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))]
-    assert copy.blocks[:6].tolist() == first
-    assert copy.blocks[6:].tolist() == [[1, 192, 9], [1, 384, 8], [1, 960, 6]]
-    assert copy.nbytes == 9 * 3 * 2 * PAGE
-    assert copy.complete(2).tolist() == [True, False]
+    copy = placed(several, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))
+    rows, origins = slot_rows(several, CHUNK, copy, np.array([10_000, 50_000]))
+    first = [[0, 10_000 + 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))]
+    assert rows[:6].tolist() == first
+    assert rows[6:].tolist() == [[0, 50_192, 9], [0, 50_384, 8], [0, 50_960, 6]]
+    assert origins.tolist() == [chunk_planes(several, CHUNK).tolist()]
     with pytest.raises(LayoutError, match="names blocks -1 to 7"):
-        plan_blocks(KV, CHUNK, np.array([7, -1]))
+        placed(KV, np.array([7, -1]))
 
 
 def test_with_several_tables_an_unwanted_block_is_no_place_and_its_chunk_is_not_stored() -> None:
@@ -72,7 +72,7 @@ def test_a_place_outside_of_the_cache_is_refused_with_figures(bad: int) -> None:
         SlotPlaces(KV, CHUNK, mapping, range(0, CHUNK, CHUNK)).load_plan(0, CHUNK // BLOCK)
     for ids in ([7, 3, 32, 4], [7, 3, -1, 4]):
         with pytest.raises(LayoutError, match=said):
-            plan_blocks(KV, CHUNK, np.array(ids))
+            placed(KV, np.array(ids))
 
 
 @pytest.mark.parametrize("starts", [[-1], [1], [0, 16], [1 << 40]])
@@ -133,5 +133,7 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
     assert [at.after(one) for one in range(at.total)] == following
     assert at.loaded(len(starts)).tolist() == covered.tolist()
     if not whole:
-        stored = at.store_plan(range(len(starts)))
-        assert stored.complete(len(starts)).tolist() == full
+        stored = [chunk for chunk, holds in enumerate(full) if holds]
+        blocks, _ = at.store_rows(stored, [0] * len(stored))
+        kept = [block for number, block in rows if number // (CHUNK // BLOCK) in stored]
+        assert blocks[:, 2].tolist() == kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count, groupby, islice, repeat
+from itertools import count, groupby, islice, repeat
 from operator import itemgetter
 
 import msgspec
@@ -20,9 +20,6 @@ from vcache_backend.metadata_server.slots import SLAB_BITS, Reset, Resets, SlotR
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.slot_layout import MAX_RESETS, SLAB_SLOTS, SLABS, SLOTS
 
-SHARES = [3] * 21 + [4] * 22 + [5] * 21
-"""The parts of the dictionary, by how many of 256 chunks each has. CPython enlarges a dict in one
-go, 200 ms for a million entries; equal parts would all grow in the same turns."""
 SEARCH = 64
 """How many chunks of other sizes may be older before a slab changes its size."""
 MAX_SEARCH = 2048
@@ -35,7 +32,6 @@ CLAIM_SECONDS = 120.0
 """How long a worker may take to allocate its claim. Then other workers may claim the bytes."""
 _SLOT_BITS = SLOTS.bit_length() - 1
 _SLOT_MASK = SLOTS - 1
-_SHARD_BYTE = m.KEY_BYTES - m.RANK_BYTES - 1
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 Steps = Iterator[None]
 """A task in steps. Each step touches one entry."""
@@ -72,47 +68,6 @@ class Backlog:
             steps -= max(1, done)
 
 
-class Chunks:
-    """The place of each chunk: a region's number and a slot of its table, as one integer. Ordered
-    by use, in parts."""
-
-    def __init__(self) -> None:
-        self._parts = [OrderedDict[m.ChunkKey, int]() for _ in SHARES]
-        self.of_byte = [
-            part for part, share in zip(self._parts, SHARES, strict=True) for _ in range(share)
-        ]
-        """The part of a key, by one byte of its hash."""
-        self.get_of_byte = [part.get for part in self.of_byte]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def __iter__(self) -> Iterator[m.ChunkKey]:
-        return (key for part in self._parts for key in part)
-
-    def get(self, key: m.ChunkKey) -> int | None:
-        return self.get_of_byte[key[_SHARD_BYTE]](key)
-
-    def put(self, key: m.ChunkKey, place: int) -> None:
-        self.of_byte[key[_SHARD_BYTE]][key] = place
-
-    def pop(self, key: m.ChunkKey) -> int:
-        return self.of_byte[key[_SHARD_BYTE]].pop(key)
-
-    def move(self, key: m.ChunkKey, last: bool = True) -> None:
-        """Make a chunk the most recent one of its part, or the least recent."""
-        self.of_byte[key[_SHARD_BYTE]].move_to_end(key, last)
-
-    def oldest(
-        self, most: int, used: Callable[[tuple[m.ChunkKey, int]], int]
-    ) -> list[tuple[m.ChunkKey, int]]:
-        """The least recently used chunks first: at least `most`, exactly the first few, and the
-        others unless far more of them than of the rest lie in one part. used: when a chunk was."""
-        each = 4 + 2 * most // len(self._parts)
-        heads = chain.from_iterable(islice(part.items(), each) for part in self._parts)
-        return sorted(heads, key=used)
-
-
 class _Write(msgspec.Struct, gc=False):
     """Slots that a client's process writes, by key, and may commit."""
 
@@ -146,9 +101,11 @@ class Directory:
         self._keep, self._on_reset = keep, on_reset
         self.regions: dict[int, SlotRegion] = {}
         self._ids = count()
-        self._last = self._uses = 0
-        self.chunks = Chunks()
-        """The committed chunks. While `_sweeps` tasks run, some of them do not count any more."""
+        self._last = 0
+        self.chunks = OrderedDict[m.ChunkKey, int]()
+        """The place of each committed chunk: a region's number and a slot of its table, as one
+        integer. The least recently used first. While `_sweeps` tasks run, some of them do not count
+        any more."""
         self._of_space = Counter[bytes]()
         """Chunks by namespace."""
         self._sweeps = 0
@@ -211,8 +168,7 @@ class Directory:
 
     def places(self, keys: Sequence[m.ChunkKey]) -> list[int | None]:
         """The place of each chunk; None if it is not in the pool."""
-        gets = self.chunks.get_of_byte
-        places = [gets[key[_SHARD_BYTE]](key) for key in keys]
+        places = list(map(self.chunks.get, keys))
         if self._sweeps:
             return [self._counts(key, at) for key, at in zip(keys, places, strict=True)]
         return places
@@ -316,18 +272,12 @@ class Directory:
             self.abort(client, number)
             return []
         self._shut(number)
-        use = max(self._uses, int(self._now() * 1e9))
         for key, place in reversed(write.places.items()):
-            part, use = self.chunks.of_byte[key[_SHARD_BYTE]], use + 1
-            if key in part:  # a segment has brought the chunk meanwhile
+            if key in self.chunks:  # a segment has brought the chunk meanwhile
                 self._evict(key)
-            region, slot = self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
+            region, slot = self._at(place)
             region.table.fill(slot, number)
-            region.uses[slot] = use
-            region.chunks += 1
-            self._of_space[key[: m.NAMESPACE_BYTES]] += 1
-            part[key] = place
-        self._uses = use
+            self._put(key, place)
         self.counters["committed"] += len(write.places)
         return list(write.places)
 
@@ -449,26 +399,17 @@ class Directory:
 
     def _use(self, keys: list[m.ChunkKey], places: list[int], until: float = 0.0) -> None:
         """Make chunks recent, the first most of all, and keep them until a time."""
-        use = max(self._uses, int(self._now() * 1e9))
-        parts, regions = self.chunks.of_byte, self.regions
         for key, place in zip(reversed(keys), reversed(places), strict=True):
-            region, slot, use = regions[place >> _SLOT_BITS], place & _SLOT_MASK, use + 1
-            region.uses[slot] = use
+            region, slot = self._at(place)
             if until > region.pins[slot]:
                 region.pins[slot] = until
-            parts[key[_SHARD_BYTE]].move_to_end(key)
-        self._uses = use
-
-    def _used(self) -> Callable[[tuple[m.ChunkKey, int]], int]:
-        """Says when a chunk was used."""
-        uses = {number: region.uses for number, region in self.regions.items()}
-        return lambda chunk: uses[chunk[1] >> _SLOT_BITS][chunk[1] & _SLOT_MASK]
+            self.chunks.move_to_end(key)
 
     def _at(self, place: int) -> tuple[SlotRegion, int]:
         return self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
 
     def _put(self, key: m.ChunkKey, place: int) -> None:
-        self.chunks.put(key, place)
+        self.chunks[key] = place
         self.regions[place >> _SLOT_BITS].chunks += 1
         self._of_space[key[: m.NAMESPACE_BYTES]] += 1
 
@@ -579,7 +520,7 @@ class Directory:
             for at, slab in enumerate(region.slabs)
             if slab.place.nbytes >= size
         }
-        for chunk in self.chunks.oldest(most if most > SEARCH else MAX_SEARCH, self._used()):
+        for chunk in self.chunks.items():
             place, at = chunk[1], chunk[1] >> SLAB_BITS
             usable = at in sizes and self.regions[at // SLABS].pins[place & _SLOT_MASK] <= now
             if usable and sizes[at] == size:
@@ -742,9 +683,8 @@ class Directory:
                 region.table.void(place & _SLOT_MASK)
                 region.give(place & _SLOT_MASK)
             else:  # as the least recently used one
-                region.uses[place & _SLOT_MASK] = written
                 self._put(key, place)
-                self.chunks.move(key, last=False)
+                self.chunks.move_to_end(key, last=False)
 
 
 class Claims:

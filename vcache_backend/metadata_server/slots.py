@@ -318,8 +318,6 @@ class SlotRegion:
         self.chunks = self.evictions = 0
         self.pins = memoryview(mmap.mmap(-1, 8 * SLOTS)).cast("d")
         """Until when a slot's chunk is not evicted."""
-        self.uses = memoryview(mmap.mmap(-1, 8 * SLOTS)).cast("Q")
-        """A slot's last use: a number that grows."""
 
     def described(self) -> SegmentInfo:
         """The segment as the protocol describes it."""

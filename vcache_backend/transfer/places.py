@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +12,9 @@ import torch
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, placed, plan_blocks, whole_blocks
+from vcache_backend.vram_pool.copies.plan import CopyPlan, placed, slot_rows, whole_blocks
 
 SlotMapping = torch.Tensor | npt.NDArray[np.int64]
-
-
-class LoadPlan(NamedTuple):
-    """The wanted blocks of a part of a load."""
-
-    numbers: Int64s
-    """Of the blocks in the load, ascending. Counted in the KV cache's blocks, of which several may
-    make a block of the load."""
-    ids: Int64s
-    """The KV cache's blocks."""
 
 
 class BlockPlaces:
@@ -87,14 +76,14 @@ class BlockPlaces:
             return None
         return np.flatnonzero(~lacking.reshape(-1, self.split).all(1))
 
-    def load_plan(self, first: int, stop: int) -> LoadPlan:
+    def load_plan(self, first: int, stop: int) -> CopyPlan:
         """Plan the copy of the wanted blocks among the blocks [first, stop)."""
         begin, end = max(first * self.split, self._skip), stop * self.split
         numbers, ids = placed(self.kv, self._ids[begin:end], holes=self._holes)
-        return LoadPlan(numbers + begin, ids)
+        return CopyPlan(numbers + begin, ids)
 
     def tokens(self, numbers: Int64s) -> int:
-        """How many tokens blocks with these numbers count (`LoadPlan.numbers`)."""
+        """How many tokens blocks with these numbers count (`CopyPlan.numbers`)."""
         shares, count = self.kv.shares, len(numbers)
         if self._counted:
             count = int(np.searchsorted(numbers, self._counted))
@@ -103,11 +92,13 @@ class BlockPlaces:
             count = int(np.count_nonzero(inside < shares[0].of(self._size)))
         return count * self.kv.block_size
 
-    def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
-        """Plan the copy of these chunks into slots 0, 1, ..."""
+    def store_rows(self, chunks: Sequence[int], addresses: Sequence[int]) -> tuple[Int64s, Int64s]:
+        """Plan the copy of these chunks, which have places, into slots at these addresses: rows and
+        origins, see `Copier.gather`."""
         each = self.each * self.split
         rows = self._ids[: len(self._ids) // each * each].reshape(-1, each)
-        return plan_blocks(self.kv, self._size, rows[list(chunks)].reshape(-1), holes=self._holes)
+        plan = placed(self.kv, rows[list(chunks)].reshape(-1), holes=self._holes)
+        return slot_rows(self.kv, self._size, plan, np.array(addresses, dtype=np.int64))
 
     def holds(self, chunk: int) -> bool:
         """Whether the whole chunk has a place: otherwise it cannot be stored."""

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import NUMBER_BYTES, ChunkKey, ResidentRun, SlotRun
+from vcache_backend.protocol.messages import NUMBER_BYTES, POOL, ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.mappings import Neighbour, Neighbours
-from vcache_backend.transfer.places import BlockPlaces, LoadPlan
+from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats, Origin, Read
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import chunk_planes
+from vcache_backend.vram_pool.copies.plan import CopyPlan, chunk_planes, slot_offsets
 from vcache_backend.vram_pool.devices import where
 from vcache_backend.vram_pool.pool import PoolSegment
 
@@ -56,7 +56,7 @@ class Place(NamedTuple):
     planes: Int64s
     """For each plane of the KV cache, see `Copier.pull`. Parts with the same array share it."""
     offsets: Callable[[Int64s, int], Int64s]
-    """Called with blocks of the load (`LoadPlan.numbers`), and the number of a kind of layers;
+    """Called with blocks of the load (`CopyPlan.numbers`), and the number of a kind of layers;
     returns what to add to this kind's `planes`."""
     origin: Origin
     local: bool = False
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 class RunningCopy:
     """A running copy of a load's blocks. launched: by perf_counter."""
 
-    plan: LoadPlan
+    plan: CopyPlan
     moving: Completion
     launched: float
 
@@ -173,7 +173,7 @@ class Part(ABC):
         context.stats.later(context.stats.brought, self.place.origin, read, waited)
 
 
-def _rows(places: BlockPlaces, plan: LoadPlan, parts: Sequence[Part]) -> tuple[Int64s, Int64s]:
+def _rows(places: BlockPlaces, plan: CopyPlan, parts: Sequence[Part]) -> tuple[Int64s, Int64s]:
     """The table of a copy, see `Copier.pull`."""
     kinds = range(len(places.kv.kinds))
     rows = np.empty((len(plan.ids), 2 + len(kinds)), dtype=np.int64)
@@ -198,13 +198,9 @@ def _in_slots(context: LoadContext, first: int, slots: Int64s, *of: Any) -> Plac
     """slots: the address of each chunk from number `first` on, which lies in one piece. of: the
     rest of the place."""
     kv, size = context.kv, context.session.chunk_size
-    each = kv.blocks_in(size)
 
     def offsets(numbers: Int64s, kind: int) -> Int64s:
-        chunks, inside = np.divmod(numbers, each)
-        its = kv.kinds[kind]
-        found: Int64s = slots[chunks - first] + inside * (its.parts * its.page_bytes)
-        return found
+        return slot_offsets(kv, size, kind, numbers - first * kv.blocks_in(size), slots)
 
     return Place(chunk_planes(kv, size), offsets, *of)
 
@@ -417,7 +413,7 @@ class MemorySource:
         whole, local = segment.mapped.whole, segment.local
         tier, counter = where(device, device.name if local else ""), "own" if local else "peer"
         name = f"the pool on {segment.mapped.device}"
-        origin = Origin(tier, "chunks_retrieved", f"bytes_{counter}", name)
+        origin = Origin(tier, "chunks_retrieved", f"bytes_{counter}", name, POOL)
         host = context.kv.device.type != "cpu" and whole.device.type == "cpu"
         addresses = whole.data_ptr() + slots
         return segment, _in_slots(context, run.first, addresses, origin, local, host, whole)

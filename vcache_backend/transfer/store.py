@@ -166,16 +166,19 @@ def _gather(
 ) -> tuple[Completion, int, Any] | None:
     """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
     the copy, its bytes, and objects that must live until the copy is complete."""
-    stats = session.stats
-    count = len(slots)
+    stats, count, nbytes = session.stats, len(slots), places.kv.chunk_bytes(session.chunk_size)
     views = session.views(list(slots.values()))
-    with stats.timed("plan"):
-        plan = places.store_plan(list(slots))
-    whole = len(views) == count and plan.complete(count).all()
+    fits = len(views) == count and all(view.nbytes >= nbytes for view in views)
+    whole = fits and all(map(places.holds, slots))
     if not whole or time.monotonic() > launch_by:
         stats.count(**{"not_stored_late" if whole else "not_stored_no_slot": count})
         return None
-    return session.copier.gather(places.kv, plan, views, mark), plan.nbytes, views
+    with stats.timed("plan"):
+        rows = places.store_rows(list(slots), [view.address for view in views])
+    local = all(view.local for view in views)
+    host = any(view.whole.device.type == "cpu" for view in views)
+    copy = session.copier.gather(places.kv, *rows, mark, views, local=local, host=host)
+    return copy, nbytes * count, views
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import reference
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, slot_rows
-from vcache_backend.vram_pool.regions import SlotView
 
 
 class Completion(Protocol):
@@ -64,27 +59,13 @@ class CopyJob(NamedTuple):
 class Copier(ABC):
     """Moves bytes into and out of one KV cache. One worker uses it, in any thread.
 
-    slots: the request's, in the order of the plan's slot indices. `gather` and `pull`
-    raise LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or if the
-    plan or the device does not match the KV cache. After a VCacheError no part of the copy runs.
-    After another error (torch's RuntimeError, a Triton error) the copy may be running, and the
-    slots must not be used again.
+    `gather` and `pull` raise LayoutError, and move nothing, if the rows or the device do not match
+    the KV cache. After a VCacheError no part of the copy runs. After another error (torch's
+    RuntimeError, a Triton error) the copy may be running, and the memory must not be used again.
 
     after: the copy starts once the work before this mark is done, and the caller's stream goes on
     beside the copy. The caller must let no other work touch the blocks until the copy is over, or
     queue a `fence`."""
-
-    def gather(
-        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
-    ) -> Completion:
-        """Copy KV blocks into slots, with the bytes that work queued before this call writes. Work
-        queued afterwards may overwrite the blocks."""
-        _check_slots(kv, plan, slots)
-        addresses = np.array([slot.address for slot in slots], dtype=np.int64)
-        rows, origins = slot_rows(kv, plan, addresses)
-        local = all(slot.local for slot in slots)
-        host = any(slot.whole.device.type == "cpu" for slot in slots)
-        return self._run(CopyJob(kv, rows, origins, tuple(slots), local, host, True), after)
 
     def pull(
         self,
@@ -109,6 +90,22 @@ class Copier(ABC):
         LayoutError, and moves nothing, if a row names a block or an origin that does not exist."""
         _check_rows(kv, rows, origins)
         return self._run(CopyJob(kv, rows, origins, keep, local, host), after)
+
+    def gather(
+        self,
+        kv: PagedKV,
+        rows: Int64s,
+        origins: Int64s,
+        after: Mark | None = None,
+        keep: object = None,
+        *,
+        local: bool = False,
+        host: bool = False,
+    ) -> Completion:
+        """Copy KV blocks to pages at any addresses, with the bytes that work queued before this
+        call writes; work queued afterwards may overwrite the blocks. Arguments as of `pull`."""
+        _check_rows(kv, rows, origins)
+        return self._run(CopyJob(kv, rows, origins, keep, local, host, True), after)
 
     @abstractmethod
     def _run(self, job: CopyJob, after: Mark | None) -> Completion: ...
@@ -161,21 +158,6 @@ class HostCopier(Copier):
         started = time.perf_counter()
         reference.copy(job.kv, job.rows, job.origins, to_origin=job.to_origin)
         return Finished(time.perf_counter() - started)
-
-
-def _check_slots(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
-    """Raise LayoutError unless every byte of the plan lies inside of its slot."""
-    if plan.block_size != kv.block_size:
-        raise LayoutError(
-            f"the plan has blocks of {plan.block_size} tokens, the cache {kv.block_size}"
-        )
-    need = kv.chunk_bytes(plan.chunk_size)
-    last = int(np.maximum.reduce(plan.blocks[:, 0], initial=-1))
-    if last >= len(slots):
-        raise LayoutError(f"the plan names slot {last} but {len(slots)} slots were given")
-    for number, slot in enumerate(slots):
-        if slot.nbytes < need:
-            raise LayoutError(f"a chunk needs {need:,} B but slot {number} has {slot.nbytes:,} B")
 
 
 def _check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:

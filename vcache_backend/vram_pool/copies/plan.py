@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
 
-Bools = npt.NDArray[np.bool_]
 
+class CopyPlan(NamedTuple):
+    """The blocks that a copy moves."""
 
-@dataclass(frozen=True, eq=False)
-class CopyPlan:
-    """The blocks that one launch moves between whole slots and a KV cache. Immutable; any
-    thread."""
-
-    chunk_size: int
-    """Tokens."""
-    block_size: int
-    """Tokens."""
-    blocks: Int64s
-    """(n, 3): slot index, byte offset in the slot of the block's first page (layer
-    0, part 0, of the first kind), block id in the KV cache."""
-    nbytes: int
-    """Bytes to read, and to write."""
-    blocks_per_chunk: int
-
-    def complete(self, slots: int) -> Bools:
-        """Shape (slots,): which slots have all their blocks in the plan. A store must skip every
-        other chunk."""
-        whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.blocks_per_chunk
-        return whole
-
-    def offsets(self, kv: PagedKV, number: int) -> Int64s:
-        """Shape (n,): the byte offset of each block's first page in the part of a chunk that holds
-        kind `number` of `kv.kinds`."""
-        if not number:
-            return self.blocks[:, 1]
-        kind = kv.kinds[number]
-        return self.blocks[:, 1] // (kv.parts * kv.page_bytes) * (kind.parts * kind.page_bytes)
+    numbers: Int64s
+    """Of the blocks in a load or a store, ascending. Counted in the KV cache's blocks, of which
+    several may make a block of the load."""
+    ids: Int64s
+    """The KV cache's blocks."""
 
 
 def whole_blocks(
@@ -85,8 +61,8 @@ def whole_blocks(
     return ids
 
 
-def placed(kv: PagedKV, ids: Int64s, *, holes: bool = False) -> tuple[Int64s, Int64s]:
-    """Which of these blocks of the KV cache are to be moved: their places in `ids`, and their ids.
+def placed(kv: PagedKV, ids: Int64s, *, holes: bool = False) -> CopyPlan:
+    """Plan to move these blocks of the KV cache, numbered from 0 on.
 
     With `holes`, or with several groups, blocks with a negative id are not moved; otherwise a
     negative id is an error. Raises LayoutError for ids outside of the KV cache."""
@@ -96,29 +72,7 @@ def placed(kv: PagedKV, ids: Int64s, *, holes: bool = False) -> tuple[Int64s, In
     # Negative ids are large as unsigned numbers: one pass finds all wrong ids.
     if int(np.maximum.reduce(ids.view(np.uint64), initial=0)) >= kv.num_blocks and len(ids):
         raise _outside(kv, int(ids.min()), int(ids.max()))
-    return numbers, ids
-
-
-def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, *, holes: bool = False) -> CopyPlan:
-    """Plan the copy of whole blocks, between block `i` of the chunks in slots 0, 1, ..., counted
-    through all slots, and block `ids[i]` of the KV cache. See `placed`."""
-    each, stride = kv.blocks_in(chunk_size), kv.parts * kv.page_bytes
-    rows = _rows(each, stride, max(1024, 1 << len(ids).bit_length()))
-    numbers, ids = placed(kv, ids, holes=holes)
-    blocks = rows[numbers]
-    blocks[:, 2] = ids
-    return CopyPlan(chunk_size, kv.block_size, blocks, kv.block_bytes * len(ids), each)
-
-
-@lru_cache(maxsize=16)
-def _rows(each: int, stride: int, count: int) -> Int64s:
-    """The rows of a plan for the first `count` blocks of consecutive chunks, without the ids.
-    Cached and read-only."""
-    number = np.arange(count, dtype=np.int64)
-    slot, virtual = np.divmod(number, each)
-    rows: Int64s = np.stack([slot, virtual * stride, number], axis=1)
-    rows.flags.writeable = False
-    return rows
+    return CopyPlan(numbers, ids)
 
 
 def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
@@ -129,16 +83,28 @@ def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
     )
 
 
-def slot_rows(kv: PagedKV, plan: CopyPlan, addresses: Int64s) -> tuple[Int64s, Int64s]:
-    """The rows and the origin (see `Copier.pull`) of a copy between `kv` and slots that begin at
-    these addresses: all slots are one origin, whose offsets are addresses."""
-    starts = addresses[plan.blocks[:, 0]]
-    rows = np.zeros((len(starts), 2 + len(kv.kinds)), dtype=np.int64)
-    rows[:, 1] = starts + plan.blocks[:, 1]
-    rows[:, 2] = plan.blocks[:, 2]
-    for number in range(1, len(kv.kinds)):
-        rows[:, 2 + number] = starts + plan.offsets(kv, number)
-    return rows, chunk_planes(kv, plan.chunk_size)[None]
+def slot_rows(
+    kv: PagedKV, chunk_size: int, plan: CopyPlan, addresses: Int64s
+) -> tuple[Int64s, Int64s]:
+    """The rows and the origin (see `Copier.pull`) of a copy between `kv` and chunks in slots that
+    begin at these addresses: all slots are one origin, whose offsets are addresses."""
+    rows = np.zeros((len(plan.ids), 2 + len(kv.kinds)), dtype=np.int64)
+    rows[:, 2] = plan.ids
+    for kind in range(len(kv.kinds)):
+        places = slot_offsets(kv, chunk_size, kind, plan.numbers, addresses)
+        rows[:, 2 + kind if kind else 1] = places
+    return rows, chunk_planes(kv, chunk_size)[None]
+
+
+def slot_offsets(
+    kv: PagedKV, chunk_size: int, kind: int, numbers: Int64s, addresses: Int64s
+) -> Int64s:
+    """What to add to `chunk_planes` of a kind of layers for blocks with these numbers, in chunks at
+    these addresses."""
+    chunks, inside = np.divmod(numbers, kv.blocks_in(chunk_size))
+    its = kv.kinds[kind]
+    found: Int64s = addresses[chunks] + inside * (its.parts * its.page_bytes)
+    return found
 
 
 @lru_cache(maxsize=16)
