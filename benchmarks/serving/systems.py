@@ -5,15 +5,15 @@ two GPUs, and tiny on the CPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..processes import HOST
-from ..vllm.scale import SCALES, Scale, sized
-from ..vllm.settings import llm, our_connector
+from ..vllm.scale import GIB, SCALES, Scale, sized
+from ..vllm.settings import beside, llm, lmcache_server, our_connector
 from .workloads import Plan
 
 MODEL = "model"
@@ -22,12 +22,13 @@ MODEL = "model"
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
     beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
-    both. seqs: requests that an instance runs at a time. instances: servers, or data parallel ranks
-    of one."""
+    both. host_bytes: of LMCache's server. seqs: requests that an instance runs at a time.
+    instances: servers, or data parallel ranks of one."""
 
     scale: Scale
     kv_bytes: int
     pool_bytes: int
+    host_bytes: int
     seqs: int
     plan: Plan
     instances: int = 2
@@ -49,11 +50,13 @@ SIZES = {name: _sizes(name, given) for name, given in _GIVEN.items()}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """label: for people. share: vcache's `connector.share`; empty: without it. ranks: one server
-    with data parallel ranks, among which vLLM balances itself."""
+    """label: for people. share: vcache's `connector.share`; empty: without it. lmcache: how KV gets
+    to LMCache's server; empty: without it. ranks: one server with data parallel ranks, among which
+    vLLM balances itself."""
 
     label: str
     share: str = ""
+    lmcache: str = ""
     ranks: bool = False
 
 
@@ -61,6 +64,13 @@ SYSTEMS = {
     "alone": System(label="vLLM alone"),
     "pool": System(label="vcache, a pool", share="pool"),
     "inplace": System(label="vcache in place", share="in_place"),
+    "lmcache": System(label="LMCache's server", lmcache="auto"),
+    "both": System(
+        label="vcache in place beside LMCache's server", share="in_place", lmcache="engine_driven"
+    ),
+    "both_pool": System(
+        label="vcache, a pool, beside LMCache's server", share="pool", lmcache="auto"
+    ),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
     "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),
 }
@@ -92,14 +102,32 @@ def serve_arguments(
 
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The connector, if it has one. side: `socket` of the metadata server, `index` of the server,
-    and `more`, settings of vcache by `SECTION.KEY`."""
-    if not (share := SYSTEMS[name].share):
-        return None
+    """The connector, if it has one. side: `socket` of the metadata server, `lmcache`, the port of
+    LMCache's server, `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
+    system = SYSTEMS[name]
+    theirs = lmcache_server(side["lmcache"], system.lmcache) if system.lmcache else None
+    if not (share := system.share):
+        return theirs
     more = {"connector.share": share}
     if share == "pool" and sizes.scale.cpu:
         more["pool.device"] = f"host:{side['index']}"
     lends = sizes.pool_bytes if share == "pool" else 0
-    return our_connector(
-        side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {}))
-    )
+    given = more | dict(side.get("more", {}))
+    ours = our_connector(side["socket"], lends, sizes.scale.chunk, given)
+    return beside(ours, theirs) if theirs else ours
+
+
+def lmcache_arguments(name: str, sizes: Sizes, ports: Sequence[int]) -> list[str]:
+    """Of `lmcache server`. ports: for vLLM, and for HTTP."""
+    given = {
+        "host": HOST,
+        "port": ports[0],
+        "http-port": ports[1],
+        "chunk-size": sizes.scale.chunk,
+        "l1-size-gb": sizes.host_bytes / GIB,
+        "eviction-policy": "LRU",
+        "max-workers": sizes.instances,
+        "supported-transfer-mode": SYSTEMS[name].lmcache,
+    }
+    told = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
+    return ["server", *told, "--disable-observability"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..processes import ROOT
+from ..processes import HOST, ROOT
 from .instances import KINDS, Spec
 from .scale import Scale
 
@@ -71,6 +71,22 @@ def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str])
         "kv_connector_extra_config": sections,
         **BOTH,
     }
+
+
+def lmcache_server(port: int, mode: str) -> dict[str, Any]:
+    """`kv_transfer_config` of LMCache's server mode. mode: how KV gets to its server."""
+    extra = {"host": f"tcp://{HOST}", "port": port, "mp_transfer_mode": mode}
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_extra_config": {f"lmcache.mp.{key}": extra[key] for key in extra},
+        **BOTH,
+    }
+
+
+def beside(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """`kv_transfer_config` of our connector and another one."""
+    inside = {"connectors": [ours, theirs]}
+    return {**ours, "kv_connector": "VCacheMultiConnector", "kv_connector_extra_config": inside}
 
 
 def _sections(socket: Path, lends: int, more: Mapping[str, str]) -> dict[str, dict[str, Any]]:
