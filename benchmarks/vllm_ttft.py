@@ -1,10 +1,11 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace|both|behind]
                                     [--only PART,...] [--scale full|beside|tiny]
 
 `--integration`: through LMCache and the plugin, through our own connector and a pool, or in place:
-with the same, out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache`.
+with the same, out of vLLM's own KV cache, without a pool; `both`: in place beside LMCache's server;
+`behind`: out of LMCache's server, beside us. It needs vLLM, and LMCache for `lmcache`.
 The model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Parts run in
 the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one
 fails. At the deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to check the
@@ -19,16 +20,18 @@ from typing import NamedTuple
 
 import msgspec
 
+from vcache_backend.prove.prompts import Prompts
+
 from .options import Measurement, names_of, parser
 from .results import Row
 from .vllm.fleet import Fleet, Run
 from .vllm.instances import KINDS, joined
 from .vllm.parts import equality, latency, scheduling
-from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 
 OURS = ("vllm", "inplace")
-ALL = ("lmcache", *OURS)
+BESIDE = "both", "behind"
+ALL = ("lmcache", *OURS, *BESIDE)
 
 
 class Part(NamedTuple):
@@ -57,7 +60,7 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
 
     def compared(run: Run) -> list[Row]:
         scale, in_place = KINDS[kind].of(run.fleet.scale), run.fleet.in_place
-        prompts = Prompts(scale, run.prompts.seed, KINDS[kind].tail)
+        prompts = Prompts(*scale.units, run.prompts.seed, KINDS[kind].tail)
         run = run._replace(prompts=prompts)
         if in_place:
             # Blocks of states are long.
@@ -78,7 +81,7 @@ def _timed(kind: str) -> Part:
     """The time to first token of models with several block tables."""
 
     def timed(run: Run) -> list[Row]:
-        prompts = Prompts(KINDS[kind].of(run.fleet.scale), run.prompts.seed)
+        prompts = Prompts(*KINDS[kind].of(run.fleet.scale).units, run.prompts.seed)
         return latency.first_token(run._replace(prompts=prompts), kind)
 
     return Part(_trio(kind), timed, ("inplace",), apart="windows")
@@ -95,7 +98,7 @@ PARTS: dict[str, Part] = {
     "ttft_gemma3": _timed("gemma3"),
     "agreeing": Part(_trio(), equality.agreeing),
     "sensitive": Part(("alone",), equality.sensitive),
-    "flipped": Part(_trio(), equality.flipped, ("inplace",)),
+    "flipped": Part(_trio(), equality.flipped, ("inplace", "both")),
     "equal": Part(_trio(), _equal),
     "miss": Part(("alone", "a"), latency.miss),
     "fp8": _few("fp8", "modes"),
@@ -128,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
     with Fleet(scale, made.folder, options.cache, dict(options.set), way) as fleet:
         for index, name in enumerate(names):
-            prompts = Prompts(fleet.scale, seed=list(PARTS).index(name))
+            prompts = Prompts(*fleet.scale.units, seed=list(PARTS).index(name))
             with made.part(name):
                 _arrange(fleet, names[index:])
                 print(f"{name}: {made.clock.spent:.0f} s", flush=True)

@@ -16,21 +16,14 @@ from pathlib import Path
 
 import msgspec
 
+from vcache_backend.children import ChildFailed, MetadataServer, Program, module, until
 from vcache_backend.protocol.client import Client
 
-from ..processes import (
-    HOST,
-    PATIENT,
-    ChildFailed,
-    MetadataServer,
-    Program,
-    free_ports,
-    module,
-    until,
-)
+from ..processes import HOST, PATIENT, free_ports
 from ..vllm.environment import ENVIRONMENT, environment
 from ..vllm.scale import GIB
-from .systems import SYSTEMS, Sizes, lmcache_arguments, serve_arguments
+from ..vllm.settings import lmcache_server
+from .systems import SYSTEMS, Sizes, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
@@ -71,7 +64,8 @@ class Servers:
                 undo.enter_context(MetadataServer(self._socket, log, given))
             theirs = free_ports(2)
             if self._lmcache:
-                command = module("lmcache.cli.main", *lmcache_arguments(name, sizes, theirs))
+                size = theirs, sizes.scale.chunk, sizes.host_bytes, sizes.instances
+                command = lmcache_server(*size, SYSTEMS[name].lmcache)
                 log, given = folder / "lmcache.log", {**os.environ, **ENVIRONMENT}
                 # vLLM's connectors wait for it.
                 undo.enter_context(Program("lmcache", command, log, given))

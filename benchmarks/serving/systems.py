@@ -5,15 +5,15 @@ two GPUs, and tiny on the CPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..processes import HOST
-from ..vllm.scale import GIB, SCALES, Scale, sized
-from ..vllm.settings import beside, llm, lmcache_server, our_connector
+from ..vllm.scale import SCALES, Scale, sized
+from ..vllm.settings import beside, llm, our_connector, server_mode
 from .workloads import Plan
 
 MODEL = "model"
@@ -105,7 +105,7 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     """The connector, if it has one. side: `socket` of the metadata server, `lmcache`, the port of
     LMCache's server, `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
     system = SYSTEMS[name]
-    theirs = lmcache_server(side["lmcache"], system.lmcache) if system.lmcache else None
+    theirs = server_mode(side["lmcache"], system.lmcache) if system.lmcache else None
     if not (share := system.share):
         return theirs
     more = {"connector.share": share}
@@ -115,19 +115,3 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     given = more | dict(side.get("more", {}))
     ours = our_connector(side["socket"], lends, sizes.scale.chunk, given)
     return beside(ours, theirs) if theirs else ours
-
-
-def lmcache_arguments(name: str, sizes: Sizes, ports: Sequence[int]) -> list[str]:
-    """Of `lmcache server`. ports: for vLLM, and for HTTP."""
-    given = {
-        "host": HOST,
-        "port": ports[0],
-        "http-port": ports[1],
-        "chunk-size": sizes.scale.chunk,
-        "l1-size-gb": sizes.host_bytes / GIB,
-        "eviction-policy": "LRU",
-        "max-workers": sizes.instances,
-        "supported-transfer-mode": SYSTEMS[name].lmcache,
-    }
-    told = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
-    return ["server", *told, "--disable-observability"]

@@ -93,34 +93,46 @@ def test_there_is_no_hit_rate_before_the_first_hit() -> None:
         assert "waits for its first request" in shown
         assert f"2 instances share in place; {said}" in shown
         assert "0.0%" not in shown
-        assert ("hits none yet   0 of 768 tokens looked up" in shown) == bool(hits)
     none = text_of(msgspec.structs.replace(STATS, instances=[], segments=[]))
     assert "segment" not in none
 
 
-def test_who_read_from_whom_is_a_row_a_pair_and_the_most_comes_first() -> None:
+def test_an_arrow_leads_from_owner_to_reader_and_the_most_tokens_come_first() -> None:
+    """The workers of a reader have each read a part of the same tokens."""
     one, other = ONE.id, OTHER.id
-    reads = [m.ReadStats(1, UUID, other, 5 << 20, 0, one), m.ReadStats(2, UUID, other, 0, 3, other)]
-    reads += [
-        m.ReadStats(3, UUID, other, 4 << 20, 0, one),
-        m.ReadStats(9, UUID, "ef" * 16, 1 << 30, 0),
+    pooled = msgspec.structs.replace(ONE, id="", name=":8002", pid=5)
+    reads = [
+        m.ReadStats(*row)
+        for row in (
+            (1, UUID, other, 5 << 20, 0, 512, one),
+            (3, UUID, other, 4 << 20, 0, 512, one),
+            (2, UUID, other, 0, 3, 0, other),
+            (9, UUID, "ef" * 16, 1 << 30, 0, 20480),
+            (5, UUID, "pool", 1 << 20, 0, 256),
+        )
     ]
-    stats = msgspec.structs.replace(STATS, instances=[ONE, OTHER], reads=reads)
-    title, _, *rows = text_of(stats).partition("Who has read")[2].splitlines()
-    assert title.strip() == "from whom"
-    found = [row.split("  ") for row in rows[:2]]
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in found]
-    assert cells == [["pid 9", "efefefef, ended", "1 GiB"], [":8000", ":8001", "9 MiB"]]
-    assert "Who has read" not in text_of(STATS)
+    stats = msgspec.structs.replace(STATS, instances=[ONE, OTHER, pooled], reads=reads)
+    _, _, said = text_of(stats).partition("Who read from whom")
+    assert [line.rstrip() for line in said.splitlines()[2:6]] == [
+        "efefefef, ended  ─ 20,480 ─▶  pid 9",
+        ":8001            ── 512 ───▶  :8000",
+        "the pool         ── 256 ───▶  :8002",
+        "Segments",
+    ]
+    assert "Who read" not in text_of(STATS)
 
 
-def test_hits_of_the_last_minute_are_those_since_then() -> None:
-    earlier = msgspec.structs.replace(STATS, hits={"11": (900, 420)})
-    shown = Console(width=160, record=True, file=io.StringIO())
-    for part in tables.status(STATS, earlier):
-        shown.print(part)
-    said = "hits 75.0%   1,500 of 2,000 tokens looked up   1,080 in the last minute"
-    assert shown.export_text().splitlines()[1] == said
+def test_what_was_saved_is_on_the_first_screen_of_80_by_24() -> None:
+    counters = COUNTERS | {"loaded_tokens": 1_234_567_890}
+    busy = msgspec.structs.replace(
+        STATS, instances=[ONE, OTHER] * 4, counters=counters, minute=(90, 123_456)
+    )
+    _, saved, rate, *_ = screen = text_of(busy, 80).splitlines()
+    assert saved == "tokens not computed in the last minute 123,456   since the start 1,234,567,890"
+    assert rate.startswith("requests/s with a hit 1.5   up 1 d 2 h")
+    assert len(screen) <= 24
+    young = msgspec.structs.replace(busy, uptime_seconds=30.0)
+    assert status.saved(young)["requests/s with a hit"] == "3.0"
 
 
 def test_top_goes_on_over_a_restart_and_gives_the_terminal_back(tmp_path: Path) -> None:

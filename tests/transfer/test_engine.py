@@ -174,6 +174,11 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     assert (reader["device"], reader["connected"], reader["failures"]) == ("host:b", True, {})
     (segment,) = reader["server"]["segments"].values()
     assert (segment["device"], segment["used"], segment["chunks"]) == ("host:a", 3 * chunk, 3)
+    # Two loads of two and three chunks, out of the pool.
+    stats = pair.writer._session.client.stats
+    eventually(lambda: stats().minute == (2, 5 * CHUNK))
+    read = {row.nbytes: (row.instance, row.tokens) for row in stats().reads}
+    assert read == {count * chunk: ("pool", count * CHUNK) for count in (2, 3)}
     counted = [writer[name]["count"] for name in ("store", "reserve", "commit", "store_copy")]
     assert counted == [1, 1, 1, 1]
 

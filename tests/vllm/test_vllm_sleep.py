@@ -2,7 +2,7 @@
 when it is awake.
 
 The engine's half of it is vLLM's own. Its worker for CPUs has none; `cpu_sleep` does what that for
-GPUs does in 0.33, and `vllm_sources` checks in what order. `a` and `b` are instances of one
+GPUs does in 0.33, and `sources` checks in what order. `a` and `b` are instances of one
 namespace."""
 
 from __future__ import annotations
