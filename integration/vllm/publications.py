@@ -20,6 +20,7 @@ from vcache_backend.protocol.messages import (
     Found,
     Heard,
     InstanceId,
+    Promised,
     Reply,
 )
 from vcache_backend.vram_pool.generations import Generations, first_odd, packed
@@ -89,6 +90,10 @@ class Publications:
     def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
         thread."""
+        if isinstance(reply, Promised):
+            # A `kv_producer` looks nothing up, and would hear only with its next heartbeat.
+            self.heard = max(self.heard, reply.epoch)
+            self.news |= self.heard != self.epoch
         if not isinstance(reply, Found | Heard):
             return
         if reply.copies:
