@@ -155,7 +155,7 @@ class Publications:
         allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
         of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
         that build on a void block stay void."""
-        if not self.due:
+        if not (self._cached or self._begun):
             return []
         soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
@@ -188,11 +188,6 @@ class Publications:
                 self._builds_on_right(tracked)
         specs = (soon, False), (later, True)
         return [PublicationSpec(runs, self.epoch, waits) for runs, waits in specs if runs]
-
-    @property
-    def due(self) -> bool:
-        """Whether `publish` has something to do."""
-        return bool(self._cached or self._begun)
 
     def close(self) -> None:
         """Idempotent."""
