@@ -81,6 +81,8 @@ class VCacheScheduler:
         self._promise_numbers = count(1)
         self._loads: list[LoadSpec] = []
         """Loads that begin with the next step."""
+        self._given: dict[str, Any] = {}
+        """The blocks of requests for which this connector loads nothing, for the next step."""
         self._cancelled: set[str] = set()
         """Requests that have ended during their loads, for the next step."""
         self._named = False
@@ -204,6 +206,12 @@ class VCacheScheduler:
         self._promises.on_load(tracked)
         self._loads.append(tracked.load)
 
+    def given(self, request: Any, blocks: Any) -> None:
+        """Note that vLLM has given the request `blocks`, into which another connector may load
+        before the request's first step: not before our stores have read them."""
+        if self.publications is None:
+            self._given[request.request_id] = blocks
+
     def finished(self, request: Any) -> None:
         """Forget a request that has ended for any reason."""
         name = request.request_id
@@ -232,6 +240,9 @@ class VCacheScheduler:
             told = self._planner.publications(requests)
             return StepMetadata(publications=told) if told else QUIET
         meta = self._metadata(not output.total_num_scheduled_tokens)
+        for name in self._given.keys() - output.num_scheduled_tokens.keys():
+            meta.fresh += self._given[name].get_block_ids()
+        self._given.clear()
         for name in output.preempted_req_ids or ():
             if (tracked := requests.get(name)) is not None:
                 self._promises.withdraw(tracked)

@@ -22,7 +22,6 @@ from processes import ROOT, Child, Stage, eventually, ran
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
-from vcache_backend.config import split_address
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -269,9 +268,3 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
             eventually(lambda: prometheus.alerts() == {"VCacheServerDoesNotAnswer"}, every=0.2)
         monitor.kill()
         eventually(lambda: prometheus.alerts() == {"VCacheServerGone"}, every=0.2)
-
-
-@pytest.mark.parametrize("address", ["9419", "::1:9419", ":65536", "a b:1"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
-        split_address(address, "metrics")
