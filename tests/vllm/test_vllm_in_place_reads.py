@@ -14,7 +14,7 @@ from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm.metadata import StepMetadata
 from vcache_backend.protocol.messages import Find, ResidentRun
