@@ -1,12 +1,13 @@
-"""The module in which vLLM finds `VCacheConnector`: by the name that our plugin registers
+"""The module in which vLLM finds our connectors: by the names that our plugin registers
 (plugin.py), or by `kv_connector_module_path`, which works without the plugin, too.
 
-With a vLLM that vcache does not know and that has another shape (`shapes`), the class of this name
-does nothing."""
+With a vLLM that vcache does not know and that has another shape (`shapes`), `VCacheConnector` does
+nothing, and `VCacheMultiConnector` is vLLM's own, in which the other connectors go on."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -67,4 +68,22 @@ VCacheConnector, _fault = _connector()
 if _fault:
     VCacheConnector = Idle
 
-__all__ = ["VCacheConnector"]
+
+def _beside() -> Any:
+    """Our class for several connectors, or vLLM's own if ours cannot be used with this vLLM."""
+    if not _fault:
+        try:
+            from .vllm.multi import VCacheMultiConnector as found
+
+            return found
+        except Exception:
+            log = logging.getLogger("vllm.vcache")
+            log.exception("vcache cannot stand beside other connectors")
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    return MultiConnector
+
+
+VCacheMultiConnector = _beside()
+
+__all__ = ["VCacheConnector", "VCacheMultiConnector"]
