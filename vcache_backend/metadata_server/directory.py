@@ -187,15 +187,6 @@ class Directory:
             ]
         return present
 
-    def leading_of_all(self, keys: list[m.ChunkKey], ranks: int) -> int:
-        """Count the leading chunks (keys of rank 0) that the pool has for all ranks."""
-        found = len(keys)
-        for rank in range(ranks):
-            places = self.places(m.of_rank(keys[:found], rank) if ranks > 1 else keys)
-            if None in places:
-                found = places.index(None)
-        return found
-
     def pin(self, keys: list[m.ChunkKey], seconds: float) -> list[m.SlotRun]:
         """Find the leading chunks, make them recent, the first most of all, and do not evict them
         for some seconds. Whoever reads compares the generations afterwards."""

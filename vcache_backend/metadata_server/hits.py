@@ -63,8 +63,8 @@ class Piece(msgspec.Struct):
     stop: int
     instance: m.InstanceId
     there: InstancePublications
-    blocks: list[bytes]
-    generations: list[bytes]
+    blocks: list[bytearray]
+    generations: list[bytearray]
 
     def packed(self, stop: int) -> m.ResidentRun:
         """The run before block `stop`, where the hit ends; maybe empty."""

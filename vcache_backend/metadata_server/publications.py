@@ -39,8 +39,8 @@ class Followed(NamedTuple):
     generations, and the remaining looks."""
 
     stop: int
-    blocks: list[bytes]
-    generations: list[bytes]
+    blocks: list[bytearray]
+    generations: list[bytearray]
     looks: int
 
 
@@ -81,7 +81,7 @@ class InstancePublications:
     places; what is still right there is moved to the end. Place 0 is empty."""
 
     def __init__(self, join: m.Join, table: ForeignTable) -> None:
-        self.join, self.table = join, table
+        self.join, self.table, self._counters = join, table, table.counters
         self.namespace, self.blocks, self.ranks = join.namespace, join.blocks, join.ranks
         self.each, self.tables = join.each, join.tables
         self.whole = False
@@ -95,7 +95,10 @@ class InstancePublications:
         self._next, self._size = 1, 2 * self.blocks + m.MAX_PUBLISHED
         size = self._size
         self._hashes, self._tables = bytearray(m.HASH_BYTES * size), bytearray(size)
-        self._numbers, self._generations = _numbers("I", size), _numbers("Q", size)
+        self._packed, self._counted = bytearray(4 * size), bytearray(8 * size)
+        """The blocks' numbers and generations, packed; the next two are the same memory."""
+        self._numbers: memoryview[int] = memoryview(self._packed).cast("I")
+        self._generations: memoryview[int] = memoryview(self._counted).cast("Q")
         self._begins, self._stops = _numbers("I", size), _numbers("I", size)
         """For each place, where its run begins and stops."""
         self._earlier = _numbers("I", size)
@@ -109,7 +112,7 @@ class InstancePublications:
     @property
     def live(self) -> int:
         """How many blocks look-ups return. Takes some 40 us a thousand blocks."""
-        return sum(map(eq, self.table.counters, self._found))
+        return sum(map(eq, self._counters, self._found))
 
     # ---- published
 
@@ -142,7 +145,7 @@ class InstancePublications:
             return 0
         if not self._earlier[at]:
             # Written out: a call takes as long as all of this.
-            right = self.table.counters[self._numbers[at]] == self._generations[at]
+            right = self._counters[self._numbers[at]] == self._generations[at]
             if right and self._agreed[at] == self._all:
                 return at
         at, found = self._newest(name), 0
@@ -160,19 +163,20 @@ class InstancePublications:
         `stop`, as long as they are here and unchanged. looks: how many runs to look for; comparing
         `COMPARED` blocks counts as one more."""
         end, size, at = self._suffixes[table], m.HASH_BYTES, first
-        blocks, generations = list[bytes](), list[bytes]()
+        blocks, generations = list[bytearray](), list[bytearray]()
         while at < stop and looks > 0:
             looks -= 1
-            if not (place := self.at(hashes[at * size : (at + 1) * size] + end)):
+            name = hashes[at * size : (at + 1) * size]
+            if not (place := self.at(name + end if end else name)):
                 break
-            count = min(self._stops[place] - place, stop - at)
+            count = self._stops[place] - place
             if count > 1:
-                count = _common(self._hashes, place, hashes, at, count)
-                changed = self._right(place, place + count).find(0)
+                count = _common(self._hashes, place, hashes, at, min(count, stop - at))
+                changed = self._right(place, place + count).find(0) if count > 1 else 0
                 count = changed if changed > 0 else count
-            looks -= count // COMPARED
-            blocks.append(self._numbers[place : place + count].tobytes())
-            generations.append(self._generations[place : place + count].tobytes())
+                looks -= count // COMPARED
+            blocks.append(self._packed[4 * place : 4 * (place + count)])
+            generations.append(self._counted[8 * place : 8 * (place + count)])
             at += count
         return Followed(at, blocks, generations, looks)
 
@@ -229,22 +233,30 @@ class InstancePublications:
         """Put the unchanged blocks that are not here yet into the log. See `publish`."""
         scale, end, new = self.tables[run.table].scale, self._suffixes[run.table], 0
         chunk = self.each // scale if run.table == self.leading and not self.each % scale else 0
-        for at, (hash_,) in enumerate(struct.iter_unpack(f"{m.HASH_BYTES}s", run.hashes)):
+        hashes = [hash_ for (hash_,) in struct.iter_unpack(f"{m.HASH_BYTES}s", run.hashes)]
+        names = [hash_ + end for hash_ in hashes] if end else hashes
+        right = list(map(eq, map(self._counters.__getitem__, piece.numbers), piece.generations))
+        if all(right) and self.named.keys().isdisjoint(names):  # mostly
+            self._append(piece)
+            if self.ranks == 1 and chunk:
+                yield from hashes[-(run.first + 1) % chunk :: chunk]
+            return
+        for at, name in enumerate(names):
             before, agreed = 0, piece.agreed[at]
-            if self.table.counters[piece.numbers[at]] != piece.generations[at]:
-                # Changed already. Nobody needs to wait for it.
+            if not right[at]:
+                # Nobody needs to wait for it.
                 agreed = self._all
                 self._append(_cut(piece, new, at))
                 new = at + 1
-            elif place := self._same(hash_ + end, piece.numbers[at], piece.generations[at]):
+            elif place := self._same(name, piece.numbers[at], piece.generations[at]):
                 before = self._agreed[place]
                 self._agreed[place] = agreed = agreed | before
                 self._find(place)
                 self._append(_cut(piece, new, at))
                 new = at + 1
             if chunk and before != agreed == self._all and not (run.first + at + 1) % chunk:
-                yield hash_
-        self._append(_cut(piece, new, len(piece.numbers)))
+                yield hashes[at]
+        self._append(_cut(piece, new, len(names)))
 
     def _same(self, name: bytes, block: int, generation: int) -> int:
         """The place at which a block is already; 0: none."""
@@ -283,29 +295,31 @@ class InstancePublications:
             self._agreed[first:stop] = array("Q", agreed)
             self._begins[first:stop] = array("I", [first]) * count
             self._stops[first:stop] = array("I", [stop]) * count
-            for at, block in enumerate(numbers, first):
-                if old := self._place_of[block]:
+            end, named, places = self._suffixes[table], self.named, self._place_of
+            names = struct.iter_unpack(f"{m.HASH_BYTES}s", hashes)
+            for at, (block, (name,)) in enumerate(zip(numbers, names, strict=True), first):
+                if old := places[block]:
                     self._forget(old)
-                name = self._name(at)
-                self._earlier[at] = self._newest(name)
-                self.named[name] = self._place_of[block] = at
+                name += end
+                self._earlier[at] = self._newest(name) if name in named else 0
+                named[name] = places[block] = at
                 self._find(at)
 
     def _cleared(self, first: int, stop: int) -> list[LogPiece]:
         """Forget what is at these places. Returns the blocks that are unchanged."""
         pieces, begin = list[LogPiece](), 0
+        if not self._counted[8 * first : 8 * stop].strip(b"\0"):  # never used
+            return pieces
         for at in range(first, stop):
-            here = self._place_of[self._numbers[at]] == at and self._is_right(at)
+            kept = self._place_of[self._numbers[at]] == at
+            here = kept and self._is_right(at)
+            if kept:
+                self._forget(at)
             if begin and (not here or self._begins[at] == at):
                 pieces.append(self._piece(begin, at))
                 begin = 0
             begin = begin or (at if here else 0)
-        if begin:
-            pieces.append(self._piece(begin, stop))
-        for at in range(first, stop):
-            if self._place_of[self._numbers[at]] == at:
-                self._forget(at)
-        return pieces
+        return [*pieces, self._piece(begin, stop)] if begin else pieces
 
     def _piece(self, first: int, stop: int) -> LogPiece:
         return LogPiece(
@@ -352,20 +366,18 @@ class InstancePublications:
         return hash_ + self._suffixes[self._tables[at]]
 
     def _is_right(self, at: int) -> bool:
-        return self.table.counters[self._numbers[at]] == self._generations[at]
+        return self._counters[self._numbers[at]] == self._generations[at]
 
     def _right(self, first: int, stop: int) -> bytes:
         """A byte for each of several places: 1 if the block is unchanged, and all ranks have
         published it."""
-        count, published = stop - first, self._generations[first:stop]
-        if count == 1:
+        if stop - first == 1:
             return bytes([self._is_right(first) and self._agreed[first] == self._all])
-        now = itemgetter(*self._numbers[first:stop])(self.table.counters)
-        agreed = self._agreed[first:stop].tolist() if self.ranks > 1 else [self._all] * count
-        same = struct.pack(f"<{count}Q", *now) == published.tobytes()
-        if same and agreed.count(self._all) == count:
-            return b"\1" * count
-        both = zip(now, published, agreed, strict=True)
+        now = itemgetter(*self._numbers[first:stop])(self._counters)
+        right = struct.pack(f"<{stop - first}Q", *now) == self._counted[8 * first : 8 * stop]
+        if right and self.ranks == 1:
+            return b"\1" * (stop - first)
+        both = zip(now, self._generations[first:stop], self._agreed[first:stop], strict=True)
         return bytes([here == then and by == self._all for here, then, by in both])
 
 

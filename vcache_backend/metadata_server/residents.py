@@ -181,12 +181,10 @@ class ResidentDirectory:
         others = self._others(request)
         present = b""
         if pooled.has_any(request.namespace):
-            if others:
-                present = bytes(pooled.of_all(keys, request.ranks))
-            else:
-                present = b"\1" * pooled.leading_of_all(keys, request.ranks)
+            present = bytes(pooled.of_all(keys, request.ranks))
         if others:
             return self._resident(request, others, present)
+        present = present.partition(b"\0")[0]
         own = self._of.get(request.instance)
         plain = request.pool_only or own is None or own.tables == ONE_FULL
         found = len(present) * request.each
