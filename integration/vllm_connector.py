@@ -2,12 +2,11 @@
 (plugin.py), or by `kv_connector_module_path`, which works without the plugin, too.
 
 With a vLLM that vcache does not know and that has another shape (`shapes`), `VCacheConnector` does
-nothing, and `VCacheMultiConnector` may be vLLM's own MultiConnector."""
+nothing, and `VCacheMultiConnector` is vLLM's own, in which the other connectors go on."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from contextlib import suppress
 from typing import Any
 
@@ -67,12 +66,12 @@ Idle.__abstractmethods__ = frozenset()
 VCacheConnector, _fault = _connector()
 if _fault:
     VCacheConnector = Idle
-try:
-    from .vllm.multi import VCacheMultiConnector
-except Exception:
-    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 
-    logging.getLogger("vllm.vcache").exception("vcache cannot stand beside other connectors")
-    VCacheMultiConnector = multi_connector.MultiConnector  # type: ignore[misc]
+if VCacheConnector is Idle:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector as VCacheMultiConnector,
+    )
+else:
+    from .vllm.multi import VCacheMultiConnector
 
 __all__ = ["VCacheConnector", "VCacheMultiConnector"]

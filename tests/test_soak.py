@@ -13,14 +13,14 @@ FEW: dict[Role, int] = {"owner": 2, "reader": 2}
 
 
 def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:
-    level = INPLACE._replace(loads=500, stops=0.005, pause=0.15)
+    level = INPLACE._replace(loads=300, stops=0.005, pause=0.15)
     # Not every mishap happens in so short a time.
     assert faults(run(7, level), level._replace(mishaps={})) == []
 
 
 def test_instances_share_again_after_every_reset() -> None:
     level = INPLACE._replace(mishaps={"namespaces reset": 1}, counts=FEW, reuse_hits=0.0)
-    level = level._replace(loads=400, pause=0.3, seconds=200.0)
+    level = level._replace(loads=200, pause=0.3, seconds=200.0)
     assert faults(run(7, level), level) == []
 
 

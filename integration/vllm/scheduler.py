@@ -17,6 +17,7 @@ from typing import Any
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 from .blocks import KVBlocks
+from .consumers import Unserved
 from .evictions import Duplicates, Victims
 from .instance import InstanceContext
 from .lookups import Lookups
@@ -71,6 +72,7 @@ class VCacheScheduler:
         self.victims: Victims | None = None
         """None until vLLM has shown its block pool, and unless a pool stands beside KV caches
         shared in place."""
+        self._unserved = Unserved(context, meter) if loads and not stores else None
         self._spans = traces.begin(vllm_config)
         self._step_blocks = scheduling.max_num_batched_tokens // context.groups.block
         self._steps_are_taken = scheduling.policy == "priority"
@@ -264,6 +266,8 @@ class VCacheScheduler:
             if (tracked := requests.get(name)) is not None:
                 self._waits.over(tracked)
                 self._promises.on_start(tracked, computed)
+                if self._unserved is not None:
+                    self._unserved.began(tracked, computed)
         if self.victims is not None:
             self.victims.plan(meta, self._planner.take_completed())
         return QUIET if meta == _NOTHING else meta

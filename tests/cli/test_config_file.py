@@ -29,6 +29,7 @@ MISTAKES = {
     "# of mine\npool: {device: gpu0}": "line 2: device must be auto, host, ",
     f"# of mine\nserver: {{socket: /{'x' * 108}}}": "line 2: socket must be a path of at most 107 ",
     "server: {socket: ~/v.sock}": "line 1: socket must be a path without ~, got '~/v.sock'",
+    "server: {metrics: '::1:9419'}": "line 1: metrics must be HOST:PORT",
     "server: {socket: v.sock}": "line 1: socket must be an absolute path, got 'v.sock'",
     "pool:\n  segment_bytes: 8": "line 2: 8 without a unit is 8 B: write the unit, such as 8GiB",
     f"pool: {{device: {100_000 * 'x'}}}": "line 1: device must be auto, host, ",

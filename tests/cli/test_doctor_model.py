@@ -33,11 +33,6 @@ GRANITE = SHAPE | {"model_type": "granitemoehybrid", "num_hidden_layers": 4}
 GRANITE |= {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0}
 GRANITE |= {"layer_types": ["mamba", "mamba", "mamba", "attention"], "shared_intermediate_size": 64}
 GRANITE |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_n_groups": 1}
-BLOOM = {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "torch_dtype": "bfloat16"}
-BLOOM |= {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}
-MAMBA = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 2}
-MAMBA |= {"hidden_size": 64, "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1}
-MAMBA |= {"vocab_size": 128}
 TOKEN = 4 * 2 * 2 * 16 * 2
 """Bytes of a token of `LLAMA`: layers, K and V, KV heads, numbers of a head, bytes of a number."""
 
@@ -88,11 +83,6 @@ def test_blocks_are_as_large_as_a_state_like_in_an_instance(tmp_path: Path) -> N
 
 
 @needs_vllm
-def test_a_model_may_read_small_tensors_while_it_is_built(tmp_path: Path) -> None:
-    assert doctor_report(written(tmp_path, BLOOM), Config()).in_place
-
-
-@needs_vllm
 def test_a_pool_that_does_not_fit_beside_vllms_defaults_is_a_warning_with_the_flag_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,13 +105,6 @@ def test_a_pool_that_does_not_fit_beside_vllms_defaults_is_a_warning_with_the_fl
     assert ", or pool.segment_bytes: " in found.advice
     assert found.detail.endswith("8 GiB do not fit: nothing is lent, so nothing is shared")
     assert room(from_dict({"pool": {"segment_bytes": "2 GiB"}})).status == "ok"
-
-
-@needs_vllm
-def test_a_model_that_is_not_cached_is_a_failure_that_says_why(tmp_path: Path) -> None:
-    model = doctor_report(written(tmp_path, MAMBA), Config())
-    assert str(model) == "Mamba2ForCausalLM: 2 layers with a state"
-    assert model.refused == "vLLM has no prefix cache for this model: no setting changes that"
 
 
 def asked(_: object, model: str) -> bytes:

@@ -22,7 +22,6 @@ from processes import ROOT, Child, Stage, eventually, ran
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
-from vcache_backend.config import split_address
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -217,20 +216,28 @@ tests:
     input_series:
       - {{series: 'vllm:vcache_failures_total{{cause="server",instance="lacks"}}', values: 0x3 1+1x9}}
       - {{series: 'vllm:vcache_failures_total{{cause="late",instance="busy"}}', values: 0+1x12}}
+      - {{series: 'vllm:vcache_computed_prompts_total{{instance="lone"}}', values: 0+1x12}}
+      - {{series: 'vllm:vcache_loaded_tokens_total{{instance="lone",tier="own"}}', values: 0x12}}
+      - {{series: 'vllm:vcache_computed_prompts_total{{instance="busy"}}', values: 0+1x12}}
+      - {{series: 'vllm:vcache_loaded_tokens_total{{instance="busy",tier="peer"}}', values: 0+9x12}}
     promql_expr_test:
       - expr: ALERTS{{alertstate="firing"}}
         eval_time: 10m
         exp_samples:
-          - {{labels: '{{{alert}, instance="lacks"}}', value: 1}}
+          - {{labels: '{{{alert}, {lacks}}}', value: 1}}
+          - {{labels: '{{{alert}, {lone}}}', value: 1}}
 """
-"""What vLLM counts, and the one alert that fires."""
+"""What vLLM counts, and the alerts that fire."""
 
 
 @needs("prometheus")
-def test_look_ups_without_a_server_alert_and_late_answers_do_not(tmp_path: Path) -> None:
-    labels = 'alertname="VCacheLookupsWithoutServer", alertstate="firing", severity="critical"'
+def test_look_ups_without_a_server_and_a_consumer_without_hits_alert(tmp_path: Path) -> None:
+    """Late answers do not, nor a consumer that loads, too."""
+    labels = '__name__="ALERTS", alertstate="firing", severity="critical"'
+    lacks = 'alertname="VCacheLookupsWithoutServer", instance="lacks"'
+    lone = 'alertname="VCacheConsumerComputes", instance="lone"'
     file = tmp_path / "test.yml"
-    file.write_text(WITHOUT.format(rules=ALERTS, alert=f'__name__="ALERTS", {labels}'))
+    file.write_text(WITHOUT.format(rules=ALERTS, alert=labels, lacks=lacks, lone=lone))
     done = ran("promtool", "test", "rules", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -261,9 +268,3 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
             eventually(lambda: prometheus.alerts() == {"VCacheServerDoesNotAnswer"}, every=0.2)
         monitor.kill()
         eventually(lambda: prometheus.alerts() == {"VCacheServerGone"}, every=0.2)
-
-
-@pytest.mark.parametrize("address", ["9419", "::1:9419", ":65536", "a b:1"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
-        split_address(address, "metrics")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from typing import Any
 
 import msgspec
@@ -18,14 +17,11 @@ from vcache_backend import doctor
 from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
-from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.report import (
     MAX_REPORTS,
     Minute,
-    Reports,
     fitting,
-    server_stats,
 )
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
@@ -100,14 +96,6 @@ def test_a_hit_of_an_instance_that_was_idle_is_counted_at_once(alone: Stage) -> 
         eventually(lambda: asks.stats().hits == {"cafe": (1024, 768)})
 
 
-def test_the_newest_reports_are_kept() -> None:
-    reports = Reports(lambda: 0.0)
-    for number in range(2 * MAX_REPORTS):
-        reports.add(peer(number), "info", f"{number}")
-    texts = [report.text for report in reports.newest_last()]
-    assert (len(texts), texts[-1]) == (MAX_REPORTS, str(2 * MAX_REPORTS - 1))
-
-
 def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
     id_, device = m.SegmentId("s" * 64), "\N{GRINNING FACE}" * 64
     segments = [m.SegmentInfo(id_, device, "host", m.MAX_SEGMENT_BYTES)] * m.MAX_SEGMENTS
@@ -115,17 +103,6 @@ def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantin
     left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
     whole = msgspec.structs.replace(stats, quarantined_slots=left)
     assert len(sockets.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
-
-
-def test_statistics_look_once_at_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred instances of one process and its 64 children took a quarter of a second."""
-    looked, stopped = Counter[ProcessId](), processes.stopped
-    monkeypatch.setattr(processes, "stopped", lambda one: looked.update([one]) or stopped(one))
-    service = made()
-    for number in range(3):
-        service.layouts.add(peer(number), {"model": f"{number}", "namespace": f"{number}"})
-    assert len(server_stats(service).instances) == 3
-    assert looked == {peer().process: 1}
 
 
 # ---- what a person sees

@@ -5,19 +5,20 @@ providers.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from engine_cases import Node, get, put
+from engine_cases import Node, get, node, put
 from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, layout_of, places, prompt
 from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_depot, raw
 from mooncake_store import Depot
 from neighbour_cases import Owner, instance, mapped
-from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through
-from processes import PATIENT, SECONDS, eventually, leaving_nothing
+from processes import PATIENT, QUICK, SECONDS, eventually, leaving_nothing
 from test_command import vcache
 
 from vcache_backend.config import ByteSize
@@ -29,6 +30,49 @@ from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.store import store
+
+ROOMY = 4 << 20
+LENGTH = 5 * CHUNK
+TIER = {"retry_seconds": 0.05, "lookup_seconds": 10.0, "get_seconds": 10.0}
+"""What breaks is tried again soon; but only tests of deadlines set some that a slow machine may
+miss.
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    """Two, each with a server of its own."""
+    with node(tmp_path / "one", QUICK) as one, node(tmp_path / "two", QUICK) as two:
+        for made in (one, two):
+            made.serve()
+        yield [one, two]
+
+
+def engine(
+    at: Node,
+    store: Depot,
+    model: str,
+    cache: Cache | None = None,
+    device: str = "host",
+    room: int = ROOMY,
+    **offload: Any,
+) -> VCacheEngine:
+    """An engine of `at` whose tier is open. room: bytes that it lends to the pool."""
+    cache = cache or Cache()
+    tier = store.offload(**(TIER | offload))
+    config = msgspec.structs.replace(at.config(device, room), offload=tier)
+    made = VCacheEngine(config, layout_of(cache, model=model))
+    at.undo.enter_context(made)
+    made.register(cache.tensors)
+    eventually(lambda: made.get_stats()["offload"]["usable"])
+    return made
+
+
+def through(made: VCacheEngine, cache: Cache, tokens: torch.Tensor) -> None:
+    """Store, and wait until it is below."""
+    put(made, cache, tokens)
+    assert made.flush(SECONDS, through=True)
+
 
 __all__ = ["depot", "hung_depot", "model", "nodes", "own_depot", "raw"]
 pytestmark = needs_mooncake

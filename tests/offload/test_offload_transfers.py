@@ -42,11 +42,6 @@ def store() -> Iterator[Store]:
     made.close()
 
 
-def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
-    assert (store.lookup(["vcache1/x"]), store.exist(["vcache1/x"])) == (None, [False])
-    assert not store.usable
-
-
 def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

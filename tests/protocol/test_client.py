@@ -4,7 +4,6 @@ a real socket.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -23,8 +22,8 @@ from server_cases import CLIENT
 
 from vcache_backend import errors
 from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.protocol import channel, sockets
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import sockets
 from vcache_backend.protocol.channel import Sent
 from vcache_backend.protocol.client import Client
 
@@ -184,20 +183,6 @@ def test_a_layout_that_is_no_text_is_trouble_and_raises_nothing(stage: Stage) ->
     assert "surrogates not allowed" in stage.client(layout={"model": "\udcff"}).trouble
 
 
-def test_a_process_that_gets_no_pidfd_is_told_so(
-    stage_: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where seccomp forbids it: that is not for `server.allow_uids` to change."""
-
-    def forbidden(pid: int) -> int:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    stage_.server()
-    monkeypatch.setattr(os, "pidfd_open", forbidden)
-    with Client(stage_.path, PATIENT, reconnect=False) as client:
-        assert client.trouble.endswith(": no pidfd: Operation not permitted; see `vcache doctor`")
-
-
 def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scripted) -> None:
     given_up = threading.Event()
 
@@ -244,26 +229,6 @@ def test_a_late_answer_is_logged_as_one_and_rarely(
     (line,) = warnings(caplog)
     assert "did not answer Touch(1 keys) in 0.05" in line
     assert client.connections_lost == 4
-
-
-def test_an_absent_server_is_logged_again_for_look_ups_without_it(
-    stage_: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And for nothing else: a process that looks nothing up lacks nothing."""
-    client = stage_.client(QUICK)
-    eventually(lambda: warnings(caplog))
-
-    def fails(call: Callable[[list[m.ChunkKey]], Any], times: int = 3) -> int:
-        for _ in range(times):
-            with pytest.raises(ServerUnavailable):
-                call([A])
-        return len(warnings(caplog))
-
-    assert fails(client.lookup) == 1
-    monkeypatch.setattr(channel, "REPEAT_SECONDS", 0.0)
-    assert fails(client.touch) == 1
-    assert fails(client.lookup) == 4
-    assert all(f"no metadata server at {stage_.path}" in line for line in warnings(caplog))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

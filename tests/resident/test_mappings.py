@@ -119,15 +119,6 @@ def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next(stage_
         eventually(lambda: kv_mapped() == 1)
 
 
-def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) -> None:
-    server = stage_.server()
-    with owner(stage_, 1, QUICK) as there, closing(Reader(stage_.client(QUICK))) as reader:
-        reader.there(ONE)
-        server.kill()
-        there.kill()
-        eventually(lambda: kv_mapped() == 0)
-
-
 def test_who_is_unknown_is_asked_for_once(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vcache_backend.resident.mappings.RETRY_SECONDS", 1000.0)
     assert [mapped(reader.neighbours, ONE) for _ in range(50)] == [None] * 50
@@ -274,18 +265,6 @@ def test_a_killed_owners_table_is_forgotten(stage: Stage) -> None:
         assert tables.view(ONE) is None
         for fd in held:
             os.close(fd)
-
-
-def test_a_table_outlives_the_server_and_an_owner_s_death_is_noticed(stage_: Stage) -> None:
-    server = stage_.server()
-    with owner(stage_, 1, QUICK) as part, closing(Tables(client := stage_.client(QUICK))) as tables:
-        view = there(tables)
-        server.kill()
-        eventually(lambda: not client.connected)
-        assert tables.view(ONE) is view
-        assert tables.view(TWO) is None
-        part.kill()
-        eventually(lambda: tables.view(ONE) is None)
 
 
 def test_a_hung_server_is_a_miss_for_a_while(

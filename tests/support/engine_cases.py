@@ -103,15 +103,6 @@ class Awaited(Copied):
         return True
 
 
-class WrongCopier(HostCopier):
-    """A planted bug: one byte of what it loads is wrong."""
-
-    def pull(self, kv: Any, rows: Any, *given: Any, **more: Any) -> Finished:
-        finished = super().pull(kv, rows, *given, **more)
-        kv.pages[-1][int(rows[-1, 2]), -1] ^= 1
-        return finished
-
-
 # ---- worker processes
 
 

@@ -3,9 +3,11 @@ lmcache_injector.py."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -99,3 +101,49 @@ def end() -> None:
     """Nothing is watched in this thread any more."""
     sys.setprofile(None)
     threading.setprofile(None)
+
+
+# ---- in the test
+
+
+ALL = os.environ.get("VCACHE_INJECT") == "all"
+"""Whether each function raises in every way, not in one."""
+
+
+def ways(calls: Mapping[str, int]) -> Iterator[list[Case]]:
+    """By function, of which calls says how often it is called: how it raises."""
+    for number, (name, count) in enumerate(sorted(calls.items())):
+        every = [Case(name, after, call) for call in (1, min(3, count)) for after in (False, True)]
+        yield list(dict.fromkeys(every)) if ALL else [every[number % len(every)]]
+
+
+def outcomes_of(
+    title: str,
+    cases: Iterator[Case],
+    outcome_of: Callable[[Case], str],
+    files: set[str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Fails if an outcome is wrong, which then begins with `wrong`, or if functions of one of these
+    files are missing. The counts are a line of pytest's summary; the file that
+    `VCACHE_INJECT_TABLE` names, with the title behind, gets a table."""
+    outcomes = dict[Case, str]()
+    try:
+        for case in cases:
+            for _ in range(2):  # a few functions are called in some orders of threads only
+                outcomes[case] = outcome_of(case)
+                if outcomes[case] != "not reached":
+                    break
+    finally:
+        kinds = Counter(outcome.partition(":")[0] for outcome in outcomes.values())
+        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        functions = len({case.function for case in outcomes})
+        line = f"injector, {title}: {len(outcomes)} cases of {functions} functions: {said}"
+        record_property("summary", line)
+        if file := os.environ.get("VCACHE_INJECT_TABLE"):
+            rows = [f"| {case} | {outcome} |" for case, outcome in outcomes.items()]
+            Path(f"{file}.{title}").write_text("\n".join([line, "", *rows, ""]))
+    wrong = [f"{case}: {one}" for case, one in outcomes.items() if one.startswith("wrong")]
+    assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong[:20]])
+    assert {case.function.partition(":")[0] for case in outcomes} >= files
+    assert kinds["not reached"] <= len(outcomes) // 20

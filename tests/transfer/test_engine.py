@@ -111,19 +111,6 @@ def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
 # ---- whose chunks they are
 
 
-def test_a_chunk_counts_only_when_every_rank_has_stored_it(fresh: Node) -> None:
-    caches = [Cache(), Cache()]
-    layout = layout_of(caches[0], tp_size=2)
-    ranks = [fresh.engine(f"host:{rank}", ROOMY, layout, rank=rank, ranks=2) for rank in range(2)]
-    assert ranks[0].keys(prompt(CHUNK)) != ranks[1].keys(prompt(CHUNK))
-    put(ranks[0], caches[0], prompt(3 * CHUNK))
-    assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [0, 0]
-    put(ranks[1], caches[1], prompt(2 * CHUNK))
-    assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [2 * CHUNK, 2 * CHUNK]
-    for engine, cache in zip(ranks, caches, strict=True):
-        assert get(engine, cache, prompt(2 * CHUNK)) == 2 * CHUNK
-
-
 # ---- the directory as the engine shows it
 
 
@@ -138,19 +125,6 @@ def test_a_store_behind_too_many_is_skipped(fresh: Node, monkeypatch: pytest.Mon
     assert writer.flush(SECONDS)
     assert [writer.lookup(prompt(CHUNK, family)) for family in range(1, 5)] == [CHUNK, CHUNK, 0, 0]
     assert writer.get_stats()["not_stored"]["backlog"] == 2
-
-
-def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(fresh: Node) -> None:
-    pair = Pair(fresh, chunks=3)
-    put(pair.writer, pair.mine, prompt(2 * CHUNK))
-    put(pair.writer, pair.mine, prompt(CHUNK, 2))
-    tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
-    wanted = torch.arange(len(tokens)) >= CHUNK
-    assert pair.reader.retrieve(tokens, wanted, pair.theirs.tensors, slots).sum() == CHUNK
-    assert pair.reader.flush(SECONDS)
-    put(pair.writer, pair.mine, prompt(CHUNK, 3))
-    assert pair.reader.lookup(tokens) == 2 * CHUNK
-    assert pair.reader.lookup(prompt(CHUNK, 2)) == 0
 
 
 # ---- statistics

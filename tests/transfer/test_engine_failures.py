@@ -247,32 +247,6 @@ def test_who_cannot_map_a_segment_still_stores(
 # ---- the server is absent, gone, hung, restarted
 
 
-def test_an_engine_connects_by_itself_later(here: Node, caplog: pytest.LogCaptureFixture) -> None:
-    mine, theirs = Cache(), Cache()
-    writer = here.engine("host:a", ROOMY, layout_of(mine))
-    reader = here.engine("host:b", 0, layout_of(mine))
-    tokens = prompt(3 * CHUNK)
-    assert (writer.lookup(tokens), writer.contains(writer.keys(tokens)[0])) == (0, -1)
-    assert get(writer, mine, tokens) == 0
-    writer.store(tokens, None, mine.tensors, places(SMALL, 3 * CHUNK))
-    stats = writer.get_stats()
-    assert (stats["connected"], stats["server"]) == (False, None)
-    eventually(lambda: said(caplog, level=logging.WARNING))
-    lines = said(caplog, level=logging.WARNING)
-    assert all("no metadata server at" in line and "vcache serve" in line for line in lines)
-
-    here.serve()
-    eventually(lambda: writer.get_stats()["connected"] and reader.get_stats()["connected"])
-    assert len(said(caplog, "no metadata server at")) == 2, "one line an engine"
-
-    def devices() -> list[str]:
-        return [one["device"] for one in writer.get_stats()["server"]["segments"].values()]
-
-    eventually(lambda: devices() == ["host:a"])
-    put(writer, mine, tokens)
-    assert get(reader, theirs, tokens) == 3 * CHUNK
-
-
 def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(served: Node) -> None:
     """Whoever has mapped a segment holds it: server and owner may both be gone."""
     owner = served.worker("host:a", ROOMY)
@@ -339,11 +313,3 @@ def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(served: No
     served.serve()
     (second,) = eventually(lambda: client.connected and client.list_segments())
     assert second.id != first.id
-
-
-def test_memory_that_cannot_be_lent_is_told_to_the_operator(served: Node) -> None:
-    """More than a process can address: `vcache doctor` shows what the worker has reported."""
-    served.engine("host:a", 200 << 40, layout_of(Cache()))
-    (report,) = served.client().stats().reports
-    assert report.level == "error"
-    assert report.text.startswith("host:a lends nothing to the pool: segment ")

@@ -133,17 +133,6 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
 # ---- pooled and resident chunks
 
 
-def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) -> None:
-    _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
-    reader.put(tokens, [0, 2, 3])
-    asked_before = asked(reader.session.client, "Pin")
-    assert reader.loaded(tokens, only(there, 1, 4, 5)) == (12, "")
-    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
-    assert reader.copier.pulls == [12]
-    assert asked(reader.session.client, "Pin") == asked_before + 1
-    assert reader.stats["blocks"] == 6
-
-
 def test_a_run_may_end_within_a_chunk_that_the_pool_has_and_begin_within_another(
     here: Node,
 ) -> None:

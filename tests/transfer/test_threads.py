@@ -71,15 +71,6 @@ class Endless(Step):
         return self.reached()
 
 
-def test_a_publication_that_always_raises_holds_up_no_other(fresh: Node) -> None:
-    owner = Owner(fresh)
-    owner.join()
-    owner.publish(1, Endless())
-    owner.publish(2, Step())
-    eventually(lambda: owner.found(1, 2) == [False, True])
-    owner.close()
-
-
 def test_a_worker_goes_on_to_commit_and_leaves_no_reservation(pair: Pair, fresh: Node) -> None:
     for family, (where, name, behind) in enumerate(of_thread(Outbox, PendingStore), 2):
         if name == "give_up":

@@ -9,14 +9,11 @@ four in each mode, and the file `VCACHE_INJECT_TABLE` gets a table."""
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import vllm_cases
-from injector_cases import Case, Outcome
+from injector_cases import ALL, Case, Outcome, outcomes_of, ways
 from vllm_cases import CHUNK, IN_PLACE, Instance, Node, Prompt, keep, new_tokens
 from vllm_cases import quick as here
 
@@ -24,7 +21,6 @@ __all__ = ["here"]
 pytestmark = vllm_cases.needs_vllm
 
 LENGTH = 2 * CHUNK + 9
-ALL = os.environ.get("VCACHE_INJECT") == "all"
 FILES = {"vllm/connector.py", "vllm/scheduler.py", "vllm/worker/loads.py"}
 FILES |= {"transfer/load.py", "protocol/client.py"}
 """Some of whose functions raise in each mode."""
@@ -54,14 +50,17 @@ class Mode:
         self.calls: dict[str, int] = self.reader.ask("functions", self.load)
 
     def cases(self, other: Mode) -> Iterator[Case]:
-        for number, (name, count) in enumerate(sorted(self.calls.items())):
+        for cases in ways(self.calls):
+            name = cases[0].function
             others_turn = sum(name.encode()) % 2 == (self.share == "in_place")
-            if others_turn and name in other.calls and not ALL:
-                continue
-            ways = [
-                Case(name, after, call) for call in (1, min(3, count)) for after in (False, True)
-            ]
-            yield from dict.fromkeys(ways if ALL else [ways[number % len(ways)]])
+            if ALL or not others_turn or name not in other.calls:
+                yield from cases
+
+    def outcome_of(self, case: Case) -> str:
+        outcome: Outcome = self.reader.ask("inject", case, self.load, self.answers)
+        if outcome.kind == "wrong":
+            return f"wrong: {outcome.wrong or 'shares nothing, and does not say so'}"
+        return outcome.kind
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +73,6 @@ def modes(here: Node) -> dict[str, Mode]:
 def test_one_exception_of_ours_ends_nothing(
     modes: dict[str, Mode], share: str, record_property: Callable[[str, object], None]
 ) -> None:
-    mode, outcomes = modes[share], dict[Case, Outcome]()
-    (other,) = (made for made in modes.values() if made is not mode)
-    try:
-        for case in mode.cases(other):
-            for _ in range(2):  # a few functions are called in some orders of threads only
-                outcomes[case] = mode.reader.ask("inject", case, mode.load, mode.answers)
-                if outcomes[case].reached:
-                    break
-    finally:
-        kinds = Counter(outcome.kind for outcome in outcomes.values())
-        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        functions = len({case.function for case in outcomes})
-        line = f"injector, {share}: {len(outcomes)} cases of {functions} functions: {said}"
-        record_property("summary", line)
-        if file := os.environ.get("VCACHE_INJECT_TABLE"):
-            rows = [f"| {case} | {outcome.kind} |" for case, outcome in outcomes.items()]
-            Path(f"{file}.{share}").write_text("\n".join([line, "", *rows, ""]))
-    wrong = [
-        f"{case}: {outcome.wrong or 'shares nothing, and does not say so'}"
-        for case, outcome in outcomes.items()
-        if outcome.kind == "wrong"
-    ]
-    assert not wrong, "\n".join([f"{len(wrong)} cases", *wrong[:20]])
-    assert {case.function.partition(":")[0] for case in outcomes} >= FILES
-    assert kinds["not reached"] <= len(outcomes) // 20
+    (other,) = (made for name, made in modes.items() if name != share)
+    mode = modes[share]
+    outcomes_of(share, mode.cases(other), mode.outcome_of, FILES, record_property)

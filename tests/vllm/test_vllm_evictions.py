@@ -16,7 +16,6 @@ pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from vcache_backend.integration.vllm import evictions
 from vcache_backend.integration.vllm.blocks import NUMBERS, KVBlocks
 from vcache_backend.integration.vllm.evictions import Duplicates
 from vcache_backend.integration.vllm.publications import Publications
@@ -127,19 +126,6 @@ def fill_up(watched: Watched, count: int) -> list[Any]:
     return blocks
 
 
-def test_the_copy_that_was_used_last_leaves_last(watched: Watched) -> None:
-    first, blocks = watched.read([0])
-    watched.end(first, blocks)
-    other = freed(watched, [1])
-    fill_up(watched, BLOCKS - 1 - 2 * EACH)
-    watched.pool.touch(blocks)
-    watched.end(first, blocks)
-    watched.take(EACH)
-    assert all(block.block_hash is None for block in other)
-    watched.take(EACH)
-    assert all(block.block_hash is None for block in blocks)
-
-
 def test_of_two_that_would_give_the_same_up_at_once_one_keeps_it(watched: Watched) -> None:
     """Else it would be lost, most often where both plan their steps at the same time."""
     fill_up(watched, BLOCKS - 1 - EACH)
@@ -176,35 +162,6 @@ def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
     for number in range(1000):
         watched.hear(number % BLOCKS, 0, 1, 2)
     assert watched.duplicates.count <= BLOCKS // EACH
-
-
-def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_do(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evictions, "MOST_LOOKED", 2)
-    tracked, blocks = watched.read([0, 1, 2, 3])
-    own = fill_up(watched, BLOCKS - 1 - len(blocks))
-    looked, together = list[int](), watched.blocks.together
-    monkeypatch.setattr(
-        watched.blocks, "together", lambda last, *more: looked.append(last) or together(last, *more)
-    )
-    watched.take(1)
-    assert len(looked) == 1 + 2
-    watched.take(1)
-    assert len({*looked}) == watched.duplicates.count == 4
-    watched.end(tracked, blocks)
-    watched.take(1)
-    nameless = [block.block_hash is None for block in own + blocks]
-    expected = [False] * (len(own) - 2) + [True] * 2 + [False] * (len(blocks) - 1) + [True]
-    assert nameless == expected
-
-
-def test_more_blocks_than_there_are_change_nothing(watched: Watched) -> None:
-    before = watched.seen.counters.copy()
-    with pytest.raises(ValueError, match="free blocks"):
-        watched.pool.get_new_blocks(BLOCKS)
-    assert watched.changed(before) == []
-    assert not watched.seen.dead
 
 
 @pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use"])

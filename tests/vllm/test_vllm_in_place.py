@@ -75,14 +75,6 @@ def test_of_answers_nothing_is_published_if_prompts_alone_are_stored(make: Make)
     assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [0, 1, 2]
 
 
-def test_who_hits_what_another_request_of_its_step_computes_is_published(engine: Engine) -> None:
-    head = new_tokens(2 * CHUNK)
-    both = [engine.add([*head, *new_tokens(2 * CHUNK + 1)]) for _ in range(2)]
-    engine.step()
-    assert [engine.hit(one) for one in both] == [0, 2 * CHUNK]
-    assert [engine.numbers(one) for one in both] == [[*range(8)], [*range(8)]]
-
-
 def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engine) -> None:
     """As after another connector's load that failed. What lies behind it is never believed."""
     tokens = new_tokens(3 * CHUNK - 9)
@@ -145,31 +137,6 @@ def test_what_lies_behind_a_failed_load_is_not_found(make: Make, then: str, shar
     report = WorkerReport(echoes=began.kv_connector_metadata.echoes)
     engine.end(began, invalid_block_ids=first, kv_connector_worker_meta=report)
     assert not any(map(cached, lost.block_hashes))
-
-
-def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(make: Make) -> None:
-    """Two grow until one has to go; the other takes its blocks. It comes back with new blocks, or
-    with what is left of its own.
-    """
-    engine = make(blocks=13)
-    length = 2 * CHUNK + BLOCK - 3
-    kept, gone = (engine.add(new_tokens(length), max_tokens=2 * CHUNK) for _ in range(2))
-    engine.step()
-    before = engine.published(gone)
-    assert len(before) == 4
-    for _ in range(4 * CHUNK):
-        if gone.num_preemptions:
-            break
-        engine.step()
-    engine.finish(kept)
-    assert not engine.right(before), "somebody else has got them"
-    engine.step()
-    engine.finish(gone)
-    again = [one for meta in engine.metas[1:] for one in engine.published(gone, meta)]
-    assert {one.number for one in again} >= {3}
-    assert engine.right(again[-1:])
-    old, new = ([(one.block, one.generation) for one in ones] for ones in (before, again))
-    assert not any(one in old for one in new)
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engines, here, new_tokens, scheduling
-from neighbour_cases import NAMESPACE, instance
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engines, here, new_tokens
 from processes import eventually
 from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
-from vcache_backend.errors import Refused
-from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
-from vcache_backend.metadata_server.publications import BLOCK_BYTES
-from vcache_backend.metadata_server.residents import MAX_BYTES
-from vcache_backend.protocol.messages import MAX_BLOCKS, BlockTable, Find, Heard, ResidentRun
+from vcache_backend.integration.vllm.metadata import StepMetadata
+from vcache_backend.protocol.messages import Find, ResidentRun
 from vcache_backend.transfer.outbox import LATER_SECONDS
-from vcache_backend.vram_pool.generations import Generations
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -94,57 +87,6 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     assert owners(owner.step()) == [reader.half.publications.instance] * 6
 
 
-def test_behind_what_vllms_own_cache_has_the_chunks_that_follow_are_read(shared: Make) -> None:
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    source = computed(owner, tokens)
-    computed(reader, tokens[: CHUNK + BLOCK + 1])
-    reader.add(tokens)
-    (load,) = reader.step().loads
-    assert [block < 0 for block in load.blocks] == [True, False, False, False]
-    (run,) = load.residents
-    published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    assert (run.first, lying_at(run)) == (0, [one.block for one in published[2:]])
-
-
-def test_a_hit_ends_with_the_block_in_which_two_prompts_differ(shared: Make) -> None:
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    for shared_tokens, blocks in [(5 * BLOCK + 3, 5), (4 * BLOCK, 4), (4 * BLOCK - 1, 3)]:
-        request = reader.add([*tokens[:shared_tokens], *new_tokens(CHUNK)])
-        assert len(owners(reader.step())) == blocks
-        reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-
-
-def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> None:
-    """What was computed by then, too."""
-    with scheduling(tmp_path) as here, engines(here, shown=True) as make, here.client() as client:
-        with ExitStack() as crowd:
-
-            def join(number: int, blocks: int) -> None:
-                table = crowd.enter_context(closing(Generations(instance(number), blocks)))
-                each = crowd.enter_context(here.client())
-                each.join(
-                    instance(number), NAMESPACE, blocks, 1, EACH, [BlockTable("full")], table.fd
-                )
-
-            whole, rest = divmod(MAX_BYTES // BLOCK_BYTES, MAX_BLOCKS)
-            for number in range(whole):
-                join(number, MAX_BLOCKS)
-            if rest:
-                join(whole, rest)
-            with pytest.raises(Refused, match="no memory for"):
-                join(whole + 1, 1)
-            owner = make()
-            source = owner.add(new_tokens(2 * CHUNK), load=False)
-            owner.finish(source)
-            hashes = owner.hashes(source)
-            asked = Find(owner.half.context.prefix, hashes, EACH, len(hashes))
-            there = [one.id for one in client.stats().instances if not one.missing]
-            assert owner.half.publications.instance.hex() not in there
-            assert client.find(asked).found == 0
-        eventually(lambda: client.find(asked).found == 2 * EACH)
-
-
 def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
     """Loaded by it, in an asynchronous load that holds, and answered."""
     request = reader.add(tokens, max_tokens=answer)
@@ -201,21 +143,6 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     assert (kept(reader, own), kept(reader, both)) == left
 
 
-def test_two_cached_blocks_of_the_same_tokens_leave_no_other_block_vacant(shared: Make) -> None:
-    """Else no duplicate would give way. With an EAGLE head each hit computes a block anew."""
-    engine, tokens = shared(), new_tokens(2 * CHUNK + 1)
-    computed(engine, tokens)
-    again = engine.request(tokens, load=False)
-    again.skip_reading_prefix_cache = True
-    engine.scheduler.add_request(again)
-    engine.finish(again)
-    blocks = engine.half.context.blocks
-    hashes = [blocks.pool.blocks[number].block_hash for number in blocks.head(blocks.free)]
-    assert len({hash_ for hash_ in hashes if hash_}) < blocks.free - hashes.count(None)
-    assert blocks.vacant(hashes.count(None)) == hashes.count(None)
-    assert blocks.vacant(hashes.count(None) + 1) == hashes.count(None)
-
-
 def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None:
     """So a load may begin at once."""
     engine = shared(asynchronous=True)
@@ -230,76 +157,6 @@ def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None
     assert engine.half.context.blocks.free == free
     engine.end(steps[1])
     assert engine.half.context.blocks.free > free
-
-
-@pytest.mark.parametrize("why", ["its role", "no server"])
-def test_who_could_not_load_a_chunk_again_keeps_it(shared: Make, why: str) -> None:
-    owner, other = shared(), shared(role="kv_producer" if why == "its role" else "kv_both")
-    own, both = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
-    computed(owner, both)
-    computed(other, own)
-    computed(other, both)
-    hear(other)
-    if why == "no server":
-        # It has read there before.
-        other.half.context.tables.view(owner.half.publications.instance)
-        other.half.context.client.close()
-    take_more(other)
-    assert (kept(other, own), kept(other, both)) == (0, 4)
-
-
-def test_news_of_copies_are_heard_though_nobody_reads_their_answer(shared: Make) -> None:
-    """A request waited for long, and then went away."""
-    owner, reader = shared(), shared()
-    both = new_tokens(4 * CHUNK + 1)
-    computed(owner, both)
-    read(reader, both)
-    request = reader.add(new_tokens(2 * CHUNK + 1))
-    reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    hear(reader)
-    publications = reader.half.publications
-    (copies,) = publications.copies
-    publications.copies.clear()
-    reader.step()
-    # As from several answers between two steps.
-    for copy in copies:
-        publications.hear(Heard(publications.epoch, [copy]))
-    for _ in copies:
-        reader.step()
-    assert reader.half.duplicates.count == 4
-
-
-def test_what_two_requests_have_computed_is_found_while_one_of_them_has_it(shared: Make) -> None:
-    """As vLLM's own cache finds it."""
-    engine, tokens = shared(), new_tokens(3 * CHUNK + 5)
-    both = [engine.add(tokens, load=False) for _ in range(2)]
-    both[1].skip_reading_prefix_cache = True
-    meta = engine.step()
-    assert [engine.numbers(one, meta) for one in both] == [[*range(6)]] * 2
-    gone = {one.block for one in engine.published(both[1], meta)}
-    assert not {one.block for one in engine.published(both[0], meta)} & gone
-    for request in both:
-        engine.finish(request)
-    engine.flush()
-    engine.half.context.blocks.evict(gone)
-    reader = shared()
-    reader.add(tokens)
-    assert len(owners(reader.step())) == 6
-
-
-def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(shared: Make) -> None:
-    """Another has computed it here meanwhile."""
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    request = reader.add(tokens)
-    (load,) = reader.step().loads
-    other = reader.add(tokens, load=False)
-    published = reader.published(other, reader.step())
-    said = {"finished_recving": {request.request_id}, "invalid_block_ids": set(load.blocks)}
-    reader.step(kv_connector_worker_meta=WorkerReport(failed={request.request_id}), **said)
-    reader.finish(request)
-    assert reader.right(published)
-    assert [one.number for one in published] == [*range(6)]
 
 
 def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> None:
@@ -317,17 +174,6 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> Non
     found = owners(reader.step())
     assert (found[1], found[3]) == (first, second)
     assert len(found) == 5
-
-
-def test_what_a_reset_made_void_is_not_found(shared: Make) -> None:
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    assert owner.scheduler.reset_prefix_cache()
-    request = reader.add(tokens)
-    assert reader.step().loads == []
-    reader.finish(request)
-    name, client = owner.half.publications.instance.hex(), reader.half.context.client
-    eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
 
 
 def test_what_a_load_brings_across_a_reset_is_not_published(shared: Make) -> None:

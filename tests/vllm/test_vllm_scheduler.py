@@ -26,7 +26,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vcache_backend.integration.vllm import lookups, promises, requests, waits
+from vcache_backend.integration.vllm import lookups, requests, waits
 from vcache_backend.integration.vllm.ends import SIZE, AwaitedLoads, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.telemetry.stats import Meter
@@ -332,22 +332,6 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
-def test_of_two_that_begin_together_one_waits_before_either_has_computed(engine: Engine) -> None:
-    """On a slow machine what a queued request has promised has passed to the second by then."""
-    with engine.here.client() as owner:
-
-        def waits_too() -> bool:
-            tokens, keys = asked(engine)
-            owner.find(find_of(keys, promise=1))
-            request = engine.add(tokens)
-            engine.step()
-            waits = engine.tracked(request).wait.wait is not None
-            engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-            return waits
-
-        eventually(waits_too)
-
-
 def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: Engine) -> None:
     """By a request that vLLM could schedule now, and stores what it computes. The owner's request
     waits for it in turn."""
@@ -373,71 +357,10 @@ def test_what_waits_in_the_queue_of_another_instance_is_computed_here(engine: En
         assert request.num_computed_tokens > 0
 
 
-def test_who_lacks_blocks_asks_again_before_it_computes_what_it_promised(make: Make) -> None:
-    """Another one may have begun it meanwhile."""
-    short, other = make(share="pool", blocks=14), make(share="pool")
-    running = short.add(new_tokens(7 * BLOCK - 4), max_tokens=200)
-    short.step()
-    tokens, keys = asked(short)
-    lacking = short.add(tokens)
-    short.step()
-    assert lacking.num_computed_tokens == 0
-    time.sleep(2 * QUEUED_SECONDS)
-    first = other.add(tokens)
-    other.step()
-    assert first.num_computed_tokens > 0
-    with short.here.client() as asking:
-        eventually(lambda: asking.find(find_of(keys, pool_only=True)).coming.begun)
-    short.scheduler.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
-    short.step()
-    assert lacking.num_computed_tokens == 0
-
-
-def test_what_comes_behind_a_load_is_promised_when_the_load_begins(make: Make) -> None:
-    engine = make(share="pool")
-    asking = engine.here.client()
-    tokens = pooled(engine, 2)
-    request = engine.add(tokens)
-    assert engine.step().loads
-
-    eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, False))
-    time.sleep(2 * QUEUED_SECONDS)
-    assert asking.find(find_of(engine.keys(request), promise=1, begins=True)).coming is not None
-    engine.step(finished_recving={request.request_id})
-    engine.step()
-    eventually(lambda: coming(asking, engine, request) == (CHUNKS - 2, True))
-
-
 def coming(asking: Client, engine: Engine, request: Request) -> tuple[int, bool] | None:
     """How many of the request's chunks are promised, and whether their owner has begun."""
     found = asking.find(find_of(engine.keys(request), pool_only=True)).coming
     return None if found is None else (found.chunks, found.begun)
-
-
-def test_a_promise_says_how_fast_the_last_prompts_were_computed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From their first step to their first token. A first prompt that compiles is forgotten, and one
-    of few chunks says little."""
-    clock, asking = FakeClock(), engine.here.client()
-    monkeypatch.setattr(promises, "monotonic", clock)
-
-    def told(seconds: float, chunks: int = CHUNKS) -> float:
-        """What the promise of a prompt says, which then takes so long."""
-        request = engine.add(new_tokens(chunks * CHUNK + 3), max_tokens=2)
-        engine.step()
-        eventually(lambda: coming(asking, engine, request) == (chunks, True))
-        found = asking.find(find_of(engine.keys(request), pool_only=True)).coming
-        clock.advance(seconds)
-        engine.finish(request)
-        return float(found.chunk_seconds)
-
-    assert told(50) == 0.0
-    assert told(1) == 10.0
-    for _ in range(promises.RECENT):
-        told(1)
-    told(10, chunks=promises.LEAST_MEASURED - 1)
-    assert told(1) == 0.2
 
 
 def test_only_so_many_requests_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

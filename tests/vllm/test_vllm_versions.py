@@ -1,7 +1,8 @@
 """Weights that change while vLLM runs, and whose version the user names: real vLLM on the CPU, whose
 own calls bring other weights. See docs/adr/0024.
 
-`a` and `b` are instances of one namespace. A `fresh` answer uses no cache at all."""
+`a` and `b` are instances of one namespace. A `fresh` answer uses no cache at all. vLLM's worker for
+CPUs does not sleep: `cpu_sleep` does what that for GPUs does, and `vllm_sources` checks in what order."""
 
 from __future__ import annotations
 
@@ -157,6 +158,19 @@ def resume(serving: Any) -> None:
     core(serving).resume_scheduler()
 
 
+def patience(serving: Any, seconds: float) -> None:
+    """For what never ends, which a test need not wait for as long as a user may."""
+    from vcache_backend.integration.vllm.worker import worker
+
+    worker.CLOSE_SECONDS = seconds
+
+
+def below_the_engine(serving: Any, what: str, *arguments: Any) -> None:
+    """A worker's part alone, as if vLLM had not waited for what is under way."""
+    worker = serving.llm.llm_engine.model_executor.driver_worker.worker
+    getattr(cpu_sleep, what)(worker, *arguments)
+
+
 def sleep(serving: Any) -> None:
     serving.llm.sleep(level=1)
     serving.llm.wake_up()
@@ -190,6 +204,14 @@ def test_new_weights_share_nothing_until_reset(here: Node, models: list[Path], s
             keep(one, new_tokens(CHUNK))
         computed = keep(a, last)
         hit = b.one(last)
+        assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
+        # They may also come while vLLM sleeps, and nobody need say so.
+        b.ask(sleep)
+        assert a.again(last).cached == 0
+        for one in b, a:
+            keep(one, new_tokens(CHUNK))
+        computed = keep(b, tokens)
+        hit = a.one(tokens)
         assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
 
 
@@ -402,3 +424,20 @@ def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node) -> None:
             apart.ask(name_version, name)
             again = apart.one(tokens)
             assert (again.cached, again.agrees(computed)) == (cached * CHUNK, True)
+
+
+def test_a_load_fails_and_is_computed_where_vllm_did_not_wait(here: Node) -> None:
+    """Its bytes are gone with the KV cache; vLLM must not take what lies there now for them."""
+    first, tokens = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    with here.connect("owner") as owner, here.connect("later") as later:
+        here.keep(owner, first)
+        computed = here.keep(owner, tokens)
+        later.ask(prepare)
+        assert later.one(first, max_tokens=1).cached == 2 * CHUNK
+        later.ask(patience, 0.1)
+        with meddled(later, PULL, "slow", 60.0):
+            later.add("one", tokens)
+            assert later.step(2) == {}
+            later.ask(below_the_engine, "sleep")
+        later.ask(below_the_engine, "wake_up")
+        assert later.finish("one")["one"].agrees(computed)

@@ -24,7 +24,6 @@ from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm.metadata import PublicationSpec, SavedChunks, StepMetadata
 from vcache_backend.integration.vllm.telemetry.stats import Meter
-from vcache_backend.integration.vllm.worker import in_place
 from vcache_backend.integration.vllm.worker.exporter import Exporter
 from vcache_backend.integration.vllm.worker.in_place import InPlace
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
@@ -133,50 +132,6 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
     assert left.count(1) < len(left) // 20
 
 
-def test_where_loads_take_more_blocks_than_a_step_computes_chunks_are_saved_in_time(
-    make: Make,
-) -> None:
-    """An eighth of the KV cache is examined."""
-    engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
-    counters = engine.half.publications.generations.counters
-    chunks = completed(engine)
-    known = [engine.add(new_tokens(3 * CHUNK)) for _ in range(10)]
-    for request in known:
-        engine.finish(request)
-    there = {blocks[0]: (blocks, counters[blocks].copy()) for blocks in chunks}
-    assert len(there) == 30
-    saved, left = dict[int, int](), list[int]()
-    with engine.others_bring(4 * CHUNK):
-        for number in range(7):
-            engine.add(new_tokens(4 * CHUNK + 5), max_tokens=1)
-            for _ in range(3):
-                meta = engine.step()
-                for first, (blocks, made) in list(there.items()):
-                    if (counters[blocks] != made).any():
-                        del there[first]
-                        left.append(number - saved.get(first, number))
-                if meta.victims is not None:
-                    saved |= {block: number for block, _ in lying(meta.victims)[::EACH]}
-    assert len(left) > 20
-    assert left.count(0) < 8
-
-
-def test_requests_that_hit_much_do_not_have_more_saved(make: Make) -> None:
-    """What they hit, they take from nobody."""
-    engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
-    known = [new_tokens(5 * CHUNK + 1) for _ in range(5)]
-    for tokens in known:
-        engine.finish(engine.add(tokens, max_tokens=1))
-    before = len(engine.metas)
-    for tokens in known[:0:-1]:
-        request = engine.add(tokens, max_tokens=2)
-        engine.step()
-        assert engine.hit(request) == 5 * CHUNK
-        engine.finish(request)
-    saved = [len(meta.victims.keys) for meta in engine.metas[before:] if meta.victims]
-    assert sum(saved) < 10
-
-
 # ---- the worker
 
 
@@ -269,15 +224,6 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(sharing: Sharing, h
     sharing.save(1)
     assert sharing.saved(1) == (how == "handed out"), "its slot was given back"
     eventually(lambda: sharing.client.stats().reservations == 0)
-
-
-def test_one_changed_takes_few_along(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What leaves first is saved first, and is last in what the scheduler says."""
-    monkeypatch.setattr(in_place, "TOGETHER", 2)
-    sharing.publish(*range(4))
-    sharing.save(*range(4))
-    sharing.table.void([7])
-    assert [sharing.saved(chunk) for chunk in range(4)] == [True, True, False, False]
 
 
 def test_what_was_published_before_somebody_elses_reset_is_not_saved(sharing: Sharing) -> None:
