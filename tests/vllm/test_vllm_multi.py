@@ -211,6 +211,19 @@ def test_an_aborted_load_is_reported_once(beside: Beside, quick: Node) -> None:
     forget(b)
 
 
+def test_what_our_load_did_not_fill_comes_from_the_other(beside: Beside, quick: Node) -> None:
+    """And LMCache stores nothing out of blocks that were not filled."""
+    a, b, tokens = quick.a, quick.b, new_tokens(TOKENS)
+    right = computed(a, tokens)
+    with vllm_cases.stopped_at(b, vllm_cases.COMPARE) as there:
+        found = there.while_there(lambda: forget(a), Prompt(tokens))
+    forget(b)
+    found.append(b.one(tokens))
+    assert [one.cached for one in found] == [LENGTH, LENGTH]
+    assert all(one.agrees(right) for one in found)
+    forget(b)
+
+
 def test_every_answer_is_right_when_everything_is_full(beside: Beside, quick: Node) -> None:
     """Requests are preempted, KV caches and LMCache's memory evict, requests are aborted."""
     choice, roots = Random(60), [new_tokens(5 * CHUNK) for _ in range(6)]

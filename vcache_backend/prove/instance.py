@@ -145,8 +145,16 @@ class Serving:
         return all(self._llm.collective_rpc(flush_kv, args=(SECONDS,)))
 
     def reset(self) -> bool:
-        """Empty vLLM's own prefix cache."""
-        return bool(self._llm.reset_prefix_cache())
+        """Empty vLLM's own prefix cache. False if blocks are in use. Another connector may hold
+        those of a finished request for some steps."""
+        engine = self._llm.llm_engine
+        for _ in range(50):
+            if self._llm.reset_prefix_cache():
+                return True
+            if hasattr(engine.engine_core, "engine_core"):
+                engine.step()  # otherwise the engine's process steps by itself
+            time.sleep(0.01)
+        return False
 
     def _add(
         self,
