@@ -18,8 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vcache_backend.children import MetadataServer
+
 from .options import Measurement, names_of, parser
-from .processes import MetadataServer
 from .results import Row
 from .vllm.planning import CHUNK, Instance, Place, Tables, full, local, place, state, window
 

@@ -42,7 +42,6 @@ from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
 from .vllm.instances import KINDS, joined
-from .vllm.weights import write_model
 
 WORKLOADS = {
     "prefix": workloads.prefix_repetition,
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
     sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Workload]]()
-    model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
+    model = sizes.scale.write_model(options.cache / f"model_{sizes.scale.name}")
     four = len(options.gpus) == 4
     place = options.gpus, model, made.folder, options.cache, dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):

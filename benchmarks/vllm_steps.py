@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vcache_backend.children import Child, MetadataServer, module
+from vcache_backend.prove.prompts import Prompts
+
 from .options import Measurement, names_of, parser
-from .processes import Child, MetadataServer, module
 from .results import Row, row
 from .vllm.environment import environment, visible
 from .vllm.instances import Spec
-from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES, Scale
 from .vllm.settings import arguments, our_connector
-from .vllm.weights import write_model
 
 START_SECONDS, STEPS_SECONDS = 600.0, 60.0
 MS, US = 1e3, 1e6
@@ -61,7 +61,7 @@ class Engines:
 
     def __init__(self, scale: Scale, made: Measurement, options: argparse.Namespace) -> None:
         self.scale, self._folder, self._cache = scale, made.folder, options.cache
-        self._model = write_model(options.cache / f"model_{scale.name}", scale)
+        self._model = scale.write_model(options.cache / f"model_{scale.name}")
         self._more = {"connector.share": "in_place", "connector.model": "steps"} | dict(options.set)
         with ExitStack() as undo:
             own = undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-steps-"))
@@ -106,7 +106,7 @@ class Engines:
 
 def decoding(engines: Engines, running: int, rounds: int) -> list[Row]:
     """The rows of so many requests."""
-    scale, prompts = engines.scale, Prompts(engines.scale, running)
+    scale, prompts = engines.scale, Prompts(*engines.scale.units, running)
     # Two thirds of the KV cache, and as much for one request as for one of eight.
     room = scale.kv_bytes // scale.token_bytes * 2 // 3
     length = min(room // max(8, running), scale.max_model_len // 4)

@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from vcache_backend.prove.prompts import Prompts
+
 from .options import Measurement, names_of, parser
 from .results import Row
 from .vllm.fleet import Fleet, Run
 from .vllm.instances import KINDS, joined
 from .vllm.parts import equality, latency, scheduling
-from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 
 OURS = ("vllm", "inplace")
@@ -57,7 +58,7 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
 
     def compared(run: Run) -> list[Row]:
         scale, in_place = KINDS[kind].of(run.fleet.scale), run.fleet.in_place
-        prompts = Prompts(scale, run.prompts.seed, KINDS[kind].tail)
+        prompts = Prompts(*scale.units, run.prompts.seed, KINDS[kind].tail)
         run = run._replace(prompts=prompts)
         if in_place:
             # Blocks of states are long.
@@ -78,7 +79,7 @@ def _timed(kind: str) -> Part:
     """The time to first token of models with several block tables."""
 
     def timed(run: Run) -> list[Row]:
-        prompts = Prompts(KINDS[kind].of(run.fleet.scale), run.prompts.seed)
+        prompts = Prompts(*KINDS[kind].of(run.fleet.scale).units, run.prompts.seed)
         return latency.first_token(run._replace(prompts=prompts), kind)
 
     return Part(_trio(kind), timed, ("inplace",), apart="windows")
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
     with Fleet(scale, made.folder, options.cache, dict(options.set), way) as fleet:
         for index, name in enumerate(names):
-            prompts = Prompts(fleet.scale, seed=list(PARTS).index(name))
+            prompts = Prompts(*fleet.scale.units, seed=list(PARTS).index(name))
             with made.part(name):
                 _arrange(fleet, names[index:])
                 print(f"{name}: {made.clock.spent:.0f} s", flush=True)

@@ -26,6 +26,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from vcache_backend.children import Program, module
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.client import Client
@@ -33,8 +34,6 @@ from vcache_backend.status import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks come with the repository, and are not installed
-
-from benchmarks.processes import Program, module  # noqa: E402 - vcache itself is the one that is installed
 
 NEW_TOKENS = 16
 TAIL = 8
@@ -264,7 +263,6 @@ def write_model(folder: Path, tiny: bool) -> str:
     """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2
     GiB of disk."""
     from benchmarks.vllm.scale import SCALES, TINY
-    from benchmarks.vllm.weights import write_model
 
     sizes = {
         "hidden_size": 2048,
@@ -275,7 +273,7 @@ def write_model(folder: Path, tiny: bool) -> str:
     }
     full = SCALES["full"]
     small = msgspec.structs.replace(full, model={**full.model, **sizes}, cpu=True)
-    return str(write_model(folder, TINY if tiny else small))
+    return str((TINY if tiny else small).write_model(folder))
 
 
 # ---- prompts and answers

@@ -1,7 +1,7 @@
 """Makes the pictures and tables of docs/benchmarks.md from result files.
 
-Pictures go to docs/figures/, tables between the marks in the page. A test compares both with the
-files, so no figure there is typed by hand."""
+Pictures go to docs/figures/, tables behind the marks in the page. A test compares both with the
+files, and what other pages say with `claims`, so each figure is that of a file."""
 
 from __future__ import annotations
 
@@ -47,10 +47,13 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def picture(said: str, panels: Sequence[tuple[str, Sequence[Group]]]) -> str:
+def picture(
+    said: str, panels: Sequence[tuple[str, Sequence[Group]]], together: bool = False
+) -> str:
     """Bars in groups, side by side for each panel. Within a group the longest bar fills the panel.
 
-    said: what the picture shows, for those who cannot see it."""
+    said: what the picture shows, for those who cannot see it. together: all groups have one
+    scale."""
     width = (WIDTH - NAMES) // len(panels)
     heights = [26 + TALL * len(bars) for _, bars in panels[0][1]]
     tall = 34 + sum(heights)
@@ -71,7 +74,8 @@ def picture(said: str, panels: Sequence[tuple[str, Sequence[Group]]]) -> str:
         for (name, bars), height in zip(groups, heights, strict=True):
             if not column:
                 text(8, top + 12, name, bold)
-            longest = max(bar.value for bar in bars)
+            scaled = [bar for group in groups for bar in group[1]] if together else bars
+            longest = max(bar.value for bar in scaled)
             for index, (label, value, colour) in enumerate(bars):
                 y = top + 18 + index * TALL
                 size = max(1, round(value / longest * (width - 64)))
@@ -196,6 +200,28 @@ def copies() -> str:
     return picture("Copies by vcache's kernel and by the copy engine", [("GB/s", groups)])
 
 
+def misses() -> str:
+    groups = []
+    for name, place in ADDED.items():
+        commit, case = place.split()
+        row = rows("costs", commit)[case]
+        bars = [Bar("with", row["value"], BLUE), Bar("without", row["reference"], GREY)]
+        groups.append((f"{name}, {row['unit']}", bars))
+    return picture("Instances with vcache and without", [("", groups)])
+
+
+def wrong_answers() -> str:
+    groups = []
+    for name, place in FAILURES.items():
+        commit, case = place.split()
+        wrong, control = (
+            rows("failures", commit)[case.format(what)] for what in ("wrong", "control_wrong")
+        )
+        bars = [Bar("vcache", wrong["value"], BLUE), Bar("control", control["value"], AMBER)]
+        groups.append((name, bars))
+    return picture("Wrong answers, and those of the control", [("wrong answers", groups)], True)
+
+
 def pictures() -> dict[str, str]:
     return {
         "first-token.svg": first_token(),
@@ -206,6 +232,8 @@ def pictures() -> dict[str, str]:
             "Four servers: requests/s and time to first token of each system", FOUR, ARMS
         ),
         "ranks.svg": served("Data parallel ranks with and without vcache", RANKS, RANK_ARMS),
+        "misses.svg": misses(),
+        "wrong-answers.svg": wrong_answers(),
         "copies.svg": copies(),
     }
 
@@ -347,6 +375,9 @@ def copied() -> str:
         [name, cell(found[case], found[case]["ratio"], "{:.3f}"), signed(found[case]["limit"])]
         for case, name in COPIES.items()
     ]
+    whole = rows("copies", "087a050eec20")["engine_retrieve_4096"]
+    name = "`retrieve()` of 512 MiB from another GPU: time ÷ copy engine's"
+    lines.append([name, cell(whole, whole["ratio"], "{:.3f}"), signed(whole["limit"])])
     return table("copy|vcache ÷ copy engine|limit", lines)
 
 
@@ -405,6 +436,26 @@ def tables() -> dict[str, str]:
         "server": server(),
         "failures": failures(),
     }
+
+
+def claims() -> list[tuple[str, str]]:
+    """What sentences of other pages say: the page, and the words with the figure."""
+    hit = rows("ttft", "9612ea56")
+    sooner = hit["inplace_recompute_ms_16k"]["value"] / hit["inplace_vcache_ms_16k"]["value"]
+    missed = rows("costs", "df14a072")["inplace_miss_16k"]["ratio"]
+    two = {name: rows(*run)[f"routed_{name}_turn_throughput"]["ratio"] for name, run in TWO.items()}
+    hot = rows(*FOUR["hot"])["x4_hot_turn_throughput"]["ratio"]
+    ranks = {
+        name: rows(*RANKS[f"{name}, four ranks"])[f"x4_dp_{name}_throughput"]["ratio"]
+        for name in ("prefix", "chat")
+    }
+    readme = [f"**× {ratio:.2f}**" for ratio in (*ranks.values(), two["fork"], two["cold"])]
+    readme += [f"**{sooner:.1f} times sooner**", f"takes {missed:.3f} times"]
+    choose = [f"requests/s × {two[name]:.2f}" for name in ("fork", "cold")]
+    lower = (two["chat"], two["prefix"], two["contention"], hot)
+    choose += [f"{100 * (1 - ratio):.0f} % lower" for ratio in lower]
+    pages = {"README.md": readme, "docs/choose.md": choose}
+    return [(page, words) for page, several in pages.items() for words in several]
 
 
 def filled(page: str) -> str:

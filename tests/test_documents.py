@@ -61,11 +61,12 @@ def test_a_page_is_read_once(page: Path) -> None:
 
 def test_the_figures_are_those_of_the_result_files() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "figures.py"))
-    page, folder = script["PAGE"], script["PICTURES"]
-    assert script["filled"](page.read_text()) == page.read_text(), "run scripts/figures.py"
-    assert {one.name: one.read_text() for one in folder.iterdir()} == script["pictures"](), (
-        "run scripts/figures.py"
-    )
+    page, folder, how = script["PAGE"], script["PICTURES"], "run scripts/figures.py"
+    assert script["filled"](page.read_text()) == page.read_text(), how
+    assert {one.name: one.read_text() for one in folder.iterdir()} == script["pictures"](), how
+    assert not [
+        words for name, words in script["claims"]() if words not in (ROOT / name).read_text()
+    ]
 
 
 def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ GPU_CODE = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "mooncake")
 DOORS = ("vcache_backend.integration", "integration", "benchmarks")
 
 TOOLS = tuple(
-    f"vcache_backend.{name}" for name in ("cli", "demo", "doctor", "status", "tables", "top")
+    f"vcache_backend.{name}"
+    for name in ("cli", "demo", "doctor", "prove", "status", "tables", "top")
 )
 """On top of everything."""
 ROOMS = ("protocol", "metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")

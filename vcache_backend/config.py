@@ -196,6 +196,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
     weights: str = ""
+    unproved: bool = False
     start_server: bool | None = None
 
 
@@ -267,6 +268,16 @@ def default_socket() -> Path:
     fits = path.isprintable() and len(os.fsencode(path)) <= MAX_SOCKET_PATH
     whole = runtime.startswith("/") and fits
     return Path(path if whole else f"/tmp/vcache-{os.getuid()}/vcache.sock")
+
+
+def state_folder() -> Path:
+    """`$XDG_STATE_HOME/vcache` if that is a whole path, otherwise `~/.local/state/vcache`.
+    ConfigError for a user without a home."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        return Path(state if state.startswith("/") else Path.home() / ".local/state", "vcache")
+    except RuntimeError as error:
+        raise ConfigError(f"set XDG_STATE_HOME or HOME: {error}") from error
 
 
 def hash_seed() -> str | None:

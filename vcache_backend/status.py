@@ -30,6 +30,31 @@ def summary(stats: m.ServerStats) -> dict[str, Any]:
     return {**plain(stats), "verdict": said, "ok": good, "hit_rate": rate}
 
 
+def edges(stats: m.ServerStats) -> list[tuple[str, str, int]]:
+    """Who has read from whom: owner, reader and tokens, the most first."""
+    pids = {one.pid: one.name for one in stats.instances if one.name and not one.id}
+    names = {one.id: one.name or one.id[:8] for one in stats.instances if one.id}
+    names["pool"] = "the pool"
+    read = Counter[tuple[str, str]]()
+    for one in stats.reads:
+        reader = names.get(one.reader) or pids.get(one.pid, f"pid {one.pid or '–'}")
+        pair = names.get(one.instance, f"{one.instance[:8]}, ended"), reader
+        # Each worker of an instance reads its part of the same tokens.
+        read[pair] = max(read[pair], one.tokens)
+    return [(*pair, count) for pair, count in read.most_common() if count]
+
+
+def saved(stats: m.ServerStats) -> dict[str, str]:
+    """What vcache has saved, by name."""
+    loads, loaded = stats.minute
+    rate = loads / min(max(stats.uptime_seconds, 1.0), 60.0)
+    return {
+        "tokens not computed in the last minute": f"{loaded:,}",
+        "since the start": f"{stats.counters.get('loaded_tokens', 0):,}",
+        "requests/s with a hit": f"{rate:,.1f}",
+    }
+
+
 def tokens(stats: m.ServerStats) -> tuple[int, int]:
     """Prompt tokens looked up since the server's start, and tokens found."""
     asked, found = zip((0, 0), *stats.hits.values(), strict=True)

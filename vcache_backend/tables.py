@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -16,10 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
+from vcache_backend.proofs import Proof
 from vcache_backend.protocol import messages as m
-from vcache_backend.status import duration, state, tokens, trouble, verdict
+from vcache_backend.status import duration, edges, saved, state, trouble, verdict
 
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
+if TYPE_CHECKING:
+    from vcache_backend.prove import Shown
+
 Cell = str | Text
 
 
@@ -57,18 +61,39 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Cel
     return made
 
 
+def shown(proof: Proof, rows: Sequence[Shown], file: str) -> Iterator[RenderableType]:
+    """Make the output of `vcache prove`. file: where the proof is kept; empty: there is none."""
+    cells = [
+        (level("ok" if one.ok else "fail"), one.what, f"{one.right:,} of {one.of:,}", one.more)
+        for one in rows
+    ]
+    yield table(None, ("", "~what was shown", ">right", "~more"), cells)
+    what = proof.combination
+    how = f"vLLM {what.vllm}, torch {what.torch}, vcache {what.vcache}, "
+    how += f"{what.share} on {what.device}"
+    if file:
+        yield Text(f"Proved: {how}", "bold green")
+        yield Text(file)
+    else:
+        yield Text(f"NOT proved: {how}", "bold red")
+
+
 # ---- `vcache status` and `vcache segment list`
 
 
-def status(stats: m.ServerStats, before: m.ServerStats | None = None) -> Iterator[RenderableType]:
-    """Make the output of `vcache status`: the verdict, what was found, faults, instances, and the
-    pool. before: the server's statistics of a minute ago, for `vcache top`."""
+def status(stats: m.ServerStats) -> Iterator[RenderableType]:
+    """Make the output of `vcache status`: the verdict, what was saved, faults, instances, who read
+    from whom, and the pool."""
     good, said = verdict(stats)
     style = "bold yellow" if not good else "bold green" if len(stats.instances) > 1 else "bold"
     yield Text(said, style)
-    yield from _hits(stats, before)
+    spared = saved(stats)
+    rate = {name: spared.pop(name) for name in list(spared)[2:]}
+    yield _counts(**spared)
     up, memory = duration(stats.uptime_seconds), ByteSize(stats.rss_bytes).about
-    yield _counts(up=up, clients=stats.clients, memory=memory)
+    yield _counts(**rate, up=up, clients=stats.clients, memory=memory)
+    if known := sorted({one.vllm for one in stats.instances if one.vllm}):
+        yield _counts(vllm="; ".join(known))
     pool = {"chunks": stats.chunks, "reservations": stats.reservations}
     yield _counts(**pool, quarantined=stats.quarantined)
     faults = _mismatches(stats), _quarantined(stats), _reports(stats.reports)
@@ -81,15 +106,6 @@ def status(stats: m.ServerStats, before: m.ServerStats | None = None) -> Iterato
         waited = f"{counts['waited_milliseconds'] / 1e3:,.1f} s"
         waited += f"   for {counts['awaited_tokens']:,} tokens   {promised:,} chunks promised"
         yield _counts(waits=f"{waited}, {counts['promised_chunks_broken']:,} broken")
-
-
-def _hits(stats: m.ServerStats, before: m.ServerStats | None) -> Iterator[Text]:
-    asked, found = tokens(stats)
-    if asked:
-        rate = f"{found / asked:.1%}" if found else "none yet"
-        minute = max(found - tokens(before)[1], 0) if before else 0
-        lately = f"   {minute:,} in the last minute" if before else ""
-        yield _counts(hits=f"{rate}   {found:,} of {asked:,} tokens looked up{lately}")
 
 
 def segments(infos: Sequence[m.SegmentInfo]) -> Iterator[RenderableType]:
@@ -139,13 +155,11 @@ def _instances(stats: m.ServerStats) -> Table:
 
 
 def _reads(stats: m.ServerStats) -> Table:
-    """Make a row for each pair of instances, those that have read most first."""
-    names, read = {one.id: one.name or one.id[:8] for one in stats.instances}, Counter[Any]()
-    for one in stats.reads:
-        reader = names.get(one.reader, f"pid {one.pid or '–'}")
-        read[reader, names.get(one.instance, f"{one.instance[:8]}, ended")] += one.nbytes
-    rows = [(*pair, ByteSize(nbytes).about) for pair, nbytes in read.most_common(8) if nbytes]
-    return table("Who has read from whom", ("~reader", "~owner", ">read"), rows)
+    """Draw an arrow from owner to reader for each pair of instances, the most tokens first."""
+    said = [(owner, f" {count:,} ", reader) for owner, reader, count in edges(stats)[:8]]
+    width = max((len(count) for _, count, _ in said), default=0)
+    rows = [(owner, f"─{count:─^{width}}─▶", reader) for owner, count, reader in said]
+    return table("Who read from whom", ("~owner", "tokens", "~reader"), rows)
 
 
 def _reports(reports: Sequence[m.Reported]) -> Table:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections import deque
 
 from rich.console import Group
 from rich.live import Live
@@ -14,7 +13,6 @@ from rich.text import Text
 from vcache_backend import tables
 from vcache_backend.errors import ConfigError, VCacheError, printable
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ServerStats
 
 
 def run(client: Client) -> None:
@@ -24,24 +22,18 @@ def run(client: Client) -> None:
         raise ConfigError("vcache top needs a terminal; `vcache status` prints the status once")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    minute = deque[ServerStats](maxlen=61)
     with Live(screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_picture(client, minute), refresh=True)
+            live.update(_picture(client), refresh=True)
             time.sleep(1)
 
 
-def _picture(client: Client, minute: deque[ServerStats]) -> Group:
-    """Ask the server once. minute: its statistics of the last minute, the oldest first."""
+def _picture(client: Client) -> Group:
+    """Ask the server once."""
     try:
-        stats = client.stats()
+        return Group(*tables.status(client.stats()))
     except VCacheError as error:
-        minute.clear()
         return Group(Text(printable(str(error)), "bold red"))
-    if minute and stats.uptime_seconds < minute[-1].uptime_seconds:  # another server
-        minute.clear()
-    minute.append(stats)
-    return Group(*tables.status(stats, minute[0]))
 
 
 def _end(number: int, frame: object) -> None:

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..processes import HOST, Program, free_ports, module
+from vcache_backend.children import Program, module
+
+from ..processes import HOST, free_ports
 from .servers import Servers, healthy
 from .systems import SYSTEMS
 

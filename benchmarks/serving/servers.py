@@ -16,18 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from vcache_backend.children import ChildFailed, MetadataServer, Program, module, until
 from vcache_backend.protocol.client import Client
 
-from ..processes import (
-    HOST,
-    PATIENT,
-    ChildFailed,
-    MetadataServer,
-    Program,
-    free_ports,
-    module,
-    until,
-)
+from ..processes import HOST, PATIENT, free_ports
 from ..vllm.environment import ENVIRONMENT, environment
 from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, serve_arguments

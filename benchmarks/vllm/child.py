@@ -1,68 +1,18 @@
-"""Inside an instance's process: one vLLM engine, and the commands that `Fleet.instance` takes for
-it.
-
-Started with the settings as JSON in its only argument.
-
-Requests go to `LLMEngine` one step at a time, the engine core in its own process as under `vllm
-serve`: the time to first token runs from before the request is handed in until `step` returns its
-first token, with tokenisation left out and all else in."""
+"""Inside an instance's process: the commands of `prove.instance`, and those that measure."""
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from ..processes import answer_commands
-from .weights import flip_kv, scale_weights
-
-SECONDS = 120.0
+from vcache_backend.prove.instance import SECONDS, Serving, main
 
 
-class Serving:
-    """The commands. Each takes and returns what JSON can say."""
-
-    def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
-        from vllm import LLM
-
-        self._llm = LLM(**arguments)
-        self._engine = self._llm.llm_engine
-        self._count = 0
-        if dummy:
-            self._llm.apply_model(scale_weights)
-        gc.collect()
-        gc.freeze()
-
-    def generate(self, tokens: list[int], count: int, **more: Any) -> dict[str, Any]:
-        """One request; others may run. more: see `_add`. tokens: what came out; logprobs: of each
-        step, sorted pairs of token and value. ttft: seconds to the first token.
-        """
-        started, first = time.perf_counter(), 0.0
-        name = self._add(tokens, count, **more)
-        while True:
-            outputs = [each for each in self._engine.step() if each.request_id == name]
-            now = time.perf_counter()
-            for output in outputs:
-                first = first or now
-                if output.finished:
-                    (said,) = output.outputs
-                    steps = [
-                        sorted((int(token), value.logprob) for token, value in step.items())
-                        for step in said.logprobs or []
-                    ]
-                    answer = {"tokens": list(said.token_ids), "logprobs": steps}
-                    cached = output.num_cached_tokens or 0
-                    return answer | {"cached": cached, "ttft": first - started}
-            if now - started > SECONDS:
-                self._engine.abort_request([name])
-                raise TimeoutError(
-                    f"no answer to a request of {len(tokens)} tokens in {SECONDS:g} s"
-                )
+class Measured(Serving):
+    """The commands that `Fleet.instance` takes."""
 
     def beside(
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
@@ -99,14 +49,6 @@ class Serving:
                 return time.perf_counter() - started
             running -= sum(output.finished for output in self._engine.step())
 
-    def flip(self, offset: int, mask: int, step: int = 0) -> None:
-        """See `weights.flip_kv`."""
-        self._llm.collective_rpc(flip_kv, args=(offset, mask, step))
-
-    def reset(self) -> bool:
-        """Empty vLLM's own prefix cache."""
-        return bool(self._llm.reset_prefix_cache())
-
     @contextmanager
     def _running(
         self, prompts: list[list[int]], extra: dict[str, Any] | None = None
@@ -125,33 +67,6 @@ class Serving:
         while self._engine.has_unfinished_requests():
             self._engine.step()
 
-    def _add(
-        self,
-        tokens: list[int],
-        count: int,
-        logprobs: int | None = None,
-        extra: dict[str, Any] | None = None,
-        salt: str = "",
-    ) -> str:
-        """Hand a request for so many tokens in; its name. extra: its `extra_args`, see `scheduler`
-        and `probe`. salt: nobody has the KV of its prompt who did not use the same.
-        """
-        from vllm import SamplingParams
-
-        self._count += 1
-        prompt = {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {})
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=count,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=logprobs,
-            extra_args=extra,
-        )
-        self._engine.add_request(str(self._count), prompt, sampling)
-        return str(self._count)
-
 
 if __name__ == "__main__":
-    settings = json.loads(sys.argv[1])
-    answer_commands(lambda: Serving(settings["arguments"], settings["dummy"]))
+    main(Measured)

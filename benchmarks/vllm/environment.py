@@ -8,28 +8,18 @@ import itertools
 import os
 from pathlib import Path
 
+from vcache_backend.prove import instance as prove
+
+from ..processes import ROOT
+
 ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",
+    **prove.ENVIRONMENT,
     "PYTHONUNBUFFERED": "1",
-    # As vLLM sets it for workers in processes of their own; with many threads small host tensors
-    # take milliseconds at times.
-    "OMP_NUM_THREADS": "1",
-    # Kernels chosen by rule, not by trial (see `settings.arguments` too).
-    "TORCHINDUCTOR_DETERMINISTIC": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 _STARTED = itertools.count()
-CPU_ENVIRONMENT = {
-    "TORCH_COMPILE_DISABLE": "1",
-    # By itself vLLM binds every instance to the same core.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 def environment(cpu: bool, cache: Path, **more: str) -> dict[str, str]:
@@ -41,7 +31,7 @@ def environment(cpu: bool, cache: Path, **more: str) -> dict[str, str]:
         # The ports that vLLM's processes take among themselves are looked for from here on, apart
         # from those of other instances of this process, and of other processes.
         "VLLM_PORT": str(34_000 + 800 * (os.getpid() % 32) + 50 * (next(_STARTED) % 16)),
-        **(CPU_ENVIRONMENT if cpu else {}),
+        **(prove.CPU_ENVIRONMENT if cpu else {}),
     }
     return given | more
 

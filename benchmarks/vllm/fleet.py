@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vcache_backend.children import Child, ChildFailed, MetadataServer, module, until
 from vcache_backend.protocol.client import Client
+from vcache_backend.prove.prompts import Prompts
 
-from ..processes import PATIENT, Child, ChildFailed, MetadataServer, module, until
+from ..processes import PATIENT
 from ..results import Clock, Row, none
 from .environment import ENVIRONMENT, descends, environment, visible
 from .instances import INSTANCES, KINDS, Spec, joined
-from .prompts import Prompts
 from .scale import Scale
 from .settings import BOTH, arguments, lmcache_file, our_connector
-from .weights import write_model
 
 START_SECONDS = 240.0
 OWNERS = 2
@@ -148,7 +148,7 @@ class Fleet:
 
     def model(self, kind: str) -> Path:
         scale = self.of(kind)
-        return write_model(self.cache / joined("model", kind, scale.name), scale)
+        return scale.write_model(self.cache / joined("model", kind, scale.name))
 
     def _await_compiled(self, name: str) -> None:
         """Wait until others can load what each worker of this instance compiles, or until it has

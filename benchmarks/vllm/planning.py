@@ -43,7 +43,6 @@ from vcache_backend.vram_pool.exports import HostExportable
 from ..processes import PATIENT
 from .scale import TINY
 from .settings import our_connector
-from .weights import write_model
 
 CHUNK = 256
 PAGE = 8
@@ -124,7 +123,7 @@ def place(socket: Path, folder: Path) -> Iterator[Place]:
     for room, name in found:
         setattr(room, name, 60.0)
     try:
-        yield Place(socket, write_model(folder / "model", TINY))
+        yield Place(socket, TINY.write_model(folder / "model"))
     finally:
         for (room, name), value in zip(found, before, strict=True):
             setattr(room, name, value)

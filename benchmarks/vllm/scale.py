@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from vcache_backend.config import ByteSize
+from vcache_backend.prove.model import TINY_LLAMA, write_model
 
 Sized = TypeVar("Sized")
 GIB = 1 << 30
-SHAPES: dict[str, dict[str, Any]] = msgspec.json.decode(
-    Path(__file__).with_name("models.json").read_bytes()
-)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama_tiny": TINY_LLAMA,
+    **msgspec.json.decode(Path(__file__).with_name("models.json").read_bytes()),
+}
 """A `config.json` for each model: few layers, real widths. What begins with `tiny_` changes another
 one for the CPU.
 """
@@ -64,6 +66,17 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def vocabulary(self) -> int:
         return int(self.model["vocab_size"])
+
+    @property
+    def units(self) -> tuple[int, int, int]:
+        """Of `Prompts`: the vocabulary, and tokens of a chunk and of a block."""
+        return self.vocabulary, self.chunk, self.block
+
+    def write_model(self, folder: Path, seed: int = 1) -> Path:
+        """A folder that vLLM takes for the model; see `prove.model`. Only the tiny Llama, and those
+        for the CPU like it, bring weights."""
+        brings = self.cpu and self.model["model_type"] == "llama"
+        return write_model(folder, self.model, brings, seed)
 
 
 def sized(given: dict[str, Any], kind: type[Sized], **more: Any) -> Sized:

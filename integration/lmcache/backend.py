@@ -143,6 +143,7 @@ def _connect(settings: Config, instance: Instance, layout: Layout, device: str) 
         kv_device=device,
         name=served_at(instance.vllm_config),
     )
+    session.counts = instance.first
     if settings.connector.start_server:
         session.client.on_killed = partial(start.try_ensure, settings)
     return session

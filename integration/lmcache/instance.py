@@ -28,14 +28,15 @@ class Instance:
     """One worker of a serving instance.
 
     rank, ranks: this worker's shard of a chunk, and the number of shards, within a pipeline stage;
-    0 of 1 with MLA, since all ranks hold the same KV. several: the model has several block tables,
-    or a table of a sliding window. num_blocks: vLLM's number. kvcaches: by layer. adapter:
-    LMCache's adapter in vLLM."""
+    0 of 1 with MLA, since all ranks hold the same KV. first: of the instance's workers. several:
+    the model has several block tables, or a table of a sliding window. num_blocks: vLLM's
+    number. kvcaches: by layer. adapter: LMCache's adapter in vLLM."""
 
     model: ModelSpec
     rank: int
     ranks: int
     pp_rank: int
+    first: bool
     several: bool
     num_blocks: int
     kvcaches: Mapping[str, Tensor] = field(compare=False, repr=False)
@@ -88,6 +89,7 @@ def discover(metadata: Any, name: str) -> Instance:
         rank=metadata.worker_id % ranks,
         ranks=ranks,
         pp_rank=metadata.worker_id // model.tp_size % model.pp_size,
+        first=metadata.worker_id % (model.tp_size * model.pp_size) == 0,
         several=groups.several(kv_config),
         num_blocks=kv_config.num_blocks,
         kvcaches=adapter.kv_caches,

@@ -122,7 +122,7 @@ class LMCacheWorker:
         # The chunks that this worker can read; maps their segments.
         readable = list(takewhile(lambda run: session.pool.segment(run.segment) is not None, runs))
         names = names[: readable[-1].stop] if readable else []
-        if session.rank == 0:  # every rank looks up
+        if session.counts:  # every rank looks up
             session.client.count(asked * self._size, len(names) * self._size)
         return names
 

@@ -31,8 +31,8 @@ from vcache_backend.protocol.client import Client
 
 from .. import logs
 from . import settings
-from .boundary import AwaitedLoads, Boundary, WorkerLoads, answer, guarded
-from .ends import LoadEnds
+from .boundary import Boundary, answer, guarded
+from .ends import AwaitedLoads, LoadEnds, WorkerLoads
 from .metadata import StepMetadata, WorkerReport
 from .model import compat, versions
 from .model.sharing import plan

@@ -1,4 +1,4 @@
-"""Tells vLLM's scheduler that loads are over, before a step's report says so.
+"""Tells vLLM's scheduler that loads are over: once, and before a step's report says so.
 
 A worker's report comes with the output of a step, and by then vLLM has planned the next step. So
 each worker also writes the number of a successful load into memory that the scheduler reads before
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from vcache_backend.vram_pool.host_memory import allocate
+
+from .metadata import LoadSpec, StepMetadata
 
 SIZE = 512
 """Words of a worker's ring. A load is in word `number % SIZE`. If a later load has overwritten the
@@ -77,3 +82,90 @@ class EndRing:
         """Note that a load has succeeded."""
         if self._ring:
             self._ring[number % SIZE] = number
+
+
+class AwaitedLoads:
+    """The loads of ours for which vLLM's scheduler waits, and what vLLM has heard of them. In the
+    scheduler's thread.
+
+    vLLM asserts that a reported request waits for its load or has ended. So it must hear of each
+    load once: from the workers' reports, or before (`tell`). Each worker reports each load once,
+    and a request loads again only after vLLM has heard of its last load. So it is enough to count
+    the reports to drop."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, int] = {}
+        """By request, the number of its load; 0 if the load is to be reported as failed."""
+        self._unsent = set[str]()
+        """Requests whose loads the workers do not know yet."""
+        self._told = Counter[str]()
+        """By request, how many reports of loads of which vLLM has heard will still come."""
+        self._settled: Any = None
+        """The last output that `settle` saw."""
+
+    def expect(self, request_id: str) -> None:
+        """Note that vLLM waits for a load of this request."""
+        self.waiting[request_id] = 0
+        self._unsent.add(request_id)
+
+    def sent(self, loads: Iterable[LoadSpec]) -> None:
+        """Note that the workers get these loads."""
+        for load in loads:
+            self.waiting[load.request_id] = load.number
+            self._unsent.discard(load.request_id)
+
+    def stop(self) -> StepMetadata:
+        """The message to the workers after the scheduler's half has gone out of use: end all
+        loads."""
+        loads = [LoadSpec(request_id) for request_id in self._unsent]
+        self._unsent.clear()
+        return StepMetadata(loads, stop=True)
+
+    def settle(self, output: Any) -> None:
+        """Take loads of which vLLM has heard out of `output.finished_recving`: the loads that all
+        workers report with a step, also another connector's. Later calls with the same output do
+        nothing."""
+        if output is self._settled or not output.finished_recving:
+            return
+        self._settled = output
+        kept = set[str]()
+        for request_id in output.finished_recving:
+            if self._told[request_id] > 0:
+                self._told[request_id] -= 1
+            else:
+                self.waiting.pop(request_id, None)
+                kept.add(request_id)
+        self._told = +self._told
+        output.finished_recving = kept
+
+    def tell(self, output: Any, numbers: Callable[[int], bool]) -> None:
+        """Add the loads that have succeeded to `output.finished_recving`, before the workers report
+        them. numbers: whether the load of this number has succeeded in all workers."""
+        done = {request for request, load in self.waiting.items() if load and numbers(load)}
+        for request_id in done:
+            del self.waiting[request_id]
+        self._told.update(done)
+        output.finished_recving = (output.finished_recving or set()) | done
+
+
+class WorkerLoads:
+    """A worker's loads whose end the scheduler has not heard. In the worker's main thread."""
+
+    def __init__(self) -> None:
+        self._running = Counter[str]()
+        """By request: a request may begin a load before the end of its last one is reported."""
+
+    def expect(self, loads: Iterable[LoadSpec]) -> None:
+        """Note the loads of a step: the end of each is reported in any case, since vLLM waits."""
+        self._running.update(load.request_id for load in loads)
+
+    def over(self, requests: Iterable[str]) -> None:
+        """Note that a load of each of these requests is reported."""
+        self._running.subtract(requests)
+        self._running = +self._running
+
+    def fail(self) -> set[str]:
+        """Report a load of each request as failed, in this step."""
+        failed = set(self._running)
+        self.over(failed)
+        return failed

@@ -50,7 +50,7 @@ class InstanceContext:
     ) -> None:
         """decision: to cache. loads, stores: the instance's role allows loads, stores. SegmentError
         if memory is lacking."""
-        self._model, self.config, _ = decision
+        self._model, self.config, _, self._standing = decision
         model, config = self._model, self.config
         self.loads, self.stores = loads, stores
         self.prompts_only = config.connector.store == "prompt"
@@ -176,7 +176,7 @@ class InstanceContext:
         config, shards = self.config, [self._shards[rank] for rank in sorted(self._shards)]
         layout = model_spec.layout(self._model, shards, self.chunk_size, self._root)
         namespace = layout.namespace()
-        fields = layout.fields() | {"namespace": str(namespace)}
+        fields = layout.fields() | {"namespace": str(namespace), "vllm": self._standing}
         self.client = client = Client(
             config.server.path, config.client, layout=fields, name=self._name
         )

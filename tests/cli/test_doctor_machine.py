@@ -17,9 +17,10 @@ from fake_cuda import UUIDS, FakeCuda
 from fake_cuda import cuda as cuda
 from processes import stage
 
-from vcache_backend import doctor
+from vcache_backend import doctor, proofs
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import Finding, diagnose, machine, offload
+from vcache_backend.proofs import Combination, Proof
 from vcache_backend.protocol.messages import PROTOCOL_VERSION
 
 
@@ -78,6 +79,20 @@ def test_versions_are_compared_as_numbers(
     finding = by_check(machine.check_packages(config))[name]
     assert (finding.status, version in finding.detail) == (status, True)
     assert status == "ok" or f"pip install '{name}>=" in finding.advice
+
+
+def test_a_newer_vllm_was_proved_here_or_is_to_be(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda one: "0.99.0" if one == "vllm" else real(one))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    found = by_check(machine.check_packages(config))["vllm"]
+    assert (found.status, "run `vcache prove`" in found.advice) == ("warn", True)
+    made = Combination(vllm="0.99.0", torch="2.13.0", device="NVIDIA H200", share="in_place")
+    proofs.write(Proof(combination=made, date="2026-12-01", model=""))
+    said = "0.99.0, proved 2026-12-01: in_place on NVIDIA H200, torch 2.13.0"
+    assert by_check(machine.check_packages(config))["vllm"] == Finding("vllm", "ok", said)
 
 
 @pytest.mark.parametrize("policy", ["off", "write_through"])

@@ -85,7 +85,7 @@ def used(alone: Stage) -> Client:
     share(owner, A)
     looked_for(reader)
     owner.find(find(5))  # as vLLM's workers, it has told no layout
-    reader.reads = lambda: [m.Reads(A, 1010 << 20, 2)]
+    reader.reads = lambda: [m.Reads(A, 1010 << 20, 2, 2048)]
     reader.list_segments()  # which tells the reads
     reader.report("error", MARKUP)
     return reader
@@ -98,7 +98,7 @@ def looked_for(reader: Client) -> None:
     reader.find(find(5))
     reader.pin(keys(1), 0.0)
     reader.count(6 * 256, 3 * 256)
-    reader.count(awaited=512, waited_ms=250)
+    reader.count(awaited=512, waited_ms=250, loads=2, loaded=512)
     reader.list_segments()  # which tells the counts
 
 

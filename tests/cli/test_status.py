@@ -93,24 +93,46 @@ def test_there_is_no_hit_rate_before_the_first_hit() -> None:
         assert "waits for its first request" in shown
         assert f"2 instances share in place; {said}" in shown
         assert "0.0%" not in shown
-        assert ("hits none yet   0 of 768 tokens looked up" in shown) == bool(hits)
     none = text_of(msgspec.structs.replace(STATS, instances=[], segments=[]))
     assert "segment" not in none
 
 
-def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
-    """And the JSON has all of each."""
-    lacking = m.InstanceStats("ef" * 16, UUID, 0, 0, 0, 8, "its scheduler")
-    stats = msgspec.structs.replace(STATS, instances=[ONE, lacking])
-    alone = text_of(msgspec.structs.replace(stats, segments=[]))
-    assert "vcache segment add" not in alone, "nobody needs a pool"
-    lines = text_of(stats, 80).splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [" ".join(line.split()) for line in lines]
-    assert "abababab 4194303 :8000 GPU-3c1f5a3e 0.4 s shares in place" in rows
-    assert "efefefef – – GPU-3c1f5a3e 0.0 s lacks its scheduler" in rows
-    assert status.summary(stats)["instances"][0] == status.plain(ONE)
-    assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
+def test_an_arrow_leads_from_owner_to_reader_and_the_most_tokens_come_first() -> None:
+    """The workers of a reader have each read a part of the same tokens."""
+    one, other = ONE.id, OTHER.id
+    pooled = msgspec.structs.replace(ONE, id="", name=":8002", pid=5)
+    reads = [
+        m.ReadStats(*row)
+        for row in (
+            (1, UUID, other, 5 << 20, 0, 512, one),
+            (3, UUID, other, 4 << 20, 0, 512, one),
+            (2, UUID, other, 0, 3, 0, other),
+            (9, UUID, "ef" * 16, 1 << 30, 0, 20480),
+            (5, UUID, "pool", 1 << 20, 0, 256),
+        )
+    ]
+    stats = msgspec.structs.replace(STATS, instances=[ONE, OTHER, pooled], reads=reads)
+    _, _, said = text_of(stats).partition("Who read from whom")
+    assert [line.rstrip() for line in said.splitlines()[2:6]] == [
+        "efefefef, ended  ─ 20,480 ─▶  pid 9",
+        ":8001            ── 512 ───▶  :8000",
+        "the pool         ── 256 ───▶  :8002",
+        "Segments",
+    ]
+    assert "Who read" not in text_of(STATS)
+
+
+def test_what_was_saved_is_on_the_first_screen_of_80_by_24() -> None:
+    counters = COUNTERS | {"loaded_tokens": 1_234_567_890}
+    busy = msgspec.structs.replace(
+        STATS, instances=[ONE, OTHER] * 4, counters=counters, minute=(90, 123_456)
+    )
+    _, saved, rate, *_ = screen = text_of(busy, 80).splitlines()
+    assert saved == "tokens not computed in the last minute 123,456   since the start 1,234,567,890"
+    assert rate.startswith("requests/s with a hit 1.5   up 1 d 2 h")
+    assert len(screen) <= 24
+    young = msgspec.structs.replace(busy, uptime_seconds=30.0)
+    assert status.saved(young)["requests/s with a hit"] == "3.0"
 
 
 def test_top_goes_on_over_a_restart_and_gives_the_terminal_back(tmp_path: Path) -> None:

@@ -144,7 +144,9 @@ def test_a_chunk_counts_once_every_rank_has_its_part(here: Node) -> None:
         tokens, known = new_tokens(3 * CHUNK + 1), set(here.chunk_keys())
         computed = both.one(tokens)
         here.stored(len(known) + 2 * 3)
+        loaded = here.stats().counters.get("loaded_tokens", 0)
         own, again = both.one(tokens), both.again(tokens)
+        eventually(lambda: here.stats().counters["loaded_tokens"] == loaded + 3 * CHUNK)
         assert (again.cached, again.said) == (own.cached, own.said) == (3 * CHUNK, own.said)
         assert again.agrees(computed)
         second = [key for key in here.chunk_keys() if key not in known and key.endswith(b"\0\1")]

@@ -113,11 +113,12 @@ def test_a_run_ends_where_newer_ones_have_overwritten_it(owners: type[Owner]) ->
 
 
 def test_equal_blocks_stand_in_for_each_other(owners: type[Owner]) -> None:
+    """The oldest is found, as in vLLM's own cache."""
     owner = owners()
     runs = [owner.fill([block], 100) for block in range(publications.MAX_ALIKE)]
     for run in runs:
         owner.known.publish(0, [run])
-    for left in reversed(range(publications.MAX_ALIKE)):
+    for left in range(publications.MAX_ALIKE):
         found = owner.known.follow(0, prompt(1, 100, 1), 0, 1, LOOKS)
         assert found.blocks == [numbers(left)]
         owner.table.void([left])

@@ -18,7 +18,11 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.report import MAX_REPORTS, fitting
+from vcache_backend.metadata_server.report import (
+    MAX_REPORTS,
+    Minute,
+    fitting,
+)
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
@@ -127,3 +131,13 @@ def test_a_recent_error_fails_the_doctor(stage: Stage, monkeypatch: pytest.Monke
     later = time.time() + 3700
     monkeypatch.setattr(time, "time", lambda: later)
     assert found(stage) == []
+
+
+def test_the_last_minute_forgets_what_is_older() -> None:
+    minute = Minute(lambda: now)
+    for at in (100.0, 100.9, 130.0, 160.5):
+        now = at
+        minute.add(1, 256)
+    assert minute.total() == (2, 512), "those of the first second have gone together"
+    now = 1000.0
+    assert minute.total() == (0, 0)

@@ -12,10 +12,7 @@ from pathlib import Path
 
 from run import PLACE, download
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from vllm_sources import FILES, differences
-
+from vcache_backend.integration.vllm.sources import FILES, differences
 from vcache_backend.supported import VLLM
 
 

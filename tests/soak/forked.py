@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from benchmarks.processes import die_with_parent, stopped
+from benchmarks.processes import stopped
+from vcache_backend.children import die_with_parent
 
 S = TypeVar("S")
 SECONDS = 180.0

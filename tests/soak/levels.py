@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
+from benchmarks.vllm.environment import ENVIRONMENT
+from vcache_backend.prove.instance import CPU_ENVIRONMENT
 
 from . import inplace, pooled
 from .forked import SECONDS

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.processes import MetadataServer, until
+from vcache_backend.children import MetadataServer, until
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.client import Client

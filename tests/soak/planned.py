@@ -24,8 +24,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from benchmarks.processes import MetadataServer
 from benchmarks.vllm.planning import Instance, Place, Tables, full, local, place, state, window
+from vcache_backend.children import MetadataServer
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
 from vcache_backend.protocol.messages import HASH_BYTES
 

@@ -14,8 +14,8 @@ from typing import Self
 
 import msgspec
 
-from benchmarks.processes import ChildFailed
 from vcache_backend import config
+from vcache_backend.children import ChildFailed
 
 from .forked import Forked, Waker, hear
 from .levels import INPLACE, Level

@@ -25,10 +25,9 @@ import vllm
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from benchmarks.processes import die_with_parent
 from benchmarks.vllm.scale import TINY, Scale
 from benchmarks.vllm.settings import llm, our_connector
-from benchmarks.vllm.weights import write_model
+from vcache_backend.children import die_with_parent
 
 from .answers import RANKED, Answer
 from .forked import Forked
@@ -211,7 +210,7 @@ def answer_all(folder: str, pipe: Connection) -> None:
     into the folder's `answers.json`.
     """
     die_with_parent()
-    write_model(Path(folder, "model"), TINY)
+    TINY.write_model(Path(folder, "model"))
     llm, found = make(folder, None), {}
     for family in range(WHOLE.families):
         for chunks in range(1, WHOLE.chunks + 1):

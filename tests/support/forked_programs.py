@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 FORKED = (
     "benchmarks.vllm.child",
     "vcache_backend.integration.vllm.model.report",
+    "vcache_backend.prove.instance",
     "vllm.entrypoints.openai.api_server",
 )
 """Modules that are run without a new Python; all other programs are started as ever."""

@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import HOST, Program, free_ports, stopped, until
+from benchmarks.processes import HOST, free_ports, stopped
+from vcache_backend.children import Program, until
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 
 READY_SECONDS = 60.0

@@ -565,9 +565,9 @@ class Worker(Process):
 # ---- programs
 
 
-def script(text: str, *arguments: str) -> Child:
+def script(text: str, *arguments: str, **environment: str) -> Child:
     """A child that runs a few lines of Python; `sys.argv[1:]` are the arguments."""
-    return Child([sys.executable, "-c", text, *arguments])
+    return Child([sys.executable, "-c", text, *arguments], **environment)
 
 
 def start_server(path: Path, config: dict[str, Any], within: Sequence[str] = ()) -> Child:

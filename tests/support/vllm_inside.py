@@ -46,6 +46,7 @@ from vllm.platforms import current_platform
 from vllm_cases import BLOCK, FOREVER, TOKEN_BYTES, Answer, Prompt
 
 from benchmarks.vllm.settings import BOTH
+from vcache_backend.prove.model import flush_kv
 
 registry._run_in_subprocess = lambda look: look()
 """What it finds out about a model it would find out in a process that has to import vLLM first, for
@@ -210,9 +211,7 @@ class Serving:
 
     def told(self) -> bool:
         """Wait until what the steps so far have written, stored or saved is known to the server."""
-        worker = _worker()
-        told = worker.in_place is None or worker.in_place.publisher.outbox.flush(PATIENCE_SECONDS)
-        return bool(told and worker._worker.session.flush(PATIENCE_SECONDS))
+        return flush_kv(None, PATIENCE_SECONDS)
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""

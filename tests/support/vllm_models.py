@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from benchmarks.vllm.scale import TINY
-from benchmarks.vllm.weights import write_model as write
 
 CONNECTOR: dict[str, Any] = {"kv_connector": "VCacheConnector"}
 """Of `kv_transfer_config`: which connector, by the name that our plugin registers."""
@@ -41,7 +40,7 @@ def write_model(
         kinds = {"s": "sliding_attention", "f": "full_attention"}
         model |= {"layer_types": [kinds[letter] for letter in windowed], "sliding_window": window}
         model |= {"num_hidden_layers": len(windowed)}
-    return write(folder, msgspec.structs.replace(TINY, model=model), seed)
+    return msgspec.structs.replace(TINY, model=model).write_model(folder, seed)
 
 
 def write_lora(folder: Path, seed: int) -> Path:

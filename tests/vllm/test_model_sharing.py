@@ -4,6 +4,7 @@ against sharing."""
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 import vllm
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
+from vcache_backend import proofs
 from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.integration.vllm.model import compat, sharing
 from vcache_backend.integration.vllm.model.sharing import POOL, Facts, plan
 from vcache_backend.integration.vllm.model.spec import ModelSpec, read_model
+from vcache_backend.proofs import Proof
 
 MODEL = ModelSpec(
     model="m", kv_cache_dtype="", kv_heads=1, head_dim=8, tp_size=1, use_mla=False, block_size=16
@@ -155,10 +158,21 @@ def test_hashes_without_a_seed_are_refused(
     assert "set PYTHONHASHSEED=0" in planned()[1]
 
 
-def test_other_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
+def test_earlier_releases_of_vllm_are_refused_and_later_ones_want_a_proof(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for version in ("0.30.2", "dev", "0.3", ""):
         monkeypatch.setattr(vllm, "__version__", version)
         assert planned()[1] == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
+    for version in ("0.34.0", "1.31.0", "0.320.0", "0.34.0.dev1+g0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        why = f"vcache was not tested with vLLM {version}, and nobody has proved it here: run"
+        assert planned()[1].startswith(f"{why} `vcache prove`")
+        assert planned(share="pool")[1].startswith(f"{why} `vcache prove --share pool`")
+        for share in ("in_place", "pool"):
+            proofs.write(Proof(combination=compat.combination(share), date="2026-12-01", model=""))
+            assert planned(share=share)[1] == ""
     for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
         monkeypatch.setattr(vllm, "__version__", version)
         assert planned()[1] == ""

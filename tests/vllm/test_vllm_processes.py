@@ -23,8 +23,9 @@ from test_start_server import end_servers
 from vllm_cases import BLOCK, CHUNK, IN_PLACE, Answer, Instance, Node, complete, here, new_tokens
 from vllm_models import write_states
 
-from benchmarks.processes import Program, free_ports
+from benchmarks.processes import free_ports
 from benchmarks.serving.servers import healthy
+from vcache_backend.children import Program
 from vcache_backend.transfer.keys import state_keys
 
 NEEDED = "watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"

@@ -27,8 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm import lookups, requests, waits
-from vcache_backend.integration.vllm.boundary import AwaitedLoads
-from vcache_backend.integration.vllm.ends import SIZE, EndRing, LoadEnds
+from vcache_backend.integration.vllm.ends import SIZE, AwaitedLoads, EndRing, LoadEnds
 from vcache_backend.integration.vllm.metadata import QUIET, LoadSpec, WorkerReport
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.protocol.client import Client

@@ -58,8 +58,11 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node) -> No
     assert here.b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
     assert here.b.counter("vllm:prompt_tokens_cached_by_source", source="p2p") == 11 * CHUNK
     ids = {one.id for one in here.stats().instances}
-    expected = [(11 * CHUNK * TOKEN_BYTES, 0)]
-    eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == expected)
+    expected = [(11 * CHUNK * TOKEN_BYTES, 0, 11 * CHUNK)]
+    eventually(
+        lambda: [(row.nbytes, row.refused, row.tokens) for row in here.stats().reads] == expected
+    )
+    eventually(lambda: here.stats().minute == (3, 11 * CHUNK))
     (row,) = here.stats().reads
     assert {row.instance, row.reader} == ids, "one instance has read the other"
     assert here.b.counter("vllm:vcache_stored_bytes") == 0

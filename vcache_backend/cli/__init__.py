@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -293,6 +294,42 @@ def demo(as_json: Json = False) -> None:
     from vcache_backend.demo import run
 
     raise typer.Exit(run(as_json))
+
+
+Proved = typer.Argument(metavar="[MODEL]", help="As `vllm serve` takes it. Default: generated.")
+Seconds = option("SECONDS", "Of work under load.", "--seconds", min=0.0, max=3600.0)
+Share = option("WAY", "How instances share.", "--share")
+
+
+@app.command()
+def prove(
+    model: Annotated[str, Proved] = "",
+    seconds: Annotated[float, Seconds] = 60.0,
+    share: Annotated[Literal["in_place", "pool"], Share] = "in_place",
+    as_json: Json = False,
+) -> None:
+    """Show that the installed vLLM and vcache give right hits on this machine, and keep the proof.
+
+    Starts two instances. With a vLLM newer than those that vcache was tested with, instances share
+    only behind a proof. Exit code 1 if something is wrong."""
+    from vcache_backend import proofs, tables
+    from vcache_backend import prove as proving
+    from vcache_backend.status import plain
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    asked = proving.Settings(model, share, seconds)
+    try:
+        proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
+    except KeyboardInterrupt:
+        typer.echo("vcache: stopped; nothing was proved", err=True)
+        raise typer.Exit(130) from None
+    good = all(one.ok for one in shown)
+    where = str(proofs.write(proof)) if good else ""
+    if as_json:
+        tables.print_json({"ok": good, "file": where, "proof": plain(proof), "shown": plain(shown)})
+    else:
+        tables.show(*tables.shown(proof, shown, where))
+    raise typer.Exit(0 if good else 1)
 
 
 Lent = option("SIZE", "Host memory that the provider lends.", "--segment", parser=command.nbytes_of)

@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
+from vcache_backend import __version__, proofs
 from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import PROTOCOL_VERSION
 from vcache_backend.status import verdict
-from vcache_backend.supported import PACKAGES, numbers
+from vcache_backend.supported import PACKAGES, VLLM, numbers
 from vcache_backend.vram_pool import cuda_driver, devices
 
 
@@ -51,6 +54,8 @@ def check_packages(config: Config) -> Iterator[Finding]:
             other = f"; without CUDA: {package.builds[0]}" if package.builds else ""
             lacks = "not installed, and needed with this machine and configuration"
             yield fail(name, lacks, advice + other)
+        elif package is VLLM and numbers(version) >= VLLM.high:
+            yield _newer(version)
         elif package.supports(version):
             yield ok(package.name, version if name == package.name else f"{version} ({name})")
         else:
@@ -58,6 +63,20 @@ def check_packages(config: Config) -> Iterator[Finding]:
             yield (fail if here[package.role] else warn)(package.name, detail, advice)
     if wrong := left_out():
         yield fail("plugin", "vLLM will not find VCacheConnector", wrong)
+
+
+def _newer(version: str) -> Finding:
+    """Say whether a vLLM that vcache was not tested with was proved here."""
+    ours = {"vllm": version, "vcache": __version__}
+    for proof in proofs.believed():
+        what = msgspec.structs.asdict(proof.combination)
+        if ours.items() <= what.items():
+            said = proofs.standing(version, proof)
+            return ok(
+                VLLM.name, f"{said}: {what['share']} on {what['device']}, torch {what['torch']}"
+            )
+    advice = "run `vcache prove`: behind a proof instances share"
+    return warn(VLLM.name, f"{version} is newer than what vcache was tested with", advice)
 
 
 # ---- GPUs

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from vcache_backend.errors import Refused, SegmentError
+from vcache_backend.errors import Refused, SegmentError, printable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.publications import ForeignTable
@@ -71,6 +71,7 @@ class SharedInstance:
             name=scheduler.peer.name if scheduler is not None else "",
             namespace=join.namespace.hex() if join is not None else "",
             orphan=orphan(scheduler.peer) if scheduler is not None else 0,
+            vllm=printable(scheduler.peer.layout.get("vllm", "")) if scheduler is not None else "",
             early=scheduler is not None and not scheduler.peer.asked,
             **liveness((part.peer for part in self.parts.values()), stopped),
         )
@@ -204,9 +205,10 @@ class InstanceRegistry:
             m.ReadStats(
                 client.process.pid,
                 client.device,
-                read.instance.hex(),
+                "pool" if read.instance == m.POOL else read.instance.hex(),
                 read.nbytes,
                 read.refused,
+                read.tokens,
                 names.get(client.id, b"").hex(),
             )
             for read, client in most

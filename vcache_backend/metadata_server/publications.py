@@ -134,22 +134,26 @@ class InstancePublications:
     # ---- looked up
 
     def at(self, name: bytes) -> int:
-        """The place of an unchanged block that all ranks have published; 0: none. Forgets changed
-        blocks."""
+        """The place of an unchanged block that all ranks have published; 0: none. Of several the
+        oldest, as in vLLM's own cache: a step of another shape may have computed a later one with
+        other last bits. Forgets changed blocks."""
         at = self.named.get(name, 0)
         if not at:
             return 0
-        # Written out: a call takes as long as all of this.
-        right = self.table.counters[self._numbers[at]] == self._generations[at]
-        if right and self._agreed[at] == self._all:
-            return at
-        at = self._newest(name)
+        if not self._earlier[at]:
+            # Written out: a call takes as long as all of this.
+            right = self.table.counters[self._numbers[at]] == self._generations[at]
+            if right and self._agreed[at] == self._all:
+                return at
+        at, found = self._newest(name), 0
         # Of the newest one some ranks may still be to come.
         for _ in range(MAX_ALIKE):
-            if not at or (self._agreed[at] == self._all and self._is_right(at)):
-                return at
+            if not at:
+                break
+            if self._agreed[at] == self._all and self._is_right(at):
+                found = at
             at = self._before(at, name)
-        return 0
+        return found
 
     def follow(self, table: int, hashes: bytes, first: int, stop: int, looks: int) -> Followed:
         """Collect the blocks of a table with the packed `hashes` from number `first` on, up to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import resource
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Hashable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -31,8 +31,8 @@ MAX_COMPARED = 16
 MAX_MISMATCHES = 64
 """The most mismatches in the statistics."""
 MAX_REPORTS = 64
-_APART = ("namespace", "pp_rank")
-"""Fields that differ only with other fields, or between the stages of one instance."""
+_APART = ("namespace", "pp_rank", "vllm")
+"""Fields that differ only with other fields, between the stages of one instance, or for people."""
 _SEED = (
     "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
 )
@@ -101,6 +101,7 @@ class Layouts:
                 name=peers[0].name,
                 namespace=peers[0].namespace,
                 orphan=orphan(peers[0]),
+                vllm=printable(peers[0].layout.get("vllm", "")),
                 **liveness(peers[: m.MAX_RANKS], stopped),
             )
             for peers in list(instances.values())[:MAX_NAMESPACES]
@@ -177,6 +178,27 @@ def _who(client: Peer) -> str:
     return f"pid {pid} on {client.device}" if pid else f"another pid namespace, {client.device}"
 
 
+class Minute:
+    """The loads and the loaded tokens of the last 60 seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._now = clock
+        self._seconds = deque[tuple[float, int, int]]()
+
+    def add(self, loads: int, tokens: int) -> None:
+        now = self._now()
+        if self._seconds and now < self._seconds[-1][0] + 1:
+            now, loads_before, tokens_before = self._seconds.pop()
+            loads, tokens = loads + loads_before, tokens + tokens_before
+        self._seconds.append((now, loads, tokens))
+        self.total()
+
+    def total(self) -> tuple[int, int]:
+        while self._seconds and self._seconds[0][0] < self._now() - 60:
+            self._seconds.popleft()
+        return sum(one[1] for one in self._seconds), sum(one[2] for one in self._seconds)
+
+
 class Reports:
     """The newest reports, at most `MAX_REPORTS`. Each text is kept once for each connection, with
     its latest time."""
@@ -227,6 +249,7 @@ def server_stats(service: Service) -> m.ServerStats:
         instances=instances,
         reads=in_place.reads(layouts.clients.values()),
         hits=dict(layouts.hits),
+        minute=service.minute.total(),
     )
     return fitting(stats)
 

@@ -20,7 +20,7 @@ from vcache_backend.metadata_server.directory import Backlog, Claims, Directory
 from vcache_backend.metadata_server.instances import InstanceRegistry
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.promises import Promises
-from vcache_backend.metadata_server.report import Layouts, Reports, server_stats
+from vcache_backend.metadata_server.report import Layouts, Minute, Reports, server_stats
 from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.metadata_server.slots import Resets, SlotRegion, SlotsTable, resets_in
 from vcache_backend.protocol import messages as m
@@ -58,6 +58,7 @@ class Service:
         self.fds: dict[m.SegmentId, tuple[Descriptor, Descriptor]] = {}
         """Of each segment, and of its table."""
         self.reports = Reports(time.time)
+        self.minute = Minute(time.monotonic)
         self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
@@ -343,6 +344,10 @@ class Service:
         self.layouts.looked_up(client, request.asked, request.found)
         self.counters["awaited_tokens"] += request.awaited
         self.counters["waited_milliseconds"] += request.waited_ms
+        self.counters["loads"] += request.loads
+        self.counters["loaded_tokens"] += request.loaded
+        if request.loads:
+            self.minute.add(request.loads, request.loaded)
 
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)

@@ -32,6 +32,8 @@ _COUNTERS = {
         "Chunks that an instance began to compute and gave up, so that others compute them. If "
         "they rise, requests are aborted or preempted, or instances die."
     ),
+    "loads": "Loads that brought tokens.",
+    "loaded_tokens": "Tokens that instances loaded and did not compute.",
     "awaited_tokens": "Tokens that came while requests waited for them.",
     "waited_milliseconds": "Seconds that requests waited for chunks another instance computed.",
     "pin_chunks": "Chunks of the pool that loads asked for.",
@@ -153,13 +155,16 @@ def _instances(stats: ServerStats) -> Iterator[Metric]:
     what = "0 if an instance that gets requests lacks a part, so that others cannot read its KV."
     shared = rows(lambda one: one.early or not one.missing)
     yield _gauge("instance_shared", what, shared, labels)
+    what = "1, with the version of an instance's vLLM: listed, proved here on a day, or unproved."
+    known = [((str(one.pid), one.vllm), 1.0) for one in stats.instances if one.vllm]
+    yield _gauge("instance_vllm", what, known, "pid vllm")
 
 
 def _reads(stats: ServerStats) -> Iterator[Metric]:
     rows = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
     labels, what = (
         "pid device instance_id",
-        "Bytes that a process read out of an instance's KV cache.",
+        "Bytes that a process read out of an instance's KV cache, or the pool.",
     )
     yield _counter("read_bytes", what, [(key, one.nbytes) for key, one in rows], labels)
     what = "Chunks that their owner used again while a process read them."

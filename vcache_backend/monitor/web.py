@@ -21,7 +21,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.monitor.metrics import ServerMetrics
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ServerStats
-from vcache_backend.status import state, summary, tokens, trouble
+from vcache_backend.status import edges, saved, state, summary, tokens, trouble
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,8 @@ def _told(samples: Samples) -> dict[str, Any]:
         "late_seconds": samples.late_seconds,
         "stats": None if stats is None else summary(stats),
         "states": [(state(one), trouble(one)) for one in stats.instances] if stats else [],
+        "saved": saved(stats) if stats else {},
+        "edges": edges(stats)[:12] if stats else [],
         "points": list(samples.points),
     }
 

@@ -153,17 +153,14 @@ class Client(Channel):
             self.count(**counts)
             raise
 
-    def count(self, asked: int = 0, found: int = 0, awaited: int = 0, waited_ms: int = 0) -> None:
-        """Count look-ups and waits for the server's statistics: see `ListSegments`. The next
+    def count(self, asked: int = 0, found: int = 0, **counts: int) -> None:
+        """Count look-ups, waits and loads for the server's statistics: see `ListSegments`. The next
         heartbeat sends the counts, to this server or the next; the first counts of an idle client
         at once. If the heartbeat's answer is late, the counts are sent twice."""
         with self._telling:
             if asked and self._idle and not self._untold.total():
                 self._beat_soon()
-            self._untold["asked"] += asked
-            self._untold["found"] += found
-            self._untold["awaited"] += awaited
-            self._untold["waited_ms"] += waited_ms
+            self._untold.update(counts, asked=asked, found=found)
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -259,7 +259,8 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     `namespace`: in hex. `silent`: seconds since the last message of any process of the instance.
     `stopped`: the pid of a stopped process; 0 if none is stopped. `orphan`: the pid of the ended
     parent, a process of the same program (see `processes.spawner`); otherwise 0. `early`: its
-    scheduler has looked nothing up yet. Workers show their KV caches with the first request."""
+    scheduler has looked nothing up yet. Workers show their KV caches with the first request.
+    `vllm`: what is known of its vLLM (see `proofs.standing`); empty without one."""
 
     id: str
     device: str
@@ -274,26 +275,35 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     stopped: int = 0
     orphan: int = 0
     early: bool = False
+    vllm: str = ""
+
+
+POOL = InstanceId(bytes(INSTANCE_BYTES))
+"""In place of an instance: the pool."""
 
 
 class Reads(msgspec.Struct, frozen=True, array_like=True):
-    """How much a client has read out of the KV cache of `instance` since the client's start: bytes
-    that counted, and chunks refused because the owner had reused the blocks."""
+    """How much a client has read out of the KV cache of `instance`, or out of the `POOL`, since the
+    client's start: bytes and tokens that counted, and chunks refused because the owner had reused
+    the blocks."""
 
     instance: Named
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
     refused: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
 class ReadStats(msgspec.Struct, frozen=True, array_like=True):
     """The `Reads` of a connected client: process `pid`, 0 if not visible, with its device.
-    `instance`: in hex. `reader`: the client's own instance, in hex; empty if it shows none."""
+    `instance`: in hex, or `pool`. `reader`: the client's own instance, in hex; empty if it shows
+    none."""
 
     pid: int
     device: str
     instance: str
     nbytes: int
     refused: int
+    tokens: int = 0
     reader: str = ""
 
 
@@ -397,14 +407,16 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
     `asked`, `found`, `awaited` and `waited_ms` count since the client's last heartbeat: prompt
     tokens looked up, and found; tokens that another instance computed while a request waited; the
-    time of these waits. `reads`: how much the client has read out of other instances' KV caches so
-    far. `unmappable`: the segments that the client cannot map; its reservations get no slot
-    there."""
+    time of these waits. Likewise `loads` that brought something, and the tokens that they brought,
+    each counted by one rank. `reads`: what the client has read so far, by owner. `unmappable`: the
+    segments that the client cannot map; its reservations get no slot there."""
 
     asked: Tokens = 0
     found: Tokens = 0
     awaited: Tokens = 0
     waited_ms: Tokens = 0
+    loads: Tokens = 0
+    loaded: Tokens = 0
     reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)] = []
     unmappable: Annotated[list[_Id], msgspec.Meta(max_length=MAX_UNMAPPABLE)] = []
 
@@ -856,7 +868,8 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
     `quarantined_slots`: slots in quarantine, by the pid of their writer. `hits`: by namespace,
     prompt tokens that instances report as looked up and as found, in the pool, in KV caches or
-    below. Each token counts once for each request."""
+    below. Each token counts once for each request. `minute`: the loads and loaded tokens of the
+    last minute (`ListSegments`)."""
 
     epoch: int
     uptime_seconds: float
@@ -875,6 +888,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     instances: list[InstanceStats] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
+    minute: tuple[int, int] = (0, 0)
 
 
 OfChunks = Reserve | Commit | Abort | Pin | Contains | Touch | Remove | Clear

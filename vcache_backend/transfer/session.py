@@ -68,6 +68,8 @@ class Session:
         self.layout = layout
         self.namespace = layout.namespace()
         self.chunk_size, self.rank = layout.chunk_size, rank
+        self.counts = not rank
+        """Whether this worker counts loads for the server: one of an instance does."""
         self._config = config
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device, kv_device)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import NUMBER_BYTES, ChunkKey, ResidentRun, SlotRun
+from vcache_backend.protocol.messages import NUMBER_BYTES, POOL, ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.mappings import Neighbour, Neighbours
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
@@ -413,7 +413,7 @@ class MemorySource:
         whole, local = segment.mapped.whole, segment.local
         tier, counter = where(device, device.name if local else ""), "own" if local else "peer"
         name = f"the pool on {segment.mapped.device}"
-        origin = Origin(tier, "chunks_retrieved", f"bytes_{counter}", name)
+        origin = Origin(tier, "chunks_retrieved", f"bytes_{counter}", name, POOL)
         host = context.kv.device.type != "cpu" and whole.device.type == "cpu"
         addresses = whole.data_ptr() + slots
         return segment, _in_slots(context, run.first, addresses, origin, local, host, whole)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.histogram import Histogram
-from vcache_backend.protocol.messages import MAX_OWNERS, InstanceId, Reads
+from vcache_backend.protocol.messages import MAX_OWNERS, POOL, InstanceId, Reads
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session
@@ -40,8 +40,8 @@ class EngineStats:
         self._failures: Counter[str] = Counter()
         self._said: dict[str, int] = {}
         """By reason: the `Client.epoch` of the last log line."""
-        self._owners: dict[bytes, tuple[int, int]] = {}
-        """By instance: bytes read, and blocks refused. The instance read last comes last."""
+        self._owners: dict[bytes, tuple[int, int, int]] = {}
+        """As in `Reads`. The instance read last comes last."""
         self.updates = 0
         """How often a counter was increased."""
 
@@ -58,12 +58,12 @@ class EngineStats:
             self._counts.update(amounts)
             self.updates += 1
 
-    def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
-        """Count bytes read in the KV cache of instance `owner`, and blocks `refused` because they
-        changed after their publication."""
+    def read_from(self, owner: bytes, nbytes: int, refused: int, tokens: int) -> None:
+        """Count bytes and tokens read in the KV cache of instance `owner`, and blocks `refused`
+        because they changed after their publication."""
         with self._lock:
-            before = self._owners.pop(owner, (0, 0))
-            self._owners[owner] = before[0] + nbytes, before[1] + refused
+            before = self._owners.pop(owner, (0, 0, 0))
+            self._owners[owner] = before[0] + nbytes, before[1] + refused, before[2] + tokens
             if len(self._owners) > MAX_OWNERS:
                 # Forget the owner read longest ago. Each start of an instance is a new owner.
                 del self._owners[next(iter(self._owners))]
@@ -110,7 +110,7 @@ class EngineStats:
         """Everything as plain values, times in microseconds."""
         with self._lock:
             counts = self._counts
-            owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
+            owners = {owner.hex(): row[0] for owner, row in self._owners.items() if owner != POOL}
             times = {name: histogram.summary() for name, histogram in self._times.items()}
 
             def of(kind: str, *names: str) -> dict[str, int]:
@@ -157,7 +157,7 @@ class Origin(NamedTuple):
     name: str
     """For the log."""
     owner: bytes = b""
-    """The instance in whose KV cache they are."""
+    """The instance in whose KV cache they are, or `POOL`; empty: the offload tier."""
 
 
 class Read(NamedTuple):
@@ -196,9 +196,11 @@ class LoadStats:
         self._untold.append(partial(count, *counted))
 
     def tell(self) -> None:
-        """Make the calls left for later."""
+        """Make the calls left for later, and count the load for the server's statistics."""
         while self._untold:
             self._untold.pop(0)()
+        if self._session.counts and (tokens := self.tokens.total()):
+            self._session.client.count(loads=1, loaded=tokens)
 
     def brought(self, origin: Origin, read: Read, waited: float | None = None) -> None:
         """Count loaded blocks. waited: since the load had no other work; None: as long as the
@@ -211,7 +213,7 @@ class LoadStats:
         stats.count(tokens_retrieved=read.tokens, **counts)
         stats.add_time("retrieve_copy", read.seconds)
         if origin.owner:
-            stats.read_from(origin.owner, read.nbytes)
+            stats.read_from(origin.owner, read.nbytes, 0, read.tokens)
         said = "hit %s: blocks %d to %d of %d from %s, copy %.2f ms, asking the server %.2f ms"
         times = 1e3 * read.seconds, 1e3 * self.metadata_seconds
         log.debug(said, self._name, read.first, read.stop, self._blocks, origin.name, *times)
@@ -221,6 +223,6 @@ class LoadStats:
         their chunks, or blocks of another KV cache."""
         self._session.stats.count(reads_refused=items)
         if origin.owner:
-            self._session.stats.read_from(origin.owner, 0, items)
+            self._session.stats.read_from(origin.owner, 0, items, 0)
         said = "hit %s: blocks %d to %d changed in %s while they were read"
         log.debug(said, self._name, first, stop, origin.name)

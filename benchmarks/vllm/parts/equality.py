@@ -11,56 +11,37 @@ right length and every token and logprob is the same."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from ...processes import Child
+from vcache_backend.children import Child
+from vcache_backend.prove.answers import (
+    EXPONENT,
+    LOGPROBS,
+    MASK,
+    SECONDS,
+    STEP,
+    alike,
+    ask,
+    difference,
+    said,
+)
+from vcache_backend.prove.prompts import ANY, Hit, Prompts
+
 from ...results import OutOfTime, Row, fraction
 from ..fleet import Fleet, Run
 from ..instances import joined
-from ..prompts import ANY, Hit, Prompts
-
-LOGPROBS = 5
-SECONDS = 60.0
-MASK = 0x01
-EXPONENT, STEP = 3, 64
-"""Of a page every 64th byte, from the fourth on: in bfloat16 and in float32 it is an exponent's."""
-
-
-def said(answer: dict[str, Any]) -> str:
-    """The part of an answer that is compared, as text, so that NaN equals NaN."""
-    return json.dumps([answer["tokens"], answer["logprobs"]])
-
-
-def difference(expected: dict[str, Any], got: dict[str, Any]) -> str:
-    """In words how an answer differs from that of a right hit; empty: not at all."""
-    if got["cached"] != expected["cached"]:
-        return f"{got['cached']} tokens cached where {expected['cached']} were due"
-    if said(expected) == said(got):
-        return ""
-    pairs = zip(expected["logprobs"], got["logprobs"], strict=True)
-    first = next((step for step, (one, other) in enumerate(pairs) if one != other), -1)
-    tokens = "equal" if expected["tokens"] == got["tokens"] else "differ"
-    return f"differs from step {first} on; tokens {tokens}"
 
 
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
     """The answer to `then` after a hit in vLLM's own prefix cache, once `first` is computed."""
-    answer = _asked(child, fleet, hit.then)
+    answer = ask(child, hit.then, fleet.scale.answer)
     if hit.cached not in (ANY, answer["cached"]):
         has = f"{answer['cached']} tokens where {hit.cached} were due"
         raise RuntimeError(f"the reference's hit has {has} ({hit.kind})")
-    return answer
-
-
-def _asked(child: Child, fleet: Fleet, tokens: list[int], **more: Any) -> dict[str, Any]:
-    """An instance's answer, which is compared. more: see `Serving.generate`."""
-    asked = {"tokens": tokens, "count": fleet.scale.answer, "logprobs": LOGPROBS, **more}
-    answer: dict[str, Any] = child.ask("generate", SECONDS, **asked)
     return answer
 
 
@@ -140,13 +121,9 @@ def agreeing(run: Run, kind: str = "") -> list[Row]:
     They would not if each compiled for itself, since compilation times kernels and keeps the
     faster; so they share one's code (`fleet`)."""
     fleet, prompts = run.fleet, run.prompts
-    pair, lengths, same = Pair(fleet, kind), fleet.scale.few, list[bool]()
-    children = {"a": pair.a, "b": pair.b, "reference": pair.alone}
-    for prompt in map(prompts.new, lengths):
-        # A salt of each one's own keeps them from each other's KV, wherever it lies.
-        answers = [_asked(child, fleet, prompt, salt=name) for name, child in children.items()]
-        cached = any(answer["cached"] for answer in answers)
-        same.append(len(set(map(said, answers))) == 1 and not cached)
+    pair, lengths = Pair(fleet, kind), fleet.scale.few
+    children = pair.a, pair.b, pair.alone
+    same = [alike(children, prompt, fleet.scale.answer) for prompt in map(prompts.new, lengths)]
     what = (
         "prompts that three instances compute alike without any cache, bit for bit; "
         f"lengths {lengths}"
@@ -201,7 +178,7 @@ def flipped(run: Run, kind: str = "") -> list[Row]:
     def again() -> str:
         pair.a.ask("flip", mask=MASK, **where)
         pair.b.ask("reset")
-        return difference(expected, _asked(pair.b, fleet, hit.then))
+        return difference(expected, ask(pair.b, hit.then, scale.answer))
 
     before, caught, after = difference(expected, got), again(), again()
     what = (

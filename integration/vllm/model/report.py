@@ -77,7 +77,7 @@ def report(name: str, settings: Config) -> ModelReport:
         nothing = "the model keeps nothing of its tokens: no setting changes that"
         return ModelReport(vllm.__version__, architecture, refused=nothing)
     kv_cache = _kv_cache(vllm_config, specs)
-    model, settings, refused = plan(vllm_config, kv_cache, settings)
+    model, settings, refused, _ = plan(vllm_config, kv_cache, settings)
     size = settings.engine.chunk_size
     chunk, state = (0, 0) if refused else _sizes(kv_cache, size)
     return ModelReport(

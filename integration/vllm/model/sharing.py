@@ -11,9 +11,10 @@ import msgspec
 import vllm
 
 from vcache_backend import config as configuration
+from vcache_backend import proofs
 from vcache_backend.config import ByteSize, Config, ConnectorConfig
 from vcache_backend.errors import LayoutError
-from vcache_backend.supported import VLLM
+from vcache_backend.supported import VLLM, numbers
 from vcache_backend.vram_pool.generations import MACHINE
 
 from . import compat, groups
@@ -57,15 +58,29 @@ class Plan(NamedTuple):
     size that fits."""
     refused: str
     """Why the instance caches nothing, and what to change; empty if it caches."""
+    standing: str = ""
+    """What is known of this vLLM: see `proofs.standing`."""
 
 
 def plan(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Plan:
     """Decide for this instance. All processes of the instance get the same answer."""
     facts = read_facts(vllm_config, kv_cache_config, settings)
-    made = sharing(settings, facts)
+    made = _proved(sharing(settings, facts))
     if made.settings.connector.share != settings.connector.share and facts.hindered:
         log.info("vcache: KV goes through a pool (connector.share: auto): %s", facts.hindered)
     return made
+
+
+def _proved(made: Plan) -> Plan:
+    """The plan, refused with a vLLM that vcache was not tested with, unless it was proved here."""
+    version, connector = vllm.__version__, made.settings.connector
+    wanted = None if VLLM.supports(version) else compat.combination(connector.share)
+    proof = proofs.find(wanted) if wanted is not None else None
+    refused, how = made.refused, " --share pool" if connector.share == "pool" else ""
+    if wanted is not None and proof is None and not connector.unproved:
+        why = f"vcache was not tested with vLLM {version}, and nobody has proved it here"
+        refused = refused or f"{why}: run `vcache prove{how}` (or set connector.unproved: true)"
+    return made._replace(refused=refused, standing=proofs.standing(version, proof))
 
 
 def sharing(settings: Config, facts: Facts) -> Plan:
@@ -160,7 +175,7 @@ def _refusals(
 ) -> Iterator[str]:
     """List why this instance must not cache, each reason with the change to make."""
     given = vllm_config.model_config
-    if not VLLM.supports(vllm.__version__):
+    if numbers(vllm.__version__) < VLLM.low:
         yield f"vLLM {vllm.__version__} is not supported: install {VLLM.name}{VLLM.wanted}"
     yield from model_spec.misfits(vllm_config, model)
     if vllm_config.weight_transfer_config is not None and not model.named:

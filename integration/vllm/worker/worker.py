@@ -56,7 +56,7 @@ class VCacheWorker:
     ) -> None:
         self._vllm, self._kv_config = vllm_config, kv_cache_config
         self._place = pp_rank, tp_rank
-        self._model, self._config, self._refused = plan(vllm_config, kv_cache_config, config)
+        self._model, self._config, self._refused, _ = plan(vllm_config, kv_cache_config, config)
         model = self._model
         if model.device_type == "cpu":
             # A first model run that is small, as after a hit, uses AMX without asking Linux for it.
@@ -132,6 +132,7 @@ class VCacheWorker:
             rank=self._rank,
             kv_device=str(kv.device),
         )
+        session.counts = not self._number  # ranks that hold the same KV have one rank
         try:
             session.bind(kv_caches, kv)
             if self.in_place is not None:

@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .scale import Scale
-
 ANY = -1
 
 
@@ -32,17 +30,20 @@ class Prompts:
     token. There vLLM's own hits and LMCache's end, too, so that all compute the same tokens in
     steps of the same shapes: other shapes run other kernels, and may differ in the last bit."""
 
-    def __init__(self, scale: Scale, seed: int = 0, tail: int = 8) -> None:
-        """tail: tokens of whole prompts behind their last chunk."""
-        self.seed, self._tail = seed, tail
-        self._scale, self._random = scale, random.Random(seed)
+    def __init__(
+        self, vocabulary: int, chunk: int, block: int, seed: int = 0, tail: int = 8
+    ) -> None:
+        """vocabulary: the number of tokens. chunk, block: in tokens. tail: tokens of whole prompts
+        behind their last chunk."""
+        self.seed, self._vocabulary, self._chunk = seed, vocabulary, chunk
+        self._block, self._tail, self._random = block, tail, random.Random(seed)
 
     def new(self, length: int) -> list[int]:
-        return [self._random.randrange(3, self._scale.vocabulary) for _ in range(length)]
+        return [self._random.randrange(3, self._vocabulary) for _ in range(length)]
 
     def altered(self, prompt: list[int]) -> list[int]:
         """The prompt with another first token."""
-        return [prompt[0] % (self._scale.vocabulary - 4) + 3, *prompt[1:]]
+        return [prompt[0] % (self._vocabulary - 4) + 3, *prompt[1:]]
 
     def whole(self, length: int) -> Hit:
         """The same prompt again: so many tokens, in whole chunks, and the tail."""
@@ -53,7 +54,7 @@ class Prompts:
         """A shared prefix, at a chunk's edge or some tokens past it, then something else: of odd
         lengths, in a long prompt too.
         """
-        chunk, past = self._scale.chunk, (0, 1, self._scale.block - 1)[index % 3]
+        chunk, past = self._chunk, (0, 1, self._block - 1)[index % 3]
         shared = (1, 2, 3, 5)[index % 4] * chunk
         tail = (1, chunk // 2 + 7, 2 * chunk, chunk - 1, 3 * chunk + 5)[index // 5 % 5]
         prefix = self.new(shared + past)
@@ -64,7 +65,7 @@ class Prompts:
         """For instances that share in place, where hits end as vLLM's own do: a prompt again, one
         that goes on behind it, and a third one that begins like two others. They end on, before and
         after a block, or anywhere."""
-        choice, block, hits = self._random, self._scale.block, list[Hit]()
+        choice, block, hits = self._random, self._block, list[Hit]()
         for length in lengths:
             for past in (0, 1, block - 1, choice.randrange(block)):
                 prompt = self.new(length + past)

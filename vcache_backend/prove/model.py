@@ -7,7 +7,26 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .scale import Scale
+TINY_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+}
+"""A `config.json`. Its KV takes 1 KiB a token."""
 
 
 def scale_weights(model: Any) -> int:
@@ -41,23 +60,32 @@ def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:
         torch.cuda.synchronize(kv.device)
 
 
-def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:
-    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama
-    brings its own, random ones of this seed.
+def flush_kv(worker: Any, seconds: float) -> bool:
+    """In vLLM's worker, with our connector: wait until others can find what it has written. Whether
+    they can."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half = get_kv_transfer_group()._worker
+    if half is None or half._worker is None:
+        return False
+    publisher = half.in_place.publisher if half.in_place is not None else None
+    told = publisher is None or publisher.outbox.flush(seconds)
+    return bool(told and half._worker.session.flush(seconds))
+
+
+def write_model(folder: Path, model: dict[str, Any], weights: bool = True, seed: int = 1) -> Path:
+    """A folder that vLLM takes for the model: `config.json`, and the Llama's random weights of this
+    seed. Without `weights` they are vLLM's dummy ones.
 
     One that is there stays as it is: vcache knows a model by its files, and when they were written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file, weights, text = (
-        folder / "config.json",
-        folder / "model.safetensors",
-        json.dumps(scale.model),
-    )
+    file, tensors, text = folder / "config.json", folder / "model.safetensors", json.dumps(model)
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
-        weights.unlink(missing_ok=True)
-    if scale.cpu and scale.model["model_type"] == "llama" and not weights.exists():
-        _write_weights(weights, scale.model, seed)
+        tensors.unlink(missing_ok=True)
+    if weights and not tensors.exists():
+        _write_weights(tensors, model, seed)
     return folder
 
 

@@ -1,17 +1,19 @@
-"""What a release of vLLM must look like for its KV cache to be shared in place, where no CPU runs
-it: read in its sources, of which nothing is imported.
-"""
+"""What vLLM must look like where only a GPU, or a fault, would show it: read in its sources, of
+which nothing is imported.
+
+`shapes` looks at versions that vcache was not tested with, and a test at the others."""
 
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 _WORKER, _CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 _RUNNER = "v1/worker/gpu_model_runner.py"
+_RUNNER_V2, _SCHEDULER = "v1/worker/gpu/model_runner.py", "v1/core/sched/scheduler.py"
 _CONNECTOR = "v1/worker/gpu/kv_connector.py"
+_MIXIN = "v1/worker/kv_connector_model_runner_mixin.py"
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 _ALLOCATES = {_RUNNER: "initialize_kv_cache_tensors"}
 _ALLOCATES |= {"v1/worker/gpu/attn_utils.py": "init_kv_cache"}
@@ -19,7 +21,26 @@ _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
 """The function that makes the KV cache, and who calls it in each of the two model runners."""
 _BACKEND = "device_allocator/sleep_mode_backend.py"
 _ENGINE, _MANAGER = "v1/engine/core.py", "v1/core/kv_cache_manager.py"
-_ORDER = ("ensure_kv_transfer_initialized", "get_mem_pool_context", "initialize_kv_cache")
+_REPORTED = "get_transfer_results get_block_ids_with_load_errors build_connector_worker_meta"
+ORDERS = {
+    (_WORKER, "initialize_from_config"): (
+        "ensure_kv_transfer_initialized get_mem_pool_context initialize_kv_cache"
+    ),
+    # Nothing is published before the step that writes it is launched.
+    (_RUNNER, "execute_model"): "maybe_get_kv_connector_output _model_forward",
+    (_RUNNER_V2, "execute_model"): "pre_forward model",
+    (_RUNNER_V2, "sample_tokens"): "post_forward",
+    (_CONNECTOR, "post_forward"): _REPORTED,
+    (_MIXIN, "_get_kv_connector_output"): f"bind_connector_metadata wait_for_save {_REPORTED}",
+    # A block is void before a step is described in which somebody writes to it.
+    (_SCHEDULER, "schedule"): "get_num_new_matched_tokens _build_kv_connector_meta",
+    (_SCHEDULER, "update_from_output"): (
+        "_handle_failed_recving _handle_invalid_blocks _update_from_kv_xfer_finished"
+    ),
+    (_SCHEDULER, "reset_prefix_cache"): "reset_prefix_cache reset_connector_cache",
+    (_SCHEDULER, "_free_request"): "_connector_finished _free_blocks",
+}
+"""By function: calls, in the order in which each comes first."""
 _HAVE = (
     (_WORKER, "initialize_from_config", ""),
     (_BASE, "get_mem_pool_context", ""),
@@ -33,9 +54,9 @@ _HAVE = (
 )
 """Functions, and what they say."""
 _SLEEP = {
-    "sleep": ["synchronize", "unregister_kv_caches", "suspend"],
-    "wake_up": ["resume", "restore_kv_caches"],
-    "discard": ["unregister_kv_caches", "discard"],
+    "sleep": "synchronize unregister_kv_caches suspend",
+    "wake_up": "resume restore_kv_caches",
+    "discard": "unregister_kv_caches discard",
 }
 """In which order a worker that sleeps frees memory and tells the connector."""
 _HAVE_ASLEEP = (
@@ -46,7 +67,7 @@ _HAVE_ASLEEP = (
 )
 FILES = (
     *(_WORKER, _CPU_WORKER, _BASE, _CONNECTOR, *_ALLOCATES, _ALLOCATE[0]),
-    *(_BACKEND, _ENGINE, _MANAGER),
+    *(_BACKEND, _ENGINE, _MANAGER, _RUNNER_V2, _SCHEDULER, _MIXIN),
 )
 """All that are read."""
 
@@ -64,15 +85,16 @@ def differences(package: Path) -> list[str]:
 
 
 def _differences(found: dict[str, dict[str, ast.FunctionDef]], sleeps: bool) -> Iterator[str]:
-    worker = found[_WORKER]
-    order = [name for name in _calls(worker["initialize_from_config"]) if name in _ORDER]
-    if order != list(_ORDER):
-        yield f"{_WORKER}: initialize_from_config calls {order}, not {list(_ORDER)}"
+    asleep = {(_WORKER, name): order for name, order in _SLEEP.items()} if sleeps else {}
+    for (path, name), order in (ORDERS | asleep).items():
+        calls = dict.fromkeys(_calls(found[path].get(name)))
+        if (seen := [call for call in calls if call in order.split()]) != order.split():
+            yield f"{path}: {name} calls {seen}, not {order.split()}"
     if "initialize_from_config" in found[_CPU_WORKER]:
         yield f"{_CPU_WORKER} makes its KV cache in another way than GPUs"
     path, name = _ALLOCATE
-    calls = [node for node in ast.walk(found[path][name]) if isinstance(node, ast.Call)]
-    zeros = [ast.unparse(one) for one in calls if ast.unparse(one.func) == "torch.zeros"]
+    makes = [node for node in ast.walk(found[path][name]) if isinstance(node, ast.Call)]
+    zeros = [ast.unparse(one) for one in makes if ast.unparse(one.func) == "torch.zeros"]
     if not zeros or not all("dtype=torch.int8" in call and "device=" in call for call in zeros):
         yield f"{path}: the KV cache is made by {zeros}"
     for where, caller in _ALLOCATES.items():
@@ -83,21 +105,16 @@ def _differences(found: dict[str, dict[str, ast.FunctionDef]], sleeps: bool) -> 
         ]
         if not any(name in text for text in within):
             yield f"{where}: {caller} does not call {name} in the context it was given"
-    for name, expected in _SLEEP.items() if sleeps else ():
-        order = [called for called in dict.fromkeys(_calls(worker[name])) if called in expected]
-        if order != expected:
-            yield f"{_WORKER}: {name} calls {order}, not {expected}"
 
 
-@functools.cache
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     """By name; of several of one name the last."""
     nodes = ast.walk(ast.parse(path.read_text()))
     return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
-def _calls(function: ast.FunctionDef) -> list[str]:
+def _calls(function: ast.FunctionDef | None) -> list[str]:
     """Names of the functions and methods that it calls, in order of line."""
-    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    calls.sort(key=lambda call: call.lineno)
+    calls = [node for node in ast.walk(function or ast.Pass()) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
     return [ast.unparse(call.func).rpartition(".")[2] for call in calls]

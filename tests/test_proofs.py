@@ -1,0 +1,109 @@
+"""Which proofs are believed: those of this user that nobody else can have written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vcache_backend import proofs
+from vcache_backend.errors import VCacheError
+from vcache_backend.proofs import Combination, Proof
+
+MADE = Combination(vllm="0.99.0", torch="2.13.0", device="cpu", share="in_place")
+PROOF = Proof(combination=MADE, date="2026-11-29", model="")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a proof that is believed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file = proofs.write(PROOF)
+    assert (proofs.find(MADE), file.stat().st_mode & 0o077) == (PROOF, 0)
+    return file
+
+
+def test_a_proof_is_of_exactly_one_combination_and_the_last_one_counts(kept: Path) -> None:
+    for name in ("vllm", "torch", "device", "share", "vcache"):
+        other = {**{one: getattr(MADE, one) for one in MADE.__struct_fields__}, name: "other"}
+        assert proofs.find(Combination(**other)) is None
+    later = Proof(combination=MADE, date="2026-12-01", model="m")
+    assert (proofs.write(later), proofs.believed()) == (kept, [later])
+
+
+def elsewhere(file: Path) -> Path:
+    return file.rename(file.parent.parent / "elsewhere")
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "empty": lambda file: file.write_bytes(b""),
+    "long": lambda file: file.write_bytes(b" " * (1 << 17) + file.read_bytes()),
+    "deep": lambda file: file.write_bytes(b"[" * 60_000),
+    "another key": lambda file: file.write_bytes(b'{"more": 1, ' + file.read_bytes()[1:]),
+    "no text": lambda file: file.write_bytes(b'{"combination": 7, "date": "\xff", "model": ""}'),
+    "writable for others": lambda file: file.chmod(0o602),
+    "writable for the group": lambda file: file.chmod(0o620),
+    "in a folder for all": lambda file: file.parent.chmod(0o777),
+    "a link": lambda file: file.symlink_to(elsewhere(file)),
+    "a pipe": pipe,
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "no folder": lambda file: (elsewhere(file), file.parent.rmdir(), file.parent.write_text("")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_others_may_have_written_or_what_is_no_proof_is_not_believed(
+    kept: Path, change: str
+) -> None:
+    CHANGES[change](kept)
+    assert proofs.believed() == []
+
+
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_what_another_user_owns_is_not_believed(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Nor what root has written: it is another one's proof."""
+    real, owned = os.fstat, kept.stat() if which == "file" else kept.parent.stat()
+
+    def fstat(fd: int) -> os.stat_result:
+        seen = list(real(fd))
+        if (seen[1], seen[2]) == (owned.st_ino, owned.st_dev):
+            seen[4] += 1
+        return os.stat_result(seen)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert proofs.believed() == []
+
+
+def test_a_folder_that_cannot_be_written_or_believed_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Path
+) -> None:
+    kept.parent.chmod(0o777)
+    with pytest.raises(VCacheError, match="cannot be believed"):
+        proofs.write(PROOF)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(VCacheError, match="the proof cannot be kept: .*Not a directory"):
+        proofs.write(PROOF)
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert proofs.write(PROOF).parent == tmp_path / "home/.local/state/vcache"
+
+
+def test_a_full_disk_leaves_the_earlier_proof(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(VCacheError, match="No space left on device"):
+        proofs.write(Proof(combination=MADE, date="2026-12-01", model=""))
+    assert (proofs.believed(), [*kept.parent.iterdir()]) == ([PROOF], [kept])

@@ -1,0 +1,344 @@
+"""A vLLM that vcache was not tested with: this one, by another version, and changed on purpose where
+vcache hooks in, each place in turn. It shares behind a proof, and is right or refused."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+import vllm_cases
+from vllm_cases import CHUNK, Instance, Node, beside_vllm, keep, new_tokens
+from vllm_cases import quick as here
+
+from vcache_backend import proofs
+from vcache_backend.integration.vllm import sources
+from vcache_backend.proofs import Combination, Proof
+
+__all__ = ["here"]
+pytestmark = vllm_cases.needs_vllm
+NEWER = "0.99.0"
+OURS = "vcache_backend.integration.vllm"
+
+
+# ---- in an instance
+
+
+def changed(arguments: dict[str, Any]) -> Any:
+    """An instance's commands. change: what is done to vLLM before our connector is imported."""
+    import vllm
+    from vllm_inside import Serving
+
+    vllm.__version__ = NEWER
+    for name in [name for name in sys.modules if name.startswith(OURS)]:
+        del sys.modules[name]
+    package = importlib.import_module("vcache_backend.integration")
+    for name in "vllm", "vllm_connector":
+        vars(package).pop(name, None)
+    if change := arguments.pop("change", None):
+        (CHANGES | HARMLESS)[change]()
+    return Serving(arguments)
+
+
+def class_of(path: str) -> Any:
+    module, _, kind = path.partition(":")
+    owner = importlib.import_module(f"vllm.{module}")
+    return getattr(owner, kind) if kind else owner
+
+
+def rename(owner: Any, old: str, new: str) -> None:
+    """A function's other name, wherever vLLM calls it."""
+    setattr(owner, new, vars(owner)[old])
+    delattr(owner, old)
+    for module in [one for name, one in sys.modules.items() if name.startswith("vllm.")]:
+        kinds = [one for one in vars(module).values() if issubclass(type(one), type)]
+        for one in (module, *kinds):
+            for function in list(vars(one).values()):
+                if type(function) in (classmethod, staticmethod):
+                    function = function.__func__
+                if type(function) is FunctionType:
+                    function.__code__ = renamed(function.__code__, old, new)
+    for kind in owner.__subclasses__() if isinstance(owner, type) else ():
+        if old in getattr(kind, "__abstractmethods__", ()):
+            kind.__abstractmethods__ = kind.__abstractmethods__ - {old} | {new}
+    if old in (abstract := getattr(owner, "__abstractmethods__", frozenset())):
+        owner.__abstractmethods__ = abstract - {old} | {new}
+
+
+def renamed(code: CodeType, old: str, new: str) -> CodeType:
+    consts = [
+        renamed(one, old, new) if isinstance(one, CodeType) else one for one in code.co_consts
+    ]
+    names = [new if name == old else name for name in code.co_names]
+    if names == list(code.co_names) and consts == list(code.co_consts):
+        return code
+    return code.replace(co_names=tuple(names), co_consts=tuple(consts))
+
+
+BASE = "distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+POOL, SCHEDULER = "v1.core.block_pool:BlockPool", "v1.core.sched.scheduler:Scheduler"
+
+
+def more_for_connectors() -> None:
+    """vLLM gives connectors more than it did."""
+    base, factory = (
+        class_of(BASE),
+        class_of("distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"),
+    )
+    begins = base.__init__
+
+    def __init__(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any, more: Any) -> None:
+        begins(self, vllm_config, role, kv_cache_config)
+
+    def create(cls: Any, config: Any, role: Any, kv_cache_config: Any) -> Any:
+        kind = cls.get_connector_class(config.kv_transfer_config)
+        return kind(config, role, kv_cache_config, "more")
+
+    base.__init__ = __init__
+    factory.create_connector = classmethod(create)
+
+
+def more_for_steps() -> None:
+    """A step's description has another argument."""
+
+    def build_connector_meta(self: Any, scheduler_output: Any, more: Any) -> Any: ...
+
+    abstract = build_connector_meta
+    abstract.__isabstractmethod__ = True  # type: ignore[attr-defined]
+    class_of(BASE).build_connector_meta = abstract
+    meta = class_of("distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata")
+    abstract.__annotations__["return"] = meta
+    class_of(SCHEDULER)._build_kv_connector_meta = lambda self, connector, output: (
+        connector.build_connector_meta(output, 1)
+    )
+
+
+def tuples() -> None:
+    """Found blocks come as a tuple."""
+    pool = class_of(POOL)
+    gets = pool.get_cached_block
+    pool.get_cached_block = functools.wraps(gets)(lambda *given: tuple(gets(*given) or ()) or None)
+
+
+def another_way() -> None:
+    """Blocks are handed out where nobody sees it."""
+    pool, manager = (
+        class_of(POOL),
+        class_of("v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"),
+    )
+
+    def take(self: Any, num_blocks: int) -> Any:
+        taken = self.free_block_queue.popleft_n(num_blocks)
+        for block in taken:
+            self._maybe_evict_cached_block(block)
+            block.ref_cnt += 1
+        return taken
+
+    take.__module__ = pool.__module__
+    pool.take = take
+    function = manager.allocate_new_blocks
+    function.__code__ = renamed(function.__code__, "get_new_blocks", "take")
+
+
+CHANGES: dict[str, Callable[[], None]] = {
+    "renamed: get_new_blocks": lambda: rename(class_of(POOL), "get_new_blocks", "hand_out"),
+    "renamed: cache_full_blocks": lambda: rename(class_of(POOL), "cache_full_blocks", "keep"),
+    "renamed: get_num_new_matched_tokens": lambda: rename(
+        class_of(BASE), "get_num_new_matched_tokens", "count_matched_tokens"
+    ),
+    "renamed: update_connector_output": lambda: rename(
+        class_of(BASE), "update_connector_output", "take_output"
+    ),
+    "gone: what connectors import": lambda: delattr(
+        class_of(BASE.partition(":")[0]), "KVConnectorHandshakeMetadata"
+    ),
+    "signature: of the constructor": more_for_connectors,
+    "signature: of build_connector_meta": more_for_steps,
+    "another way to get blocks": another_way,
+}
+HARMLESS = {"returns: a tuple of found blocks": tuples}
+
+
+# ---- a vLLM of another version
+
+
+def start(
+    node: Node, name: str, change: str = "", state: Path | None = None, **ours: Any
+) -> Instance:
+    settings = {"connector": {"share": "in_place", **ours}}
+    arguments = {"model": str(node.model), "kv_transfer_config": node.transfer(settings)}
+    told = arguments | ({"change": change} if change else {})
+    environment: dict[str, str | None] = {"XDG_STATE_HOME": str(state or node.folder / "nothing")}
+    made = Instance(node.folder, name, environment, told, make=changed)
+    made.in_place = True
+    return node.undo.enter_context(made)
+
+
+def log_of(instance: Instance) -> str:
+    return (instance.folder / f"{instance.name}.log").read_text()
+
+
+def test_another_version_shares_behind_a_proof_or_if_it_is_told_to(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    state, tokens = here.folder / "state", new_tokens(4 * CHUNK + 1)
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    made = Combination(vllm=NEWER, torch=str(torch.__version__), device="cpu", share="in_place")
+    proofs.write(Proof(combination=made, date="2026-11-29", model=""))
+    proved, told = start(here, "proved", state=state), start(here, "told", unproved=True)
+    without = start(here, "without")
+    computed = keep(proved, tokens)
+    hit = told.one(tokens)
+    assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
+    known = {one.vllm for one in here.stats().instances}
+    assert known == {f"{NEWER}, proved 2026-11-29", f"{NEWER}, unproved"}
+    found = without.one(tokens)
+    assert (found.cached, found.agrees(computed)) == (0, True)
+    said = (
+        f"vcache caches nothing: vcache was not tested with vLLM {NEWER}, and nobody has proved it"
+    )
+    assert f"{said} here: run `vcache prove`" in log_of(without)
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_a_change_that_means_nothing_to_vcache_is_right(here: Node, change: str) -> None:
+    told = {"unproved": True}
+    one, other = start(here, "as ever", **told), start(here, "harmless", change, **told)
+    tokens = new_tokens(4 * CHUNK + 1)
+    computed, hit = keep(one, tokens), other.one(tokens)
+    assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
+    assert other.again(tokens).agrees(computed)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_vllm_that_was_changed_where_vcache_hooks_in_serves_without_it(
+    here: Node, change: str
+) -> None:
+    """It says so once, and answers as ever."""
+    number = list(CHANGES).index(change)
+    instance, tokens = (
+        start(here, f"changed-{number}", change, unproved=True),
+        new_tokens(4 * CHUNK + 1),
+    )
+    first, again = instance.one(tokens), instance.one(tokens)
+    assert (first.cached, again.cached, again.agrees(first)) == (0, 4 * CHUNK, True)
+    assert instance.forget
+    assert instance.again(tokens).agrees(first)
+    (said,) = [line for line in log_of(instance).splitlines() if " ERROR " in line]
+    assert f"vcache caches nothing: vLLM {NEWER} is not the one that vcache knows: " in said
+
+
+# ---- what is looked at
+
+
+def look(_: object) -> dict[str, str]:
+    """Each place that vcache knows, changed in each way in turn: what was said."""
+    from vcache_backend.integration.vllm import shapes
+    from vcache_backend.integration.vllm.connector import VCacheConnector
+
+    said, owner = {"nothing": shapes.fault(VCacheConnector)}, None
+    # They have a test of their own, and take a second.
+    shapes.differences = lambda _: []
+    for line in shapes.KNOWN.strip().splitlines():
+        if not line.startswith(" "):
+            owner = class_of(line)
+        elif found := re.match(r"  (\w+)", line):
+            for way, change in WAYS.items():
+                with pytest.MonkeyPatch.context() as patch:
+                    change(patch, owner, found[1])
+                    said[f"{way}: {owner.__name__}.{found[1]}"] = shapes.fault(VCacheConnector)
+    for name, (path, attribute, made) in BEHAVIOURS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(class_of(path), attribute, made(getattr(class_of(path), attribute)))
+            said[name] = shapes.fault(VCacheConnector)
+    return said
+
+
+def without(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    for one in (owner, *getattr(owner, "__mro__", (None, None))[1:-1]):
+        if name in vars(one):
+            patch.delattr(one, name)
+        patch.delitem(vars(one).get("__annotations__", {}), name, raising=False)
+
+
+def more(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """A further parameter, or another type."""
+    found = inspect.getattr_static(owner, name, None)
+    if isinstance(found, property) or not hasattr(found, "__get__"):
+        without(patch, owner, name)
+        patch.setitem(owner.__annotations__, name, complex)
+        return
+    function = getattr(found, "__func__", found)
+    made = functools.wraps(function)(lambda *given, **more: function(*given, **more))
+    signature = inspect.signature(function)
+    added = inspect.Parameter("more", inspect.Parameter.KEYWORD_ONLY, default=0)
+    given = [one for one in signature.parameters.values() if one.kind != one.VAR_KEYWORD]
+    made.__signature__ = signature.replace(parameters=[*given, added])  # type: ignore[attr-defined]
+    patch.setattr(owner, name, made)
+
+
+WAYS = {"gone": without, "changed": more}
+BLOCK = "v1.core.kv_cache_utils:KVCacheBlock"
+BEHAVIOURS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "freed blocks are handed out last": (
+        POOL,
+        "free_blocks",
+        lambda frees: lambda self, blocks: frees(self, reversed(list(blocks))),
+    ),
+    "a look-up finds nothing": (POOL, "get_cached_block", lambda _: lambda *_: None),
+    "an eviction keeps the hash": (POOL, "evict_blocks", lambda _: lambda *_: None),
+    "a reset keeps the hashes": (POOL, "reset_prefix_cache", lambda _: lambda _: True),
+    "a reset says nothing": (
+        POOL,
+        "reset_prefix_cache",
+        lambda resets: lambda self: (resets(self), None)[1],
+    ),
+    "blocks come in a tuple": (
+        POOL,
+        "get_new_blocks",
+        lambda gets: lambda self, count: tuple(gets(self, count)),
+    ),
+    "all blocks are null": (BLOCK, "is_null", lambda _: True),
+}
+
+
+def test_each_place_that_is_changed_is_noticed() -> None:
+    with beside_vllm() as worker:
+        said = worker.ask(look)
+    assert said.pop("nothing") == ""
+    assert len(said) > 150
+    assert [name for name, fault in said.items() if not fault] == []
+
+
+def test_another_order_of_calls_is_noticed_in_the_sources(tmp_path: Path) -> None:
+    """In each function of vLLM whose calls vcache knows, one that does not come any more."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    assert sources.differences(package) == []
+    for file in sources.FILES:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        text = (package / file).read_text()
+        lines, known = text.splitlines(keepends=True), dict(sources.ORDERS)
+        for node in ast.walk(ast.parse(text)):
+            order = known.get((file, getattr(node, "name", "")))
+            if isinstance(node, ast.FunctionDef) and order is not None:
+                for number in range(node.body[0].lineno - 1, node.end_lineno or 0):
+                    lines[number] = lines[number].replace(f"{order.split()[0]}(", "nothing(")
+        (tmp_path / file).write_text("".join(lines))
+    said = sources.differences(tmp_path)
+    assert [
+        one for one in sources.ORDERS if f"{one[0]}: {one[1]} calls" not in " ".join(said)
+    ] == []
