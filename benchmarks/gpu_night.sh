@@ -21,6 +21,8 @@
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   hits     without a GPU: what another instance finds, beside what the owner would; scheduling under attack       5 minutes
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
+#   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS=8192 or
+#            32768, ANSWER=128 or 512, REPEATS=6 for shared prefixes; on one GPU with GPUS=0,0   9 minutes for two arms; nothing beside it
 #   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes
 #
 # `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
@@ -140,7 +142,7 @@ speed() {
   ttft speed_in_place 270 ttft,scheduler,miss "${in_place[@]}" --kv-gib 6 --rounds 7
   ttft speed_pool 250 ttft,scheduler,miss "${pool[@]}" --kv-gib 6 --rounds 7
 }
-decode() { bench decode 200 vllm_steps --logs "$logs/decode" ${TINY:+--scale tiny --rounds 1} ${MORE:-}; }
+decode() { bench decode 240 vllm_steps --logs "$logs/decode" ${TINY:+--scale tiny --rounds 1} ${MORE:-}; }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
   ttft models 550 gemma3,gpt_oss,lfm2 --integration vllm --pool-gib 4 --rounds 3 &
@@ -178,11 +180,19 @@ served() {
 }
 serving() { served serving "${ARMS:-alone:turn,inplace:turn,pool:turn}" "${WORKLOADS:-prefix}"; }
 routed() { served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,prefix,chat}"; }
+pd() {
+  local many repeats=${REPEATS:-1} load
+  for many in ${FLIGHTS:-8}; do
+    load=(--concurrency "$many" --repeats "$repeats" --prefixes $(((24 + 2 * many) / repeats)))
+    [ -n "${TINY:-}" ] || load+=(--prefix "${TOKENS:-8192}" --suffix 258 --output "${ANSWER:-128}")
+    served "pd_$many" "${ARMS:-pd_vcache:turn,pd_nixl_pull_64:turn}" prefix "${load[@]}"
+  done
+}
 ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix}"; }
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed decode short tables groups hits models which copies serving routed ranks soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed decode short tables groups hits models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

@@ -2,8 +2,7 @@
 several clients, memory per chunk and per block.
 
 A real server process and real client processes; no GPU, no data. The references are the project's
-own floors (issue 1), since no peer offers the same operation; the nearest figures of peers are in
-docs/benchmarks.md."""
+own floors, since no peer offers the same operation."""
 
 from __future__ import annotations
 

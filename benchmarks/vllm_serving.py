@@ -37,7 +37,7 @@ from .serving import workloads
 from .serving.client import LATE, send
 from .serving.router import POLICIES, Arm, way
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import Figures, compared, rows_of
+from .serving.summary import Figures, apart, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
@@ -53,8 +53,9 @@ WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a phase are cut: what is not answered by then is an error. With less left
 than the last, no workload is begun.
 """
-SETTLES = 0.5
-"""Seconds after a warm-up round or a reset: what it left is stored in the background."""
+SETTLES, HEARD = 0.5, 2.5
+"""Seconds after a warm-up round or a reset: what it left is stored in the background, and all have
+heard of it."""
 PLANNED = tuple(
     name for name in Plan.__struct_fields__ if name not in ("vocabulary", "block", "warm")
 )
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         _measure(arm, servers, runs, made)
     for name in options.workloads:
         made.report.add(compared(made.report.rows, joined(options.model, name), four))
+        many, repeats = sizes.plan.concurrency, sizes.plan.repeats
+        made.report.add(apart(made.report.rows, joined(options.model, name), many, repeats > 1))
     return made.end()
 
 
@@ -104,7 +107,7 @@ def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
     """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start."""
     took = servers.wait(min(START_SECONDS, clock.left))
     print(f"{servers.name}: {len(servers.ports)} servers up after {took:.0f} s", flush=True)
-    for error in _warm(servers.ports, sizes.plan)[:3]:
+    for error in _warm(servers.ports, sizes.plan, SYSTEMS[servers.name].apart)[:3]:
         print(f"{servers.name}: warm-up: {error}", flush=True)
 
 
@@ -116,9 +119,10 @@ def _measure(arm: Arm, servers: Servers, runs: Sequence[Workload], made: Measure
         # Each server takes some steps: through a pool a reset is over after the next one.
         step = Request(tokens=np.full(8, FIRST, np.uint32), output=1).made(MODEL)
         asyncio.run(send([step] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
-        time.sleep(SETTLES)
+        # A server that only computes prompts hears of the others' resets with its next heartbeat.
+        time.sleep(HEARD if SYSTEMS[arm.system].apart else SETTLES)
         with way(arm, servers, made.folder) as ports:
-            found.append(_answered(ports, load, made.clock))
+            found.append(_answered(ports, load, made.clock, SYSTEMS[arm.system].apart))
         print(
             f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
             f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
@@ -130,12 +134,12 @@ def _measure(arm: Arm, servers: Servers, runs: Sequence[Workload], made: Measure
     made.report.add(rows_of(arm.name, name, found, label, what))
 
 
-def _answered(ports: Sequence[int], load: Workload, clock: Clock) -> Figures:
-    """One run of a workload, phase by phase."""
+def _answered(ports: Sequence[int], load: Workload, clock: Clock, apart: str) -> Figures:
+    """One run of a workload, phase by phase. apart: see `System`."""
     figures = Figures(load.ceiling)
     for phase in load.phases:
         seconds = min(LOAD_SECONDS, clock.left)
-        answers = asyncio.run(send(phase.requests, ports, phase.concurrency, seconds))
+        answers = asyncio.run(send(phase.requests, ports, phase.concurrency, seconds, apart))
         if seconds < LOAD_SECONDS and any(answer.error == LATE for answer in answers):
             # The run's own end cut it: without its last answers a phase looks faster than it was.
             clock.check(seconds)
@@ -146,15 +150,16 @@ def _answered(ports: Sequence[int], load: Workload, clock: Clock) -> Figures:
     return figures
 
 
-def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
+def _warm(ports: Sequence[int], plan: Plan, apart: str) -> list[str]:
     """Prompts of the warm-up to a server, then to the next, twice: misses, and hits of what the
-    other one has. The errors.
+    other one has. The errors. apart: see `System`.
     """
     prompts, errors = [request.made(MODEL) for request in workloads.warm_up(plan)], list[str]()
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
-        shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]
-        answers = asyncio.run(send(half, shifted, len(half), WARM_SECONDS / 4))
+        by = 0 if apart else turn
+        shifted = [ports[(index + by) % len(ports)] for index in range(len(ports))]
+        answers = asyncio.run(send(half, shifted, len(half), WARM_SECONDS / 4, apart))
         errors += [answer.error for answer in answers if answer.error]
         time.sleep(SETTLES)
     return errors

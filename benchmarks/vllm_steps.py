@@ -34,10 +34,10 @@ from .vllm.settings import arguments, our_connector
 
 START_SECONDS, STEPS_SECONDS = 600.0, 60.0
 MS, US = 1e3, 1e6
-RUNNING, STEPS, WAITING = (1, 8, 32), 64, 28
+RUNNING, STEPS, WAITING = (1, 8, 32), 48, 28
 """Requests that decode; steps of a round; requests that wait in `waiting`."""
-HELD_UP = 8
-"""Beside how many requests others wait."""
+HELD_UP, ARRIVING = 8, 3
+"""Beside how many requests others wait, or arrive, and how many arrive in a round."""
 
 
 class Arm(NamedTuple):
@@ -93,12 +93,19 @@ class Engines:
         log = self._folder / f"{name}.log"
         return Child(name, command, log, environment(cpu, self._cache, **more))
 
-    def steps(self, name: str, prompts: list[list[int]], waiting: Sequence[list[int]] = ()) -> Any:
+    def steps(
+        self,
+        name: str,
+        prompts: list[list[int]],
+        waiting: Sequence[list[int]] = (),
+        arriving: Sequence[list[int]] = (),
+    ) -> tuple[list[float], dict[str, float]]:
         """How long each step took, in ms, and what our connector's methods took of one, in us."""
         file = self._folder / f"{name}-steps.jsonl"
         file.unlink(missing_ok=True)
-        given = {"prompts": prompts, "waiting": list(waiting), "extra": {"timed": str(file)}}
-        seconds = self.all[name].ask("steps", STEPS_SECONDS, count=STEPS, **given)
+        given: dict[str, Any] = {"prompts": prompts, "waiting": list(waiting)}
+        given |= {"arriving": list(arriving), "count": STEPS, "extra": {"timed": str(file)}}
+        seconds = self.all[name].ask("steps", STEPS_SECONDS, **given)
         spent = json.loads(file.read_text()) if file.exists() else {}
         count = spent.pop("steps", 0) or 1
         return [MS * each for each in seconds], {key: US * spent[key] / count for key in spent}
@@ -131,6 +138,30 @@ def decoding(engines: Engines, running: int, rounds: int) -> list[Row]:
     return rows
 
 
+def arrivals(engines: Engines, rounds: int) -> list[Row]:
+    """What a request that begins with a hit adds to the steps of those that decode: its last token
+    is computed, as after a load by `NixlConnector`, or its last two tokens, in a step of another
+    shape. The consumer loads its hits from the engine in place, on the same GPU."""
+    scale, prompts = engines.scale, Prompts(*engines.scale.units, 99)
+    length, added = scale.max_model_len // 8, defaultdict[str, list[float]](list)
+    asked = [prompts.new(length) for _ in range(HELD_UP)]
+    arms = [("alone", "alone", 1), ("alone", "alone", 2), ("consumer", "inplace", 2)]
+    for turn in range(rounds + 1):
+        for name, owner, tail in arms:
+            if name in engines.all and owner in engines.all:
+                blocks = length // scale.block * scale.block
+                coming = [prompts.new(blocks + tail) for _ in range(ARRIVING)]
+                for prompt in coming:
+                    engines.all[owner].ask("generate", STEPS_SECONDS, tokens=prompt, count=1)
+                took, _ = engines.steps(name, asked, (), coming)
+                more = sum(took) - len(took) * statistics.median(took)
+                added[f"{name}_{tail}"] += [more / ARRIVING] if turn else []
+    what = f"ms that a hit of {length} tokens adds to the steps of {HELD_UP} requests; reference: "
+    what += "one token of it is computed, in the own cache"
+    first = added["alone_1"]
+    return [row(f"decode_arrival_{name}", "ms", ms, first, what=what) for name, ms in added.items()]
+
+
 def _shares(spent: list[dict[str, float]]) -> str:
     """What the connector's two halves take of a step."""
     named = sorted({name for each in spent for name in each})
@@ -142,10 +173,10 @@ def _shares(spent: list[dict[str, float]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring. 1 if a row missed its limit."""
-    made = parser("vllm_steps", __doc__, 200.0)
+    made = parser("vllm_steps", __doc__, 240.0)
     made.add_argument("--scale", choices=("full", "tiny"), default="full")
     made.add_argument("--arms", type=names_of(ARMS), default=list(ARMS), help=", ".join(ARMS))
-    made.add_argument("--rounds", type=int, default=7)
+    made.add_argument("--rounds", type=int, default=5)
     options = made.parse_args(arguments)
     measurement, scale = Measurement(options), SCALES[options.scale]
     # Four of them on one GPU.
@@ -156,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with measurement.part(f"{running} running"):
                 measurement.clock.check(10)
                 measurement.report.add(decoding(engines, running, options.rounds))
+        with measurement.part("arrivals"):
+            measurement.report.add(arrivals(engines, options.rounds))
     return measurement.end()
 
 

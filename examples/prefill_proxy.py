@@ -1,18 +1,17 @@
-"""A proxy in front of two vLLM servers that share KV with vcache, one for prefill and one for
-decode.
+"""A proxy in front of vLLM servers that share KV with vcache, some for prefill and some for decode.
 
-    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100
-                                     --decode http://127.0.0.1:8200 [--port 8000]
+    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 [http://127.0.0.1:8101 ...]
+                                     --decode http://127.0.0.1:8200 [...] [--port 8000]
 
-A completions request goes to both at the same time. The prefill server (`kv_role` kv_producer)
-computes the prompt, and one token that nobody reads. The decode server (kv_consumer) is told that
-another instance computes this prompt: it waits for the chunks and loads them, and its answer is
-streamed to the client. Neither server knows the other, and requests may reach them in any order,
-since KV is found by the prompt's tokens.
+A completions request goes to one of each kind at the same time, those with the fewest requests. The
+prefill server (`kv_role` kv_producer) computes the prompt, and one token that nobody reads. The
+decode server (kv_consumer) is told that another instance computes this prompt: it waits for the
+chunks and loads them, and its answer is streamed to the client. No server knows another, and
+requests may reach any two of them in any order, since KV is found by the prompt's tokens.
 
 If the prefill server fails, the decode server computes the prompt itself after the deadline
-(--wait-seconds). The proxy says so, and announces nothing for 10 s, so that the next requests need
-not wait."""
+(--wait-seconds). The proxy says so, and asks that prefill server nothing for 10 s. If none is left,
+it announces nothing, so that the next requests need not wait."""
 
 from __future__ import annotations
 
@@ -52,14 +51,30 @@ NOT_FOR_PREFILL = (
 MAX_BODY = 64 << 20
 
 
+class Server:
+    """running: its requests. paused_until: it is not asked before (time.monotonic)."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.running, self.paused_until = url.rstrip("/"), 0, 0.0
+
+
+def least(servers: list[Server], able: list[Server]) -> Server:
+    """The one of `able` with the fewest requests; of those, each in turn."""
+    chosen = min(able, key=lambda one: one.running)
+    servers.append(servers.pop(servers.index(chosen)))
+    return chosen
+
+
 class Proxy:
     """The handlers. Runs in one event loop, and keeps nothing of a request that is answered."""
 
-    def __init__(self, prefill: str, decode: str, order: str, wait_seconds: float) -> None:
-        self.prefill, self.decode, self.order = prefill.rstrip("/"), decode.rstrip("/"), order
+    def __init__(
+        self, prefill: list[str], decode: list[str], order: str, wait_seconds: float
+    ) -> None:
+        self.prefill, self.decode = [[Server(url) for url in urls] for urls in (prefill, decode)]
+        self.order = order
         self.announcement = {"announced": True, "wait_seconds": wait_seconds}
         self._numbers = itertools.count(1)
-        self._paused_until = 0.0
         self._session: ClientSession
 
     def application(self) -> web.Application:
@@ -82,47 +97,53 @@ class Proxy:
         except (ValueError, TypeError, RecursionError):
             raise web.HTTPBadRequest(text="the body must be a JSON object") from None
         number, first = next(self._numbers), None
-        announced = time.monotonic() >= self._paused_until
+        able = [one for one in self.prefill if time.monotonic() >= one.paused_until]
+        announced, decode = bool(able), least(self.decode, self.decode)
         if announced:
-            delay = LEAD_SECONDS if self.order == "decode-first" else 0.0
-            first = asyncio.create_task(self._prefill(number, request.path, body, delay))
+            prefill = least(self.prefill, able)
+            first = asyncio.create_task(self._prefill(number, prefill, request.path, body))
             if self.order == "prefill-first":
                 announced = await first
         else:
             say(
-                f"request {number}: not announced, the prefill server failed a moment ago; the "
+                f"request {number}: not announced, the prefill servers failed a moment ago; the "
                 "decode server computes the prompt"
             )
+        decode.running += 1
         try:
-            return await self._stream(request, self._with_announcement(body) if announced else body)
+            asked = self._with_announcement(body) if announced else body
+            return await self._stream(request, decode, asked)
         except ClientError as error:
             say(f"request {number}: the decode server failed: {type(error).__name__}: {error}")
             raise web.HTTPBadGateway(
-                text=f"the decode server at {self.decode} failed: {error}"
+                text=f"the decode server at {decode.url} failed: {error}"
             ) from error
         finally:
+            decode.running -= 1
             if first is not None:
                 first.cancel()
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        """Forward a GET, such as /v1/models, /health and /metrics, to the decode server."""
+        """Forward a GET, such as /v1/models, /health and /metrics, to a decode server."""
+        decode = self.decode[0]
         try:
-            async with self._session.get(self.decode + request.path_qs) as reply:
+            async with self._session.get(decode.url + request.path_qs) as reply:
                 return web.Response(
                     body=await reply.read(), status=reply.status, headers=content_type(reply)
                 )
         except ClientError as error:
             raise web.HTTPBadGateway(
-                text=f"the decode server at {self.decode} failed: {error}"
+                text=f"the decode server at {decode.url} failed: {error}"
             ) from error
 
-    async def _prefill(self, number: int, path: str, body: dict[str, Any], delay: float) -> bool:
-        """Have the prefill server compute the prompt. If that fails, say so and return False."""
+    async def _prefill(self, number: int, server: Server, path: str, body: dict[str, Any]) -> bool:
+        """Have a prefill server compute the prompt. If that fails, say so and return False."""
         asked = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
-        await asyncio.sleep(delay)
+        server.running += 1
         try:
+            await asyncio.sleep(LEAD_SECONDS if self.order == "decode-first" else 0.0)
             async with self._session.post(
-                self.prefill + path, json={**asked, "max_tokens": 1, "stream": False}
+                server.url + path, json={**asked, "max_tokens": 1, "stream": False}
             ) as reply:
                 text = await reply.text()
                 if reply.ok:
@@ -130,8 +151,10 @@ class Proxy:
                 what, broken = f"HTTP {reply.status}: {text[:200]}", reply.status >= 500
         except (ClientError, TimeoutError) as error:
             what, broken = f"{type(error).__name__}: {error}", True
+        finally:
+            server.running -= 1
         if broken:
-            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            server.paused_until = time.monotonic() + PAUSE_SECONDS
         after = (
             ""
             if self.order == "prefill-first"
@@ -153,8 +176,10 @@ class Proxy:
         announced = {**given, "vcache": {**self.announcement, **wishes}}
         return {**body, "kv_transfer_params": announced}
 
-    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        async with self._session.post(self.decode + request.path, json=body) as reply:
+    async def _stream(
+        self, request: web.Request, server: Server, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        async with self._session.post(server.url + request.path, json=body) as reply:
             response = web.StreamResponse(status=reply.status, headers=content_type(reply))
             await response.prepare(request)
             async for piece in reply.content.iter_any():
@@ -183,8 +208,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
-    option("--prefill", required=True, metavar="URL", help="the server with kv_role kv_producer")
-    option("--decode", required=True, metavar="URL", help="the server with kv_role kv_consumer")
+    urls: dict[str, Any] = {"required": True, "metavar": "URL", "nargs": "+"}
+    option("--prefill", **urls, help="the servers with kv_role kv_producer, or kv_both")
+    option("--decode", **urls, help="the servers with kv_role kv_consumer")
     option("--host", default="127.0.0.1")
     option("--port", type=int, default=8000)
     option(

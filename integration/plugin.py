@@ -30,6 +30,8 @@ from .lmcache import hooks as lmcache_hooks
 ARGUMENTS = "vllm.engine.arg_utils"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
+BESIDE = "VCacheMultiConnector"
+"""The class that puts our connector beside others."""
 _OTHERS = {"engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy"}
 """vLLM's settings of a connector that do not name it."""
 _registered = False
@@ -52,15 +54,16 @@ def register() -> None:
 
 
 def register_name() -> None:
-    """Register `VCacheConnector` in vLLM's factory, as soon as vLLM imports the factory.
-    Idempotent, cheap, and never raises."""
+    """Register our classes in vLLM's factory, as soon as vLLM imports the factory. Idempotent,
+    cheap, and never raises."""
     after_import(FACTORY, _register_in)
 
 
 def _register_in(module: Any) -> None:
     try:
-        with suppress(ValueError):  # registered already
-            module.KVConnectorFactory.register_connector(CLASS, CONNECTOR, CLASS)
+        for name in (CLASS, BESIDE):
+            with suppress(ValueError):  # registered already
+                module.KVConnectorFactory.register_connector(name, CONNECTOR, name)
     except Exception as error:  # noqa: BLE001 - vLLM must start
         said = "vcache: vLLM finds %s only by kv_connector_module_path (%s): %s"
         log.warning(said, CLASS, CONNECTOR, error)
@@ -109,8 +112,10 @@ def mistake(transfer: Any) -> str:
         for where, told in _connectors(transfer):
             from .vllm import settings  # only where our connector is asked for
 
-            if fault := _switch(told):
+            if fault := _switch(told) or misplaced(told):
                 return f"{where}{fault}"
+            if told.get("kv_connector") == BESIDE:
+                continue
             try:
                 settings.read(told.get("kv_connector_extra_config") or {})
             except ConfigError as error:
@@ -128,10 +133,26 @@ def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[s
     names = [value for key, value in told.items() if key not in _OTHERS and isinstance(value, str)]
     if "vcac" in " ".join(names).lower():
         yield where, told
-    elif told.get("kv_connector") == "MultiConnector":
+    if told.get("kv_connector") in ("MultiConnector", BESIDE):
         extra = told.get("kv_connector_extra_config") or {}
         for number, inner in enumerate(extra.get("connectors", ())):
             yield from _connectors(inner, f"{where}connectors[{number}]: ")
+
+
+def misplaced(transfer: Any) -> str:
+    """What is wrong with the connectors that a `VCacheMultiConnector` has inside, or empty."""
+    told = transfer if isinstance(transfer, Mapping) else vars(transfer)
+    if told.get("kv_connector") != BESIDE:
+        return ""
+    inside = (told.get("kv_connector_extra_config") or {}).get("connectors")
+    names = [str(one.get("kv_connector")) for one in inside or () if isinstance(one, Mapping)]
+    where = f"kv_connector_extra_config.connectors of {BESIDE}"
+    if len(names) < 2:
+        return f"{where} must name {CLASS} and another connector: {_shown(names or None)}"
+    if names[0] != CLASS:
+        return f"{where} must begin with {CLASS}, not {_shown(names[0])}"
+    twice = [name for name in names[1:] if name in (CLASS, BESIDE)]
+    return f"{where} has {_shown(twice[0])}, too: once is enough" if twice else ""
 
 
 def _switch(told: Mapping[str, Any]) -> str:
@@ -146,7 +167,8 @@ def _switch(told: Mapping[str, Any]) -> str:
             return f"kv_transfer_config has an unknown key `{printable(key)}`; {meant}"
     name, path = told.get("kv_connector"), told.get("kv_connector_module_path")
     if path in (None, CONNECTOR):
-        return "" if name == CLASS else f"kv_connector is {_shown(name)}: set it to `{CLASS}`"
+        meant = difflib.get_close_matches(str(name), (CLASS, BESIDE), 1, 0.0)[0]
+        return "" if name == meant else f"kv_connector is {_shown(name)}: set it to `{meant}`"
     if not path or not _has(path, name):
         found = f"kv_connector_module_path is {_shown(path)}, where vLLM finds no {_shown(name)}"
         return f"{found}: leave it out, and set kv_connector to `{CLASS}`"

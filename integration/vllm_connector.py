@@ -1,8 +1,8 @@
-"""The module in which vLLM finds `VCacheConnector`: by the name that our plugin registers
+"""The module in which vLLM finds our connectors: by the names that our plugin registers
 (plugin.py), or by `kv_connector_module_path`, which works without the plugin, too.
 
-With a vLLM that vcache does not know and that has another shape (`shapes`), the class of this name
-does nothing."""
+With a vLLM that vcache does not know and that has another shape (`shapes`), `VCacheConnector` does
+nothing, and `VCacheMultiConnector` is vLLM's own, in which the other connectors go on."""
 
 from __future__ import annotations
 
@@ -67,4 +67,11 @@ VCacheConnector, _fault = _connector()
 if _fault:
     VCacheConnector = Idle
 
-__all__ = ["VCacheConnector"]
+if VCacheConnector is Idle:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector as VCacheMultiConnector,
+    )
+else:
+    from .vllm.multi import VCacheMultiConnector
+
+__all__ = ["VCacheConnector", "VCacheMultiConnector"]

@@ -12,8 +12,6 @@ log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.1
 """How long a loop pauses after an exception."""
-MAX_SAID = 256
-"""How many kinds of exceptions are logged with a traceback."""
 Count = Callable[[str], object]
 _said: set[tuple[object, ...]] = set()
 
@@ -29,7 +27,7 @@ def survives(what: str, failed: Count | None = None) -> Iterator[None]:
         while at is not None and at.tb_next is not None:
             at = at.tb_next
         kind = what, type(error), at and at.tb_frame.f_code, at and at.tb_lineno
-        new = kind not in _said and len(_said) < MAX_SAID
+        new = kind not in _said and len(_said) < 256
         if new:
             _said.add(kind)
         level = logging.ERROR if new else logging.DEBUG

@@ -22,12 +22,15 @@ TOKENS = b'"choices":[{'
 
 class Answer(msgspec.Struct, kw_only=True):
     """One answer. Times are in seconds on this process's clock; 0: that point was not reached.
-    error: why the answer is incomplete.
+    handed: when the prefill server had answered. gaps: seconds between two tokens. error: why the
+    answer is incomplete.
     """
 
     sent: float = 0.0
+    handed: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    gaps: list[float] = []
     prompt: int = 0
     cached: int = 0
     tokens: int = 0
@@ -35,13 +38,19 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 async def send(
-    requests: Sequence[Request], ports: Sequence[int], concurrency: int, seconds: float
+    requests: Sequence[Request],
+    ports: Sequence[int],
+    concurrency: int,
+    seconds: float,
+    apart: str = "",
 ) -> list[Answer]:
     """Send conversations and requests with times at their times, the others `concurrency` at once,
     to the ports in turn. The answers in the requests' order; those that are late after `seconds`
-    have an error.
+    have an error. apart: see `System`; the first half of the ports are of prefill servers.
     """
-    answers, started, turn = [Answer() for _ in requests], time.perf_counter(), cycle(ports)
+    answers, started = [Answer() for _ in requests], time.perf_counter()
+    half = len(ports) // 2 if apart else 0
+    turn, firsts = cycle(ports[half:]), cycle(ports[:half])
     chains: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         if request.at is not None:
@@ -54,7 +63,13 @@ async def send(
         for index in indices:
             if (at := requests[index].at) is not None:
                 await asyncio.sleep(begin + at - time.perf_counter())
-            await complete(session, next(turn), requests[index].body, answers[index])
+            request, port, answer = requests[index], next(turn), answers[index]
+            if apart == "announced":
+                await _announced(session, next(firsts), port, request, answer)
+            elif apart:
+                await _handed_over(session, next(firsts), port, request, answer)
+            else:
+                await complete(session, port, request.body, answer)
             begin = time.perf_counter()
 
     connections = TCPConnector(limit=0, force_close=True)
@@ -68,6 +83,46 @@ async def send(
     return answers
 
 
+async def _announced(
+    session: ClientSession, first: int, port: int, request: Request, answer: Answer
+) -> None:
+    """Ask both at once, as examples/prefill_proxy.py does."""
+    prefill = asyncio.ensure_future(_first(session, first, request.first, answer))
+    announced = {"vcache": {"announced": True, "wait_seconds": 60}}
+    await complete(session, port, _with(request.body, announced), answer)
+    await asyncio.gather(prefill, return_exceptions=True)
+
+
+async def _handed_over(
+    session: ClientSession, first: int, port: int, request: Request, answer: Answer
+) -> None:
+    """Ask the prefill server, and then the decode server with what it has said of the KV."""
+    sent = time.perf_counter()
+    try:
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        said = await _first(session, first, _with(request.first, wanted), answer)
+        await complete(session, port, _with(request.body, said["kv_transfer_params"]), answer)
+    except (OSError, ClientError, ValueError, KeyError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.sent = sent
+
+
+async def _first(session: ClientSession, port: int, body: bytes, answer: Answer) -> Any:
+    """Have a prefill server compute a prompt. What it says."""
+    url, kind = f"http://{HOST}:{port}/v1/completions", {"Content-Type": "application/json"}
+    async with session.post(url, data=body, headers=kind) as reply:
+        text = await reply.read()
+        answer.handed = time.perf_counter()
+        if reply.status != 200:
+            raise ValueError(f"{reply.status}: {text[:300]!r}")
+        return json.loads(text)
+
+
+def _with(body: bytes, params: dict[str, Any]) -> bytes:
+    """A body with these `kv_transfer_params`."""
+    return body[:-1] + b',"kv_transfer_params":' + json.dumps(params).encode() + b"}"
+
+
 async def complete(session: ClientSession, port: int, body: bytes, answer: Answer) -> None:
     """Send one request and note its times, or its error."""
     answer.sent = time.perf_counter()
@@ -79,8 +134,10 @@ async def complete(session: ClientSession, port: int, body: bytes, answer: Answe
             async for event in reply.content:
                 if TOKENS in event:
                     # An event of tokens is not parsed, which would make this process late.
-                    answer.last = time.perf_counter()
-                    answer.first = answer.first or answer.last
+                    now = time.perf_counter()
+                    if answer.first:
+                        answer.gaps.append(now - answer.last)
+                    answer.last, answer.first = now, answer.first or now
                 elif event.startswith(b"data: {"):
                     _note(json.loads(event[6:]), answer)
                 elif event.startswith(b"data: [DONE]"):

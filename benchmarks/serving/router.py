@@ -40,8 +40,8 @@ class Arm(NamedTuple):
         match = re.fullmatch(r"(\D+?)(\d*)", policy or "turn")
         if system not in SYSTEMS or match is None or match[1] not in POLICIES:
             raise ValueError(f"no arm {text}; {', '.join(SYSTEMS)} : {', '.join(POLICIES)}")
-        if SYSTEMS[system].ranks and match[1] != "turn":
-            raise ValueError(f"no arm {text}: {system} is one server, so nothing is distributed")
+        if (SYSTEMS[system].ranks or SYSTEMS[system].apart) and match[1] != "turn":
+            raise ValueError(f"no arm {text}: nothing is distributed among equal servers")
         return cls(system, match[1], int(match[2] or THRESHOLD))
 
     @property

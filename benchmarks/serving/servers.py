@@ -102,6 +102,11 @@ class Servers:
 
     def _environment(self, index: int) -> dict[str, str]:
         own = {"VLLM_SERVER_DEV_MODE": "1"}  # for `reset`
+        system = SYSTEMS[self.name]
+        if system.layout and not self._sizes.scale.cpu:
+            own["VLLM_KV_CACHE_LAYOUT"] = system.layout
+        if system.connector:
+            own |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0])}
         if not (cpu := self._sizes.scale.cpu):
             # Of those that this process sees: another run may have the others of the host.
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")

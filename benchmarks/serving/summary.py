@@ -22,15 +22,17 @@ class Figures:
     """The figures of one arm under one run of a workload, from its phases that count. Only complete
     answers count.
 
-    duration: seconds of all phases, each from its first request to its last answer. ttft: of the
-    answers, in ms. hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each
-    request."""
+    duration: seconds of all phases, each from its first request to its last answer. ttft, tpot: of
+    the answers, in ms. handover: ms from the prefill server's answer to the decode server's first
+    token. gaps: ms between two tokens. hit_rate: cached tokens ÷ prompt tokens, as the servers
+    report them for each request."""
 
     def __init__(self, ceiling: float) -> None:
         """ceiling: the hit rate of one shared cache without bounds."""
         self.ceiling = ceiling
         self.requests, self.errors, self.duration = 0, 0, 0.0
         self.ttft = list[float]()
+        self.handover, self.tpot, self.gaps = list[float](), list[float](), list[float]()
         self._prompt = self._cached = 0
 
     def add(self, answers: Sequence[Answer]) -> None:
@@ -42,6 +44,10 @@ class Figures:
             self.duration += max(a.last for a in whole) - min(a.sent for a in whole)
         for answer in whole:
             self.ttft.append(MS * (answer.first - answer.sent))
+            self.handover += [MS * (answer.first - answer.handed)] if answer.handed else []
+            self.gaps += [MS * gap for gap in answer.gaps]
+            if answer.tokens > 1:
+                self.tpot.append(MS * (answer.last - answer.first) / (answer.tokens - 1))
             self._prompt += answer.prompt
             self._cached += answer.cached
 
@@ -75,6 +81,13 @@ def rows_of(arm: str, workload: str, runs: Sequence[Figures], label: str, what: 
         made("requests_per_second", "requests/s", [run.throughput for run in runs]),
         made("ttft_p50", "ms", [percentile(run.ttft, 50) for run in runs]),
         made("ttft_p99", "ms", [percentile(run.ttft, 99) for run in runs]),
+        made("tpot_p50", "ms", [percentile(run.tpot, 50) for run in runs]),
+        made("gap_p99", "ms", [percentile(run.gaps, 99) for run in runs]),
+        *(
+            made(f"handover_p{which}", "ms", [percentile(run.handover, which) for run in runs])
+            for which in (50, 99)
+            if any(run.handover for run in runs)
+        ),
         none(case(arm, workload, "errors"), "requests", errors, said, requests),
         made("hit_rate", "fraction", [run.hit_rate for run in runs], shared, about),
     ]
@@ -101,6 +114,29 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
             for each, least in RANKS.items():
                 name = f"{begin}dp_{workload}"
                 made.append(_ratio(rows, workload, name, each, ours, plain, least[four]))
+    return made
+
+
+def apart(rows: Mapping[str, Row], workload: str, concurrency: int, shared: bool) -> list[Row]:
+    """vcache with prefill apart, against the best arm of NIXL in each figure. shared: prompts have
+    common prefixes, so only the time to first token is of interest."""
+    made, begin = list[Row](), f"vllm_serving_pd_vcache_turn_{workload}_"
+    limits = {"handover_p50": 0.8 if concurrency == 1 else 0.65, "tpot_p50": 1.01, "gap_p99": 1.0}
+    limits |= {"requests_per_second": 1.0, "ttft_p50": 1 / 1.5}
+    for figure, limit in limits.items():
+        theirs = re.compile(rf"vllm_serving_pd_nixl_\w+_turn_{workload}_{figure}")
+        nixl = [one for name, one in rows.items() if theirs.fullmatch(name)]
+        ours = rows.get(begin + figure)
+        if ours is None or not nixl or shared != (figure == "ttft_p50"):
+            continue
+        rate = figure == "requests_per_second"
+        best = sorted(nixl, key=lambda one: one.value, reverse=rate)[0]
+        name = "throughput" if rate else figure
+        least, most = (limit, None) if rate else (None, limit)
+        what = f"{ours.what}; reference: {best.what.partition(';')[0]}"
+        case = f"pd_{name}_{concurrency}" if not shared else f"pd_shared_{name}_{concurrency}"
+        values = ours.unit, ours.value, best.value
+        made.append(row(case, *values, what=what, at_least=least, at_most=most, runs=ours.runs))
     return made
 
 

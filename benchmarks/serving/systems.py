@@ -13,7 +13,7 @@ import msgspec
 
 from ..processes import HOST
 from ..vllm.scale import SCALES, Scale, sized
-from ..vllm.settings import llm, our_connector
+from ..vllm.settings import BOTH, llm, our_connector
 from .workloads import Plan
 
 MODEL = "model"
@@ -50,11 +50,22 @@ SIZES = {name: _sizes(name, given) for name, given in _GIVEN.items()}
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
     """label: for people. share: vcache's `connector.share`; empty: without it. ranks: one server
-    with data parallel ranks, among which vLLM balances itself."""
+    with data parallel ranks, among which vLLM balances itself. apart: the first half of the servers
+    computes prompts, the second half answers; `announced` or `nixl`, by how the KV is handed over.
+    connector: another one than vcache. block, layout: of the KV cache, if not the usual ones."""
 
     label: str
     share: str = ""
     ranks: bool = False
+    apart: str = ""
+    connector: str = ""
+    block: int = 0
+    layout: str = ""
+
+
+def _nixl(block: int, way: str) -> System:
+    label = f"NIXL, {way.lower()}, blocks of {block}"
+    return System(label=label, apart="nixl", connector=f"Nixl{way}Connector", block=block)
 
 
 SYSTEMS = {
@@ -63,6 +74,20 @@ SYSTEMS = {
     "inplace": System(label="vcache in place", share="in_place"),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
     "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),
+    # Prefill and decode apart; beside `alone` and `inplace`, whose servers do both.
+    "pd_vcache": System(label="vcache, prefill apart", share="in_place", apart="announced"),
+    "pd_vcache_hnd": System(
+        label="vcache, prefill apart, NIXL's layout",
+        share="in_place",
+        apart="announced",
+        block=64,
+        layout="HND",
+    ),
+    **{
+        f"pd_nixl_{way.lower()}_{block}": _nixl(block, way)
+        for way in ("Pull", "Push")
+        for block in (16, 64)
+    },
 }
 
 
@@ -81,6 +106,8 @@ def serve_arguments(
     }
     if system.ranks:
         given["data_parallel_size"] = sizes.instances
+    if system.block:
+        given["block_size"] = system.block
     if (config := transfer(name, sizes, side)) is not None:
         given["kv_transfer_config"] = config
     arguments: list[str] = []
@@ -94,12 +121,17 @@ def serve_arguments(
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
     """The connector, if it has one. side: `socket` of the metadata server, `index` of the server,
     and `more`, settings of vcache by `SECTION.KEY`."""
-    if not (share := SYSTEMS[name].share):
+    system = SYSTEMS[name]
+    if system.connector:
+        return {"kv_connector": system.connector, **BOTH}
+    if not (share := system.share):
         return None
     more = {"connector.share": share}
     if share == "pool" and sizes.scale.cpu:
         more["pool.device"] = f"host:{side['index']}"
     lends = sizes.pool_bytes if share == "pool" else 0
-    return our_connector(
-        side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {}))
-    )
+    more |= dict(side.get("more", {}))
+    role = "kv_both"
+    if system.apart:
+        role = "kv_producer" if 2 * side["index"] < sizes.instances else "kv_consumer"
+    return our_connector(side["socket"], lends, sizes.scale.chunk, more) | {"kv_role": role}

@@ -67,8 +67,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     at: seconds after the phase's start; None: as soon as another request is done. conversation:
     requests of one conversation follow each other; `at` of a later one: seconds after the answer
     before it. answer: the only token that the answer may consist of, so that the next prompt of
-    its conversation is known before it is given; -1: whatever the model says. body: of the HTTP
-    request, from `made`."""
+    its conversation is known before it is given; -1: whatever the model says. body, first: of the
+    HTTP request, and of one for the first token alone, from `made`."""
 
     tokens: Tokens
     at: float | None = None
@@ -76,20 +76,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     answer: int = -1
     output: int
     body: bytes = b""
+    first: bytes = b""
 
     def made(self, model: str) -> Request:
-        """The request with its body, which takes milliseconds to make."""
+        """The request with its bodies, which take milliseconds to make."""
         asked = {
             "model": model,
             "prompt": self.tokens.tolist(),
-            "max_tokens": self.output,
             "temperature": 0,
             "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
             **({"allowed_token_ids": [self.answer]} if self.answer >= 0 else {}),
         }
-        return msgspec.structs.replace(self, body=msgspec.json.encode(asked))
+        first = msgspec.json.encode(asked | {"max_tokens": 1})
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        body = msgspec.json.encode(asked | {"max_tokens": self.output})
+        return msgspec.structs.replace(self, body=body, first=first)
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):

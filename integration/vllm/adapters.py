@@ -3,7 +3,6 @@ adapter."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+from ..hooks import replace
 from .model.weights import located
 
 log = logging.getLogger("vllm.vcache")
@@ -81,7 +81,6 @@ class Adapters:
 _all: WeakSet[Adapters] = WeakSet()
 
 
-@functools.cache
 def _watch(engine: Any) -> None:
     """Wrap vLLM's `add_lora`, so that all `Adapters` of this process see every adapter that is
     added or replaced. engine: vLLM's class of engines; None without vLLM. Idempotent.
@@ -89,7 +88,6 @@ def _watch(engine: Any) -> None:
     An engine adds adapters in its scheduler's thread, between two steps."""
     if engine is None:
         return
-    add = engine.add_lora
 
     def look(does: Callable[[Adapters, Any], object], lora_request: Any) -> None:
         try:
@@ -98,15 +96,17 @@ def _watch(engine: Any) -> None:
         except Exception:  # nothing of ours raises into vLLM
             log.exception("vcache: the files of an adapter were not looked at")
 
-    @functools.wraps(add)
-    def add_lora(self: Any, lora_request: Any) -> Any:
-        # Look before the call: the next look then notices files that change during the call.
-        look(Adapters.content, lora_request)
-        added = add(self, lora_request)
-        look(Adapters.added, lora_request)
-        return added
+    def looking(add: Callable[..., Any]) -> Callable[..., Any]:
+        def add_lora(self: Any, lora_request: Any) -> Any:
+            # Look before the call: the next look then notices files that change during the call.
+            look(Adapters.content, lora_request)
+            added = add(self, lora_request)
+            look(Adapters.added, lora_request)
+            return added
 
-    engine.add_lora = add_lora
+        return add_lora
+
+    replace(engine, "add_lora", looking, "lora_request")
 
 
 def _known_as(lora_request: Any) -> object:

@@ -139,6 +139,12 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def shutdown(self) -> None:
         self.close()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether this half shares the instance's KV cache in place."""
+        shares = self._scheduler.publications if self._scheduler is not None else None
+        return (self._worker.in_place if self._worker is not None else shares) is not None
+
     # ---- in the scheduler
 
     @guarded(answer(None))
@@ -187,11 +193,18 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if num_external_tokens:
             self._awaited.expect(request.request_id)
             self._allocated(request, blocks, num_external_tokens)
+        else:
+            self._given(request, blocks)
 
     @guarded(answer(None))
     def _allocated(self, request: Any, blocks: Any, external: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, external)
+
+    @guarded(answer(None))
+    def _given(self, request: Any, blocks: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.given(request, blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = self._describe(scheduler_output)
@@ -319,12 +332,14 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(answer(None))
     def _look_outside(self) -> None:
         """Under an enclosing connector (MultiConnector), whose settings vLLM follows, make loads
-        wait for the steps under way: vLLM may not hold blocks back. Warn if the enclosing connector
-        has another `kv_load_failure_policy`, which this connector cannot change."""
+        wait for the steps under way unless vLLM is known to hold blocks back. Warn if the enclosing
+        connector has another `kv_load_failure_policy`, which this connector cannot change."""
         outermost, wanted = get_kv_transfer_group(), self._policy
         if outermost is self or self._worker is None:
             return
-        self._worker.loads.at_once = False
+        loads = self._worker.loads
+        loads.at_once &= getattr(outermost, "holds_back", False)
+        loads.by_request |= hasattr(outermost, "holds_back")
         policy = outermost._kv_transfer_config.kv_load_failure_policy
         if wanted and policy != wanted:
             log.warning(

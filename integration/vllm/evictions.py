@@ -25,12 +25,6 @@ log = logging.getLogger("vllm.vcache")
 MOST_LOOKED = 512
 """The most duplicates in use or without a copy that are skipped at once: if an instance is gone, or
 all duplicates are in use, skipping thousands would delay a step by milliseconds."""
-AHEAD_STEPS, AHEAD_SHARE = 3, 1 / 8
-"""How many steps' worth of blocks at the head of vLLM's free queue are examined; or this share of
-the KV cache if that is more, since a load takes more blocks than a step computes.
-
-A step's saves are copied after the step. By then vLLM has planned the next step, with asynchronous
-scheduling the next two. So only blocks that later steps take are saved in time."""
 MOST_SAVED = 256
 """The most chunks that one step saves."""
 
@@ -148,7 +142,9 @@ class Victims:
         """each: blocks of a chunk. step_blocks: the most blocks that one step fills."""
         self._blocks, self._publications, self._each = blocks, publications, each
         count = publications.blocks
-        self._need = max(AHEAD_STEPS * step_blocks, int(AHEAD_SHARE * count))
+        # A step's saves are copied after the step. By then vLLM has planned the next step, with
+        # asynchronous scheduling the next two. A load takes more blocks than a step computes.
+        self._need = max(3 * step_blocks, count // 8)
         self._keys: dict[int, ChunkKey] = {}
         self._rows: npt.NDArray[np.uint32] = np.zeros((count, self._each), dtype=np.uint32)
         """By a chunk's first block: all of its blocks."""

@@ -154,7 +154,9 @@ class Lookups:
         if question is None or not question.probes:
             return None
         try:
-            if not question.sent.arrives(0.0):
+            # Mostly it has come. After a late answer the next ones are probably late, too.
+            self._late = not question.sent.arrives(0.0 if self._late else LATE_SECONDS)
+            if self._late:
                 return LATE
             reply = question.sent.answer(0.0)
         except VCacheError as error:

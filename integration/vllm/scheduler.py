@@ -17,6 +17,7 @@ from typing import Any
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 from .blocks import KVBlocks
+from .consumers import Unserved
 from .evictions import Duplicates, Victims
 from .instance import InstanceContext
 from .lookups import Lookups
@@ -71,6 +72,7 @@ class VCacheScheduler:
         self.victims: Victims | None = None
         """None until vLLM has shown its block pool, and unless a pool stands beside KV caches
         shared in place."""
+        self._unserved = Unserved(context, meter) if loads and not stores else None
         self._spans = traces.begin(vllm_config)
         self._step_blocks = scheduling.max_num_batched_tokens // context.groups.block
         self._steps_are_taken = scheduling.policy == "priority"
@@ -79,6 +81,8 @@ class VCacheScheduler:
         self._promise_numbers = count(1)
         self._loads: list[LoadSpec] = []
         """Loads that begin with the next step."""
+        self._given: dict[str, Any] = {}
+        """The blocks of requests for which this connector loads nothing, for the next step."""
         self._cancelled: set[str] = set()
         """Requests that have ended during their loads, for the next step."""
         self._named = False
@@ -202,6 +206,12 @@ class VCacheScheduler:
         self._promises.on_load(tracked)
         self._loads.append(tracked.load)
 
+    def given(self, request: Any, blocks: Any) -> None:
+        """Note that vLLM has given the request `blocks`, into which another connector may load
+        before the request's first step: not before our stores have read them."""
+        if self.publications is None:
+            self._given[request.request_id] = blocks
+
     def finished(self, request: Any) -> None:
         """Forget a request that has ended for any reason."""
         name = request.request_id
@@ -229,6 +239,9 @@ class VCacheScheduler:
         if self._rests(output):
             return QUIET
         meta = self._metadata(not output.total_num_scheduled_tokens)
+        for name in self._given.keys() - output.num_scheduled_tokens.keys():
+            meta.fresh += self._given[name].get_block_ids()
+        self._given.clear()
         for name in output.preempted_req_ids or ():
             if (tracked := requests.get(name)) is not None:
                 self._promises.withdraw(tracked)
@@ -253,6 +266,8 @@ class VCacheScheduler:
             if (tracked := requests.get(name)) is not None:
                 self._waits.over(tracked)
                 self._promises.on_start(tracked, computed)
+                if self._unserved is not None:
+                    self._unserved.began(tracked, computed)
         if self.victims is not None:
             self.victims.plan(meta, self._planner.take_completed())
         return QUIET if meta == _NOTHING else meta

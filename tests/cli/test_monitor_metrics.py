@@ -209,6 +209,39 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
     assert text.count("# HELP ") == text.count("# TYPE ") > 30
 
 
+WITHOUT = """
+rule_files: [{rules}]
+tests:
+  - interval: 1m
+    input_series:
+      - {{series: 'vllm:vcache_failures_total{{cause="server",instance="lacks"}}', values: 0x3 1+1x9}}
+      - {{series: 'vllm:vcache_failures_total{{cause="late",instance="busy"}}', values: 0+1x12}}
+      - {{series: 'vllm:vcache_computed_prompts_total{{instance="lone"}}', values: 0+1x12}}
+      - {{series: 'vllm:vcache_loaded_tokens_total{{instance="lone",tier="own"}}', values: 0x12}}
+      - {{series: 'vllm:vcache_computed_prompts_total{{instance="busy"}}', values: 0+1x12}}
+      - {{series: 'vllm:vcache_loaded_tokens_total{{instance="busy",tier="peer"}}', values: 0+9x12}}
+    promql_expr_test:
+      - expr: ALERTS{{alertstate="firing"}}
+        eval_time: 10m
+        exp_samples:
+          - {{labels: '{{{alert}, {lacks}}}', value: 1}}
+          - {{labels: '{{{alert}, {lone}}}', value: 1}}
+"""
+"""What vLLM counts, and the alerts that fire."""
+
+
+@needs("prometheus")
+def test_look_ups_without_a_server_and_a_consumer_without_hits_alert(tmp_path: Path) -> None:
+    """Late answers do not, nor a consumer that loads, too."""
+    labels = '__name__="ALERTS", alertstate="firing", severity="critical"'
+    lacks = 'alertname="VCacheLookupsWithoutServer", instance="lacks"'
+    lone = 'alertname="VCacheConsumerComputes", instance="lone"'
+    file = tmp_path / "test.yml"
+    file.write_text(WITHOUT.format(rules=ALERTS, alert=labels, lacks=lacks, lone=lone))
+    done = ran("promtool", "test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @needs("prometheus")
 def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path) -> None:
     """All at once here, without waiting for them to last."""

@@ -43,3 +43,13 @@ def test_what_was_proved_fits_into_eighty_columns(
         said = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
         assert max(map(len, said.splitlines())) <= 80
         assert f"{verdict}vLLM 0.99.0, torch 2.13.0+cpu, vcache " in said
+
+
+def test_a_narrow_terminal_folds_lines_and_leaves_no_column_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    tables.show(tables.table(None, ("~first", "~second"), [("a" * 60, "b" * 60)]))
+    shown = capsys.readouterr().out
+    assert [shown.count(one) for one in "ab"] == [60, 60]

@@ -239,12 +239,12 @@ class Engine:
         self.scheduler.update_from_output(output, ran)
 
     @contextmanager
-    def others_bring(self, tokens: int) -> Iterator[None]:
+    def others_bring(self, tokens: int, waits: bool = False) -> Iterator[None]:
         """Another connector loads so many tokens of each request that begins, as MultiConnector has
-        it."""
+        it. waits: beside the steps."""
         ours = self.scheduler.connector
         matched, allocated = ours.get_num_new_matched_tokens, ours.update_state_after_alloc
-        ours.get_num_new_matched_tokens = lambda *asked: (matched(*asked), (tokens, False))[1]
+        ours.get_num_new_matched_tokens = lambda *asked: (matched(*asked), (tokens, waits))[1]
         ours.update_state_after_alloc = lambda request, blocks, _: allocated(request, blocks, 0)
         yield
         ours.get_num_new_matched_tokens, ours.update_state_after_alloc = matched, allocated

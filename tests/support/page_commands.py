@@ -184,7 +184,7 @@ def _there(words: list[str], place: Place) -> None:
     assert not [name for name in named if name.split("/")[0] in tops and not (ROOT / name).exists()]
 
 
-OTHERS = "ruff|mypy|curl|mooncake_\\w+|export|cp|systemctl|apt-get install|vllm serve|vllm-router"
+OTHERS = "ruff|mypy|curl|lmcache server|mooncake_\\w+|export|cp|systemctl|apt-get install|vllm serve|vllm-router"
 OTHERS += "|twine check|python3? -m (build|venv|pytest|vllm.entrypoints.openai.api_server)"
 """Programs of others, beside pip. What vLLM (also by `vcache vllm`) and its router are told,
 test_vllm_processes reads."""

@@ -279,6 +279,21 @@ class Serving:
         waits.UNKNOWN_CHUNK_SECONDS = waits.LONGEST_CHUNK_SECONDS = chunk_seconds
         waits.STATE_SECONDS = 2.0
 
+    def patience(self, seconds: float) -> None:
+        """How long a request waits for another connector's look-up."""
+        from vcache_backend.integration.vllm import multi
+
+        multi.PATIENCE_SECONDS = seconds
+
+    def finds_lmcache(self) -> list[bool]:
+        """Whether the scheduler's half of LMCache's connector, and the worker's, beside ours takes
+        its server for alive."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        halves = core.scheduler.connector, get_kv_transfer_group()
+        names = "scheduler_adapter", "worker_adapter"
+        both = zip(halves, names, strict=True)
+        return [getattr(half._connectors[1], name).is_healthy for half, name in both]
+
     # ---- places
 
     def meddle(self, place: str, action: str, value: Any, times: int) -> None:
@@ -397,7 +412,8 @@ class Slow:
 
 def _worker() -> Any:
     """The connector's half in vLLM's worker."""
-    return get_kv_transfer_group()._worker
+    group = get_kv_transfer_group()
+    return next(iter(getattr(group, "_connectors", [group])))._worker
 
 
 def _pages() -> list[Any]:

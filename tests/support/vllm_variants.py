@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -19,6 +26,41 @@ class FailingConnector(ExampleConnector):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.__dict__.pop("lost", set())
+
+
+class TalkingConnector(ExampleConnector, SupportsHMA):  # type: ignore[misc]
+    """Has nothing, and reports every request in every step, and blocks that it was never given."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self._seen = set[str]()
+
+    def get_num_new_matched_tokens(self, *_: Any) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, *_: Any) -> None:
+        pass
+
+    start_load_kv = save_kv_layer = wait_for_save = update_state_after_alloc
+
+    def build_connector_meta(self, output: Any) -> Any:
+        self._seen |= output.num_scheduled_tokens.keys() | output.finished_req_ids
+        return Seen(set(self._seen))
+
+    def request_finished_all_groups(self, *_: Any) -> tuple[bool, None]:
+        return True, None
+
+    def get_transfer_results(self, _: Any) -> Any:
+        names = self._connector_metadata.names
+        return KVConnectorTransferResults(set(names), set(names), set(names))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(range(1, 100))
+
+
+@dataclass
+class Seen(KVConnectorMetadata):  # type: ignore[misc]
+    names: set[str]
 
 
 class Stage(CPUWorker):  # type: ignore[misc]

@@ -10,10 +10,13 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -126,6 +129,59 @@ def test_the_proxy_leaves_wrong_parameters_to_the_decode_server() -> None:
                 urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=SECONDS)
             with raised.value as error:
                 assert (error.code, error.read().decode().startswith(said)) == (code, True)
+
+
+class Counting(BaseHTTPRequestHandler):
+    """A server that answers, or fails, and keeps what it is asked."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        time.sleep(self.server.seconds)
+        self.send_response(500 if self.server.fails else 200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
+def test_two_prefill_servers_and_two_decode_servers_are_asked_in_turn() -> None:
+    """Whoever of the first fails is left out, and the others' prompts are still announced."""
+    with ExitStack() as undo:
+        servers = []
+        for _ in range(4):
+            servers.append(undo.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Counting)))
+            # The decode servers wait for the prefill servers.
+            servers[-1].seconds = 0.2 if len(servers) > 2 else 0.0
+            servers[-1].asked, servers[-1].fails = [], False
+            Thread(target=servers[-1].serve_forever, daemon=True).start()
+            undo.callback(servers[-1].shutdown)
+        urls = [f"http://127.0.0.1:{one.server_port}" for one in servers]
+        (port,) = free_ports(1)
+        command = [sys.executable, str(PROXY), "--prefill", *urls[:2], "--decode", *urls[2:]]
+        child = undo.enter_context(Child([*command, "--port", str(port)]))
+        child.expect("serves on")
+
+        def ask(count: int) -> list[int]:
+            """How many requests each of them has got behind these."""
+            for _ in range(count):
+                body = json.dumps({"prompt": "a"}).encode()
+                where = f"http://127.0.0.1:{port}/v1/completions"
+                urlopen(Request(where, body), timeout=SECONDS).close()
+            return [len(one.asked) for one in servers]
+
+        assert ask(4) == [2, 2, 2, 2]
+        servers[0].fails = True
+        ask(2)
+        child.expect("the prefill server failed")
+        assert ask(4)[1] == 7
+        announced = [one["kv_transfer_params"] for one in servers[2].asked + servers[3].asked]
+        assert len(announced) == 10
 
 
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])

@@ -214,6 +214,18 @@ def test_a_load_that_ends_beside_one_that_fails_is_not_touched_by_that(engine: E
     assert again == [*range(CHUNKS)], "what is computed in place of a load is stored"
 
 
+def test_blocks_that_another_connector_fills_beside_the_steps_wait_for_stores(
+    engine: Engine,
+) -> None:
+    with engine.others_bring(2 * CHUNK, waits=True):
+        request = engine.add(new_tokens(PROMPT))
+        meta = engine.step(**SAYS_NOTHING)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert meta.fresh == [*engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)]
+    engine.step(finished_recving={request.request_id})
+    engine.finish(request)
+
+
 def test_a_load_is_over_once_all_workers_say_so() -> None:
     """And a number that another worker's load has overwritten says nothing."""
     ends, rings = LoadEnds(2), [EndRing(worker) for worker in range(2)]

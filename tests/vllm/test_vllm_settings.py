@@ -87,6 +87,28 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
     assert plugin.mistake(None) == ""
 
 
+THEIRS = {"kv_connector": "LMCacheMPConnector"}
+
+
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [
+        ([OURS, THEIRS], ""),
+        ([LONG, THEIRS, THEIRS], ""),
+        (None, "must name VCacheConnector and another connector: not set"),
+        ([OURS], "must name VCacheConnector and another connector: `['VCacheConnector']`"),
+        ([THEIRS, OURS], "must begin with VCacheConnector, not `LMCacheMPConnector`"),
+        ([OURS, THEIRS, OURS], "has `VCacheConnector`, too: once is enough"),
+        ([connector("VCacheConnector", {"connector": {"min_hit": 1}}), THEIRS], MIN_HIT),
+        ([OURS | {"kv_conector": 1}, THEIRS], "connectors[0]: kv_transfer_config has an unknown"),
+    ],
+)
+def test_what_stands_beside_our_connector_is_checked(inside: Any, said: str) -> None:
+    told = connector("VCacheMultiConnector", {"connectors": inside} if inside else {})
+    found = plugin.mistake(told)
+    assert (said in found, bool(found)) == (True, bool(said))
+
+
 SWITCH = OURS | {"kv_role": "kv_both"}
 NAMES = "where vLLM finds no `VCacheConnector`: leave it out, and set kv_connector to `VCache"
 
@@ -102,6 +124,10 @@ NAMES = "where vLLM finds no `VCacheConnector`: leave it out, and set kv_connect
         (
             {"kv_connector": "VCachConnector"},
             "kv_connector is `VCachConnector`: set it to `VCacheConnector`",
+        ),
+        (
+            {"kv_connector": "VCacheMultConnector"},
+            "kv_connector is `VCacheMultConnector`: set it to `VCacheMultiConnector`",
         ),
         (LONG | {"kv_connector": None}, "kv_connector is not set: set it to `VCacheConnector`"),
         ({"kv_connector_module_path": "vcache.integration.vllm_connector"}, NAMES),

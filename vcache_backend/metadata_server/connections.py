@@ -97,18 +97,15 @@ class Connection:
 
 log = logging.getLogger(__name__)
 
-SPARE_DESCRIPTORS = 64
-"""Descriptors reserved for sockets, tables and /proc. A further `MAX_FDS`, at most a quarter of
-all descriptors, are reserved for fds of requests. Connections, their pidfds and segments get a
-third each of the rest."""
-
 
 class Admission:
     """The listening socket. When descriptors run out, nothing is accepted until `listen_again`."""
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
-        share = max(1, (limit - SPARE_DESCRIPTORS - min(m.MAX_FDS, limit // 4)) // 3)
+        # 64 for sockets, tables and /proc, and some for fds of requests. Of the rest connections,
+        # their pidfds and segments get a third each.
+        share = max(1, (limit - 64 - min(m.MAX_FDS, limit // 4)) // 3)
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
         self._uids = {os.getuid(), 0, *config.allow_uids}

@@ -26,8 +26,6 @@ MAX_SEARCH = 2048
 """The most chunks that one request passes over to evict others: a few milliseconds."""
 MAX_WRITTEN = 1 << 16
 """About the most slots that are being written or in quarantine: a clearing voids all at once."""
-MAX_DONE = 4096
-"""The most ends of writes to remember that no table here knows yet."""
 CLAIM_SECONDS = 120.0
 """How long a worker may take to allocate its claim. Then other workers may claim the bytes."""
 _SLOT_BITS = SLOTS.bit_length() - 1
@@ -289,7 +287,7 @@ class Directory:
         freed = self._free(client.process, number)
         if not freed:  # a table that has yet to come may know of it
             self._done[client.process, number] = None
-            if len(self._done) > MAX_DONE:
+            if len(self._done) > 4096:
                 self._done.popitem(last=False)
         self.counters["aborted"] += freed
         return freed

@@ -105,16 +105,6 @@ class LineLimit(logging.Filter):
 
 log = logging.getLogger(__name__)
 
-BUSY_TICK_SECONDS = 0.05
-IDLE_TICK_SECONDS = 0.5
-PATH_SECONDS = 0.01
-"""How often a busy server checks that the socket's path still leads to it."""
-EVENTS_A_TURN = 16
-"""The most connections to answer in one turn, one request each. Epoll then reports the others
-first. A request takes a few milliseconds at most; no answer leaves before the turn's last."""
-BACKLOG_STEPS = 256
-"""About how many steps of the backlog each turn does."""
-
 
 class Server:
     """The whole server. `run` returns after SIGTERM, SIGINT or `stop()`."""
@@ -178,17 +168,19 @@ class Server:
         while not self._stopping:
             now = time.monotonic()
             sleeps = not backlog and now >= clients.spin_until
-            events = self._epoll.poll(max(0.0, next_tick - now) if sleeps else 0.0, EVENTS_A_TURN)
+            # Few at once, one request of each: a request takes a few milliseconds at most, and no
+            # answer leaves before the last of the turn. Epoll reports the others first next time.
+            events = self._epoll.poll(max(0.0, next_tick - now) if sleeps else 0.0, 16)
             if not (events or backlog or now >= next_tick):
                 # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()
                 continue
             for fd, mask in events:
                 clients.on_ready(fd, mask)
-            backlog.run(BACKLOG_STEPS)
+            backlog.run(256)
             if now >= next_tick:
                 self._tick()
-                next_tick = now + (BUSY_TICK_SECONDS if self._service.busy else IDLE_TICK_SECONDS)
+                next_tick = now + (0.05 if self._service.busy else 0.5)
             self._check_path()
             clients.send()
 
@@ -198,9 +190,9 @@ class Server:
 
     def _check_path(self) -> None:
         """Stop, and send no more answers, if another server has the path: that server may have this
-        server's segments. Works after a SIGSTOP, too."""
+        server's segments. Works after a SIGSTOP, too. Looks every 10 ms."""
         now = time.monotonic()
-        if now < self._looked + PATH_SECONDS:
+        if now < self._looked + 0.01:
             return
         self._looked = now
         if reason := self._endpoint.lost():

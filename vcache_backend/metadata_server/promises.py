@@ -22,8 +22,6 @@ MAX_PROMISES, MAX_OF_CLIENT = 2048, 512
 """The most promises of all clients, which a reset drops in one turn, and of one connection."""
 QUIET_SECONDS = 120.0
 """A promise is dropped after this time without a chunk: longer than any step takes."""
-MAX_OVERDUE = 64
-"""The most promises that a call of `tick` drops."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
@@ -145,7 +143,7 @@ class Promises:
         self._drop([old for old in self._quiet if next(iter(old.left)).startswith(namespace)])
 
     def tick(self) -> None:
-        oldest = list(islice(self._quiet, MAX_OVERDUE))
+        oldest = list(islice(self._quiet, 64))
         self._drop([old for old in oldest if old.at + QUIET_SECONDS < self._now()])
 
     # ---- inside

@@ -30,9 +30,6 @@ log = logging.getLogger(__name__)
 SECONDS = 30.0
 """How long a new server may take to answer: its interpreter starts slowly on a busy machine."""
 _PAUSE_SECONDS = 0.05
-_EXITED_SECONDS = 1.0
-"""After our server has ended, how long to wait for a server that another process started."""
-_ASKING_SECONDS = 1.0
 _DETACH = (
     "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, "
     "start_new_session=True).pid)"
@@ -74,7 +71,8 @@ def _start(config: Config, path: Path, deadline: float) -> str:
     server = processes.identity(_spawn(_as_before(config, path), path, log))
     while reason := _silence(path, config.client.server_uid):
         if not processes.lives(server):
-            deadline = min(deadline, time.monotonic() + _EXITED_SECONDS)
+            # Another process may have started one.
+            deadline = min(deadline, time.monotonic() + 1.0)
         if time.monotonic() > deadline:
             end = " | ".join(log.read_text(errors="replace").splitlines()[-3:]) or "(empty)"
             raise ServerUnavailable(f"{reason}; the new one's log, {log}, ends with: {end}")
@@ -101,7 +99,7 @@ def _as_before(config: Config, path: Path) -> Config:
 
 def _silence(path: Path, trusted: int | None) -> str:
     """Why no server of this user, root or the trusted user answers at `path`; empty if any does."""
-    asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
+    asking = ClientConfig(connect_seconds=1.0, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         return client.trouble
 

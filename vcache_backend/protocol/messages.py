@@ -40,8 +40,6 @@ MAX_HASHES = 8192
 """The most block hashes of one look-up."""
 MAX_TABLES = 64
 """The most block tables of an instance."""
-MAX_UNMAPPABLE = 1024
-"""The most segments that a client reports as unmappable: more than a server can have."""
 MAX_OWNERS = 64
 """The most rows of `ListSegments.reads`."""
 MAX_REPLICAS = 2
@@ -94,8 +92,6 @@ _INVISIBLE = (
 Unicode's Cc, Cf, Zl, Zp."""
 _PRINTABLE = rf"\A[^{_INVISIBLE}]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
-MAX_FIELDS = 64
-"""The most fields of a layout."""
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
@@ -363,7 +359,7 @@ class Hello(Request, frozen=True, tag="hello"):
     version: int
     device: Field
     medium: Medium
-    layout: Annotated[dict[Field, str], msgspec.Meta(max_length=MAX_FIELDS)] = {}
+    layout: Annotated[dict[Field, str], msgspec.Meta(max_length=64)] = {}
     token: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)] = 0
     name: Text = ""
 
@@ -418,7 +414,7 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
     loads: Tokens = 0
     loaded: Tokens = 0
     reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)] = []
-    unmappable: Annotated[list[_Id], msgspec.Meta(max_length=MAX_UNMAPPABLE)] = []
+    unmappable: Annotated[list[_Id], msgspec.Meta(max_length=1024)] = []
 
 
 class Reserve(Request, frozen=True, tag="reserve"):

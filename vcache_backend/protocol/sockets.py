@@ -26,13 +26,6 @@ _FD_SPACE = socket.CMSG_SPACE(m.MAX_FDS * 4)
 _TRUNCATED, _LACKS_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 """Plain numbers: `&` with members of the enumeration calls three Python functions a message."""
 
-SPIN_CORES = 2
-"""With fewer cores, a spinning process would take the core from the process it waits for. (Measured
-on 2 cores: a look-up takes 24 µs at the median with spinning, 108 µs without.)"""
-MANY_CORES = 16
-"""With this many cores, spinning is worth a core: no look-up waits for the server's wake-up.
-(Measured on a virtual machine of 32 cores with two H200s: 0.02 ms instead of 0.3.)"""
-
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(m.AnyRequest)
 _any_reply: Any = Union[tuple(m.Reply.__subclasses__())]  # noqa: UP007 - from a list
@@ -95,9 +88,13 @@ def close_fds(fds: list[int]) -> None:
 
 def spin(few: float, many: float) -> float:
     """How long to poll for the next message before sleeping: `few` seconds, `many` with many cores,
-    0 with too few."""
+    0 with too few.
+
+    A spinning process would take the only core from the process that it waits for. On 2 cores a
+    look-up takes 24 us at the median with spinning, 108 without. With many cores, spinning is worth
+    one: on 32 cores beside two H200s 0.02 ms instead of 0.3."""
     cores = len(os.sched_getaffinity(0))
-    return 0.0 if cores < SPIN_CORES else many if cores >= MANY_CORES else few
+    return 0.0 if cores < 2 else many if cores >= 16 else few
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:

@@ -32,14 +32,10 @@ ABSENT = "absent"
 CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, CHANGED)
 """Causes that do not count as failures. Changed memory has its own counter."""
-POLL_SECONDS = 0.0002
-"""How often to check whether another instance's KV cache has been mapped."""
 COPY_SECONDS = 10.0
 """How long to wait for a copy beside the offload tier's deadline. A copy takes milliseconds."""
 SLICE_SECONDS = 0.005
 """The longest wait before all sources are checked again."""
-LINGER_SECONDS = 0.1
-"""How often an abandoned load checks whether its copies are over."""
 
 
 class Load:
@@ -152,7 +148,8 @@ class Load:
             return
         if not self._parts:
             if self._offload is None or not self._offload.wait(seconds):
-                time.sleep(min(seconds, POLL_SECONDS))
+                # Until another KV cache has been mapped.
+                time.sleep(min(seconds, 0.0002))
             return
         with suppress(VCacheError):  # a copy failed; `advance` will say so
             self._parts[0].copy.moving.wait(seconds)
@@ -288,7 +285,7 @@ class Load:
         """A turn of a thread of its own, since no later step may come: release the parts of an
         abandoned load once their copies are over, so that owners can free their memory. Returns
         whether the thread is to end."""
-        time.sleep(LINGER_SECONDS)
+        time.sleep(0.1)
         self._drain()
         return not self._parts
 

@@ -16,15 +16,8 @@ from vcache_backend.protocol.client import Client
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGES = 4096
-"""How many messages to keep until the server is back. Reservations of dropped messages end by
-themselves."""
 LATER_SECONDS = 0.02
 """How long messages wait that are not urgent."""
-_LOOK_SECONDS = 0.2
-"""How often the thread looks for messages that wait for a connection."""
-_SLICE_SECONDS = 0.05
-"""How long the thread waits for a copy or a step before other work gets its turn."""
 
 Wait = Callable[[float], bool]
 """Waits for some seconds at most. Returns whether the awaited event has come."""
@@ -45,7 +38,8 @@ class Outbox:
     def __init__(self, client: Client, failed: threads.Count | None = None) -> None:
         """failed: counts an exception of the thread, see `threads.survives`."""
         self._client = client
-        self._messages: deque[tuple[Callable[[], object], bool]] = deque(maxlen=MAX_MESSAGES)
+        # Reservations of dropped messages end by themselves.
+        self._messages: deque[tuple[Callable[[], object], bool]] = deque(maxlen=4096)
         """Calls of the client, and whether to repeat each until the server has answered."""
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
@@ -110,7 +104,7 @@ class Outbox:
             self._busy = False
             self._changed.notify_all()
             while not self.stopping and (left := self._due - time.monotonic()) > 0:
-                if not self._changed.wait(min(left, _LOOK_SECONDS)) and self._messages:
+                if not self._changed.wait(min(left, 0.2)) and self._messages:
                     # The connection may be back.
                     break
             if self.stopping:
@@ -153,7 +147,8 @@ class Outbox:
         for _ in range(len(self._jobs)):
             job, over = self._jobs[0], True
             try:
-                over = not self.stopping and job.wait(_SLICE_SECONDS)
+                # Then other work gets its turn.
+                over = not self.stopping and job.wait(0.05)
                 if not over:
                     return
                 job.act()

@@ -139,7 +139,11 @@ class Publisher:
             self._publish(Publish(self._instance, self._rank, runs, epoch))
 
     def _drop_failed(self) -> None:
-        if self._waiting:
+        """Drop the next publication if nobody can know whether its step is over."""
+        try:
+            if self._waiting:
+                self._waiting[0][0].reached()
+        except Exception:  # noqa: BLE001 - the call that failed has said so
             self._waiting.popleft()
 
     def _publish(self, publication: Publish) -> None:

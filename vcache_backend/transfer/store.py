@@ -87,9 +87,6 @@ def give_back(session: Session, reservation: int) -> None:
     session.outbox.send(partial(session.client.abort, reservation))
 
 
-LAUNCH_WITHIN = 0.5
-"""The fraction of a reservation's time within which the copy must start, to end in time. A copy
-takes milliseconds."""
 _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
 
 
@@ -137,7 +134,8 @@ def store(
         return None
     _note_refusals(stats, reserved, session.client.epoch)
     # Do not write if this process was paused meanwhile.
-    launch_by = asked + reserved.seconds * LAUNCH_WITHIN
+    # To end in time: a copy takes milliseconds.
+    launch_by = asked + reserved.seconds * 0.5
     pairs = zip(chunks, reserved.slots, strict=True)
     slots = {chunk: slot for chunk, slot in pairs if isinstance(slot, Location)}
     if not slots:

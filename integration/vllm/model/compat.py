@@ -27,6 +27,12 @@ def tells_of_sleep() -> bool:
     return hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 
 
+def offloads_beside() -> bool:
+    """Whether vLLM's OffloadingConnector waits for its stores before another connector fills their
+    blocks: from 0.33 on."""
+    return tells_of_sleep()
+
+
 def caps_hits_of_experts() -> bool:
     """Whether vLLM takes a hit for none if it has to return the experts of each token: from 0.33
     on."""

@@ -78,6 +78,9 @@ COUNTERS = {
     "lookup_hit_tokens": _Counter("Prompt tokens that look-ups found."),
     "awaited_tokens": _Counter("Tokens that came from another instance while a request waited."),
     "waits": _Counter("Requests that waited for another instance's chunks.", "end", WAITS),
+    "computed_prompts": _Counter(
+        "Prompts longer than a chunk of which a kv_consumer loaded nothing."
+    ),
     "loaded_tokens": _Counter("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Counter("Tokens stored.", counted="tokens_stored"),

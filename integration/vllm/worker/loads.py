@@ -83,7 +83,7 @@ class Ends(NamedTuple):
     over: set[str]
     failed: set[str]
     """Those that vLLM computes from the start: loads that never began and, with several block
-    tables, all failed loads."""
+    tables or under VCacheMultiConnector, all failed loads."""
     invalid: set[int]
     """The blocks (vLLM's numbers) that all other failed loads have not filled; vLLM keeps the
     blocks before them."""
@@ -105,13 +105,13 @@ class Loads:
         """number: of this worker among all workers. at_once: loads do not wait for the steps under
         way (`compat.loads_at_once`). several: report failed loads by request, since with several
         block tables vLLM cannot tell which request owns a block. traced: vLLM traces."""
-        self.at_once = at_once
+        self.at_once, self.by_request = at_once, several
         self.failed = set[str]()
         """Requests with failed loads, for the worker's report, which takes them."""
         self.spans: list[LoadSpan] = []
         """The spans of loads that are over, for the worker's report, which takes them."""
         self._number, self._ends = number, EndRing(number)
-        self._several, self._traced = several, traced
+        self._traced = traced
         self._stores, self._meter = stores, meter
         self._under_way: list[Loading] = []
         self._over: list[str] = []
@@ -202,9 +202,9 @@ class Loads:
         name, invalid = spec.request_id, loading.invalid if loading is not None else []
         if loading is None or invalid:
             self.failed.add(name)
-            if loading is None or self._several:
+            if loading is None or self.by_request:
                 self._from_start.add(name)
-            self._invalid.update(() if self._several else invalid)
+            self._invalid.update(() if self.by_request else invalid)
         elif not loading.cause:
             if spec.promote and (came := loading.to_promote()):
                 keys, epoch = loading.keys, loading.epoch

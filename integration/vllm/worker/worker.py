@@ -167,7 +167,6 @@ class VCacheWorker:
         self.stores.start(worker, self._meta.stores)
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(worker.session, self._meta.publications)
-            self._meta.publications = []
 
     def ends(self) -> Ends:
         """Advance all loads. Returns the loads that are over and not yet reported."""
@@ -175,9 +174,6 @@ class VCacheWorker:
         self._meta.victims = None
         if victims is not None and self._worker is not None and self.in_place is not None:
             self.in_place.save(self._worker, victims, self.stores)
-        if self._meta.idle:
-            # Not every supported vLLM calls `store` in a step without a model run.
-            self.store()
         return self.loads.ends(self._meta.idle)
 
     def report(self) -> WorkerReport | None:

@@ -63,15 +63,14 @@ class Tuning:
 
 PEER = Tuning(ctas=64)
 """For origins on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill
-the links at every size: measured on two H200s over NVLink, see docs/benchmarks.md."""
+the links at every size: measured on two H200s over NVLink (benchmarks/results/copies.json)."""
 LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
-"""For origins on the KV cache's GPU. Only many programs reach its memory's bandwidth; see
-docs/benchmarks.md."""
+"""For origins on the KV cache's GPU. Only many programs reach its memory's bandwidth."""
 
 HOST = Tuning(ctas=16)
 """For slots in host memory. 16 programs, with 48 KiB in flight in each, keep a PCIe link busy, and
-leave the other SMs to the model. 8, 32 and 64 programs are as fast on an H200, see
-docs/benchmarks.md; vLLM's own kernel for host memory uses 12."""
+leave the other SMs to the model. 8, 32 and 64 programs are as fast on an H200;
+vLLM's own kernel for host memory uses 12."""
 
 
 def tuning_for(*, local: bool, host: bool = False, max_ctas: int = 0) -> Tuning:

@@ -3,7 +3,6 @@ when the call returns."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,24 +24,14 @@ def copy(kv: PagedKV, rows: Int64s, origins: Int64s, *, to_origin: bool = False)
                 (of_it[:, 1] - first) // step,
                 int(of_it[:, 1].max() - first) // step + 1,
             )
-            for begin, end in _runs(places, kind.page_bytes):
-                at, blocks = _as_slice(places[begin:end]), _as_slice(of_it[begin:end, 2])
-                for base, (start, stride) in zip(bases[origin], kind.planes.tolist(), strict=True):
-                    there = _pages(int(base) + first, count, step, kind.page_bytes)
-                    here = _pages(start, kind.num_blocks, stride, kind.page_bytes)
-                    if to_origin:
-                        there[at] = here[blocks]
-                    else:
-                        here[blocks] = there[at]
-
-
-def _runs(places: Int64s, page_bytes: int) -> list[tuple[int, int]]:
-    """Parts of a copy, as [begin, end): consecutive places, which numpy copies once instead of
-    twice, unless the parts are so small that their number costs more."""
-    breaks = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
-    if len(places) * page_bytes < (len(breaks) + 1) << 16:
-        return [(0, len(places))]
-    return list(pairwise([0, *breaks, len(places)]))
+            at, blocks = _as_slice(places), _as_slice(of_it[:, 2])
+            for base, (start, stride) in zip(bases[origin], kind.planes.tolist(), strict=True):
+                there = _pages(int(base) + first, count, step, kind.page_bytes)
+                here = _pages(start, kind.num_blocks, stride, kind.page_bytes)
+                if to_origin:
+                    there[at] = here[blocks]
+                else:
+                    here[blocks] = there[at]
 
 
 def _pages(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.void]:
@@ -62,6 +51,6 @@ def _pages(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.v
 
 
 def _as_slice(numbers: Int64s) -> Int64s | slice:
-    """A slice if the numbers are consecutive."""
+    """A slice if the numbers are consecutive: numpy then copies the pages once instead of twice."""
     consecutive = bool((np.diff(numbers) == 1).all())
     return slice(int(numbers[0]), int(numbers[-1]) + 1) if consecutive else numbers

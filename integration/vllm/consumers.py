@@ -1,0 +1,74 @@
+"""Says that a `kv_consumer` computes its prompts: nobody has their KV, or nobody can be asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from time import monotonic
+
+from vcache_backend.errors import VCacheError
+
+from .instance import InstanceContext, at_once
+from .requests import Tracked
+from .telemetry.stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+AGAIN_SECONDS = 60.0
+"""How often the log says so."""
+
+
+class Unserved:
+    """The prompts of a `kv_consumer` that it has computed itself. Runs in the scheduler's thread,
+    except `_say`, and never waits."""
+
+    def __init__(self, context: InstanceContext, meter: Meter) -> None:
+        self._context, self._meter = context, meter
+        self._due = 0.0
+        self._prompts = self._tokens = self._served = 0
+        """Since the last time that it was, or could have been, said."""
+
+    def began(self, tracked: Tracked, computed: int) -> None:
+        """Note that a request begins behind so many computed tokens."""
+        missing = tracked.request.num_prompt_tokens - computed
+        if tracked.supplied > tracked.local:
+            self._served += 1
+        elif missing > self._context.chunk_size and tracked.params.load:
+            self._meter.count("computed_prompts", 1)
+            self._prompts, self._tokens = self._prompts + 1, self._tokens + missing
+            if (now := monotonic()) >= self._due:
+                if not self._served:
+                    self._tell(f"the last {self._prompts} prompts ({self._tokens:,} tokens)")
+                self._due = now + AGAIN_SECONDS
+                self._prompts = self._tokens = self._served = 0
+
+    def _tell(self, what: str) -> None:
+        if (outbox := self._context.outbox) is not None:
+            outbox.after(at_once, lambda: self._say(what))
+
+    def _say(self, what: str) -> None:
+        """Runs in the outbox's thread."""
+        client, own = self._context.client, self._context.publications
+        if client is None:
+            return
+        why = client.trouble
+        with suppress(VCacheError):
+            others = [
+                one
+                for one in client.stats().instances
+                if one.namespace == self._context.prefix.hex()
+                if (one.id != own.instance.hex() if own is not None else one.pid != os.getpid())
+            ]
+            why = (
+                "no other instance shares KV with this one: start one with kv_role kv_producer or "
+                "kv_both, the same model and the same settings"
+            )
+            if others:
+                why = (
+                    f"none of the {len(others)} instances that share KV with this one had them: "
+                    'have one compute each prompt, and announce it here ("announced")'
+                )
+        log.warning("vcache: kv_consumer computes: nobody had %s: %s", what, why)
+        with suppress(VCacheError):
+            client.report("warn", f"kv_consumer (pid {os.getpid()}) computes its prompts: {why}")

@@ -1,0 +1,440 @@
+"""vLLM's MultiConnector with our connector first and others behind it.
+
+vLLM's own takes the first hit, so a short hit of ours would hide a longer one, and passes on every
+report of every connector, though vLLM ends at a report that it does not expect (vLLM issues 51786
+and 53049, assertions in 0.31 to 0.33). This one takes the longest hit, and passes on one report for
+each load and each delayed free."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    supports_hma,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+)
+from vllm.v1.request import RequestStatus
+
+from vcache_backend.errors import ConfigError
+
+from .. import plugin
+from .model import compat
+
+log = logging.getLogger("vllm.vcache")
+
+PATIENCE_SECONDS = 10.0
+"""How long a request waits for the answer of another connector that might have a longer hit, and
+for transfers of a connector that has raised: until then its blocks are not used again."""
+ANSWERS: dict[str, Callable[[], Any]] = {
+    "get_num_new_matched_tokens": lambda: (0, False),
+    "get_loaded_kv_cache_group_ids": tuple,
+    "request_finished": lambda: (False, None),
+    "request_finished_all_groups": lambda: (False, None),
+    "take_events": tuple,
+    "get_transfer_results": compat.transfer_results,
+    "get_block_ids_with_load_errors": set,
+}
+"""What a connector that is out of use answers, where vLLM does not take None."""
+
+
+class Guarded:
+    """Another connector. If it raises, it is out of use for good: it has nothing and does nothing
+    more. In the thread of its half of vLLM. off_at: since when (time.monotonic); 0: it is in
+    use."""
+
+    def __init__(self, connector: Any) -> None:
+        self._it, self.name, self.off_at = connector, type(connector).__name__, 0.0
+        self.tracks = hasattr(connector, "request_trackers")
+        """LMCache's: notes each request's blocks, and keeps what a look-up has found from eviction
+        until it hears of the blocks."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """vLLM names statistics by it."""
+        return type(self._it)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._it, name)
+        if not callable(method):
+            return method
+        otherwise = ANSWERS.get(name, lambda: None)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.off_at or name == "shutdown":
+                try:
+                    return getattr(self._it, name)(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - it would end the engine
+                    self.fail(f"{name}: {type(error).__name__}: {error}", error)
+            return otherwise()
+
+        self.__dict__[name] = call
+        return call
+
+    def fail(self, reason: str, error: Exception | None = None) -> None:
+        """Put the connector out of use."""
+        if not self.off_at:
+            self.off_at = monotonic()
+            line = "%s is out of use: %s. vLLM serves without it until it is restarted"
+            log.error(line, self.name, reason, exc_info=error)
+
+    def poll(self, finished: set[str]) -> Any:
+        """`get_transfer_results`, also of transfers under way when the connector went out of
+        use."""
+        if self.off_at:
+            with suppress(Exception):
+                return self._it.get_transfer_results(finished)
+        return self.get_transfer_results(finished)
+
+
+class AcceptedLoad(NamedTuple):
+    """A load that vLLM has accepted: the number of its connector, whether vLLM waits for its
+    report, and the blocks that it fills."""
+
+    child: int
+    waits: bool
+    blocks: frozenset[int]
+
+
+@dataclass
+class JointMetadata(MultiKVConnectorMetadata):  # type: ignore[misc]
+    """loads: that begin with the step. holds: by finished request, the connectors whose report its
+    blocks wait for. A connector out of use has None in `metadata`."""
+
+    loads: dict[str, AcceptedLoad] = field(default_factory=dict)
+    holds: dict[str, set[int]] = field(default_factory=dict)
+
+
+@dataclass
+class RequestState:
+    """What the scheduler's half knows of a request."""
+
+    chosen: int | None = None
+    """The connector with the longest hit."""
+    waits: bool = False
+    """It loads beside the steps."""
+    local: int = 0
+    late: set[int] = field(default_factory=set)
+    """Connectors that have not answered, though the request goes on."""
+    since: float = 0.0
+    """When the request began to wait for a late answer (time.monotonic)."""
+    loader: int | None = None
+    """The connector of the last load."""
+    loading: bool = False
+    """vLLM waits for the load's report."""
+    holds: set[int] = field(default_factory=set)
+    """Connectors whose report the blocks of the finished request wait for."""
+    sent: bool = False
+    """All of these have reported, while the load goes on."""
+    over: bool = False
+
+
+class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
+    """VCacheConnector and other connectors, configured as vLLM's MultiConnector is. Every connector
+    stores what it stores alone. A request's KV comes from the connector with the longest hit."""
+
+    _connectors: list[Any]
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """ConfigError for connectors that cannot stand side by side. Another connector's
+        constructor may raise, as it does without us."""
+        transfer = vllm_config.kv_transfer_config
+        kinds = [kind for kind, _ in self._get_connector_classes_and_configs(vllm_config)]
+        hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        if fault := plugin.misplaced(transfer) or next(_misfits(kinds, hybrid), ""):
+            raise ConfigError(fault)
+        super().__init__(vllm_config, role, kv_cache_config)
+        ours, *others = self._connectors
+        self._ours, self._others = ours, [Guarded(one) for one in others]
+        self._connectors = [ours, *self._others]
+        if ours.in_place and any(map(_maps, others)):
+            raise ConfigError(
+                "LMCache's server cannot map a KV cache that is shared in place: give "
+                'LMCacheMPConnector "lmcache.mp.mp_transfer_mode": "engine_driven", and start the '
+                "server with --supported-transfer-mode engine_driven (docs/lmcache.md)"
+            )
+        # vLLM's scheduler reads the policy after the constructor has run.
+        if ours.config is not None:
+            transfer.kv_load_failure_policy = ours.config.connector.kv_load_failure_policy
+        self.holds_back = bool(transfer.is_kv_consumer)
+        """vLLM hands no block out while a step under way may write to it."""
+        self._block = vllm_config.cache_config.block_size
+        self._requests: dict[str, RequestState] = {}
+        self._new_loads: dict[str, AcceptedLoad] = {}
+        self._new_holds: dict[str, set[int]] = {}
+        self._running: dict[str, AcceptedLoad] = {}
+        """In the worker: loads for whose report vLLM waits."""
+        self._failed, self._over = set[str](), set[str]()
+        """Running loads that have failed, and those that are over."""
+        self._filling: dict[int, set[int]] = {}
+        """By connector, the blocks that it fills within the step."""
+        self._held: dict[str, set[int]] = {}
+        self._invalid = set[int]()
+
+    # ---- in the scheduler: a request
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Ask every connector. A hit counts if it is longer than those of the connectors before.
+
+        A connector that has not answered (None) is waited for only while it could have a longer
+        hit: not once another one has the whole prompt, which would lose time for nothing; and not
+        longer than `PATIENCE_SECONDS`, since a server may be hung. Ours has its own deadlines."""
+        state = self._requests.setdefault(request.request_id, RequestState())
+        best, state.chosen, state.waits, state.local = 0, None, False, num_computed_tokens
+        state.late = set()
+        for number in range(len(self._connectors)):
+            tokens, waits = self._ask(state, number, request, num_computed_tokens + best)
+            if tokens and best:
+                # Longer than the best: now with the tokens from which it has to load.
+                tokens, waits = self._ask(state, number, request, num_computed_tokens)
+            if tokens is None:
+                state.late.add(number)
+            elif tokens > best:
+                best, state.chosen, state.waits = tokens, number, waits
+        whole = num_computed_tokens + best + self._block >= request.num_tokens
+        if state.late and not whole and self._waits(state):
+            return None, False
+        self._requests_to_connector.pop(request.request_id, None)
+        if state.chosen is not None:
+            self._requests_to_connector[request.request_id] = state.chosen
+        return best, state.waits
+
+    def _ask(
+        self, state: RequestState, number: int, request: Any, computed: int
+    ) -> tuple[int | None, bool]:
+        """A connector's answer. A request whose load has failed begins anew, with other blocks: for
+        a connector that notes blocks, and was not asked to load, it is as if it was preempted."""
+        child, status = self._connectors[number], request.status
+        if state.loader not in (None, number) and getattr(child, "tracks", False):
+            request.status = RequestStatus.PREEMPTED
+        try:
+            return child.get_num_new_matched_tokens(request, computed)  # type: ignore[no-any-return]
+        finally:
+            request.status = status
+
+    def _waits(self, state: RequestState) -> bool:
+        state.since = state.since or monotonic()
+        if 0 in state.late or monotonic() < state.since + PATIENCE_SECONDS:
+            return True
+        late = ", ".join(self._connectors[number].name for number in state.late)
+        log.warning("a request waited %.0f s for the look-up of %s", PATIENCE_SECONDS, late)
+        return False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        state = self._requests.setdefault(request.request_id, RequestState())
+        chosen = state.chosen if num_external_tokens else None
+        for number, child in enumerate(self._connectors):
+            late = number in state.late and getattr(child, "tracks", False)
+            if number == chosen:
+                child.update_state_after_alloc(request, blocks, num_external_tokens)
+            elif late and chosen is not None and state.waits:
+                # Once the load is over, with the answer: before it, what its look-up has found
+                # would stay locked for minutes.
+                continue
+            else:
+                if late and state.loader is not None:
+                    child.get_num_new_matched_tokens(request, request.num_computed_tokens)
+                state.late.discard(number)
+                child.update_state_after_alloc(request, blocks, 0)
+        if chosen is not None:
+            state.loader, state.loading = chosen, state.waits
+            first = state.local // self._block
+            tables = blocks.get_block_ids() if chosen else ()  # ours are reported by request
+            filled = frozenset(block for table in tables for block in table[first:])
+            self._new_loads[request.request_id] = AcceptedLoad(chosen, state.waits, filled)
+
+    def request_finished(
+        self, request: Any, blocks: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request, "request_finished", blocks)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if not self._all_support_hma:
+            return self.request_finished(request, block_ids[0])
+        return self._finish(request, "request_finished_all_groups", block_ids)
+
+    def register_finished_partial_tail(self, request: Any, *given: Any) -> bool:
+        state = self._requests.setdefault(request.request_id, RequestState())
+        for number, child in enumerate(self._connectors):
+            if child.register_finished_partial_tail(request, *given):
+                state.holds.add(number)
+        return bool(state.holds)
+
+    def _finish(
+        self, request: Any, call: str, blocks: object
+    ) -> tuple[bool, dict[str, Any] | None]:
+        name, params = request.request_id, None
+        state = self._requests.setdefault(name, RequestState())
+        for number, child in enumerate(self._connectors):
+            holds, told = getattr(child, call)(request, blocks)
+            if holds:
+                state.holds.add(number)
+            if told is not None:
+                params = {**told, **(params or {})}
+        self._requests_to_connector.pop(name, None)
+        state.over = True
+        if state.holds:
+            self._new_holds[name] = state.holds
+        elif not state.loading:
+            del self._requests[name]
+        return bool(state.holds), params
+
+    # ---- in the scheduler: a step
+
+    def build_connector_meta(self, scheduler_output: Any) -> JointMetadata:
+        made = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
+        meta = JointMetadata(made, loads=self._new_loads, holds=self._new_holds)
+        self._new_loads, self._new_holds = {}, {}
+        return meta
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Leave one report for each load and each delayed free. vLLM frees the blocks of a finished
+        request at its first report: of an aborted load it gets the last."""
+        super().update_connector_output(connector_output)
+        output = connector_output
+        output.finished_recving = set(filter(self._received, output.finished_recving or ()))
+        output.finished_sending = set(filter(self._sent, output.finished_sending or ()))
+
+    def _received(self, name: str) -> bool:
+        """Whether vLLM is to hear that the request's load is over."""
+        state = self._requests.get(name)
+        if state is None or not state.loading:
+            return False
+        state.loading = False
+        return self._is_last(name, state)
+
+    def _sent(self, name: str) -> bool:
+        """Whether vLLM is to hear that the finished request's blocks are free."""
+        state = self._requests.get(name)
+        if state is None or not state.holds or state.sent:
+            return False
+        state.sent = True
+        return not state.loading and self._is_last(name, state)
+
+    def _is_last(self, name: str, state: RequestState) -> bool:
+        if state.holds and not state.sent:
+            return False
+        if state.over:
+            del self._requests[name]
+        return True
+
+    # ---- in a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        # Ours last: another one may move a KV cache on a CPU, which ours then refuses.
+        for child in (*self._others, self._ours):
+            child.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._learn(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, JointMetadata)
+        self._learn(connector_metadata)
+        self._filling = {}
+        for name, load in connector_metadata.loads.items():
+            if not load.waits:
+                self._filling.setdefault(load.child, set()).update(load.blocks)
+                continue
+            self._running[name] = load
+            if self._off(load.child):
+                self._failed.add(name)
+                self._over.add(name)
+        self._held |= {name: set(held) for name, held in connector_metadata.holds.items()}
+        super().bind_connector_metadata(connector_metadata)
+
+    def _learn(self, meta: Any) -> None:
+        """Do without the connectors whose scheduler's half is out of use."""
+        for child, given in zip(self._connectors, meta.metadata, strict=True):
+            if given is None:
+                child.fail("its scheduler's half has failed")
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        for number, child in enumerate(self._connectors):
+            own = {name for name, load in self._running.items() if load.child == number}
+            self._take(number, child, own, finished_req_ids)
+        over, failed = self._over, self._over & self._failed
+        sent = {name for name, held in self._held.items() if not held}
+        self._running = {name: load for name, load in self._running.items() if name not in over}
+        self._held = {name: held for name, held in self._held.items() if held}
+        self._over, self._failed = set(), self._failed - failed
+        results = compat.transfer_results(over, failed)
+        results.finished_sending = sent
+        return results
+
+    def _take(self, number: int, child: Any, own: set[str], finished: set[str]) -> None:
+        """Take a connector's reports. own: the requests that it loads."""
+        off = self._off(number)
+        found = (child.poll if number else child.get_transfer_results)(finished)
+        over = own & (found.finished_recving | found.failed_recving)
+        self._failed |= own if off else own & found.failed_recving
+        self._note_invalid(number, child.get_block_ids_with_load_errors())
+        # LMCache may report one of both for a request that was aborted during its load.
+        told = found.finished_sending | over
+        if off and monotonic() > child.off_at + PATIENCE_SECONDS:
+            over, told = own, self._held.keys()
+        self._over |= over
+        for name in told & self._held.keys():
+            self._held[name].discard(number)
+
+    def _off(self, number: int) -> bool:
+        return bool(number and self._connectors[number].off_at)
+
+    def _note_invalid(self, number: int, blocks: Iterable[int]) -> None:
+        """Note blocks that a connector says it has not filled, of its own loads only.
+
+        A load beside the steps that has failed is reported by request, which vLLM then begins anew:
+        otherwise other connectors would take the tokens behind the failed block for computed, and
+        store what was never written."""
+        blocks = set(blocks)
+        self._invalid |= blocks & self._filling.get(number, set())
+        for name, load in self._running.items() if blocks else ():
+            if load.child == number and not blocks.isdisjoint(load.blocks):
+                self._failed.add(name)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """Of one connector: vLLM merges only events of one type."""
+        base = KVConnectorBase_V1.get_kv_connector_kv_cache_events
+        for child in self._connectors:
+            if child.__class__.get_kv_connector_kv_cache_events is not base:
+                return child.get_kv_connector_kv_cache_events()
+        return None
+
+
+def _misfits(kinds: Iterable[type], hybrid: bool) -> Iterator[str]:
+    """Why connectors of these classes cannot stand beside ours. hybrid: vLLM's hybrid KV cache
+    manager is on."""
+    for kind in kinds:
+        if hybrid and not supports_hma(kind):
+            how = "add --disable-hybrid-kv-cache-manager"
+            yield f"{kind.__name__} does not know vLLM's hybrid KV cache manager: {how}"
+        if kind.__name__ == "OffloadingConnector" and not compat.offloads_beside():
+            yield "OffloadingConnector beside VCacheConnector needs vLLM 0.33"
+
+
+def _maps(other: Any) -> bool:
+    """Whether LMCache's server would map the KV cache itself, by CUDA's older handles, which do not
+    fit memory that vcache exports."""
+    told: Mapping[str, Any] = other._kv_transfer_config.kv_connector_extra_config or {}
+    mode = told.get("lmcache.mp.mp_transfer_mode", os.environ.get("LMCACHE_MP_TRANSFER_MODE"))
+    return "LMCacheMP" in type(other).__name__ and mode != "engine_driven"

@@ -1,0 +1,257 @@
+"""Real vLLM on the CPU with our connector and LMCache's server mode side by side: `lmcache server` as
+its users start it, two instances, and `aside`, vLLM alone, whose answers are right.
+
+A hit of ours ends with a block of 32 tokens, one of LMCache's with a chunk of 64, so the number of
+cached tokens tells who has loaded."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import vllm_cases
+import yaml
+from processes import ROOT, Worker, eventually
+from vllm_cases import (
+    ANSWER_SECONDS,
+    BLOCK,
+    CHUNK,
+    IN_PLACE,
+    SMALL,
+    Answer,
+    Instance,
+    Node,
+    Prompt,
+    meddled,
+    new_tokens,
+    quick,
+)
+
+pytest.importorskip("vllm.distributed.kv_transfer", reason="vLLM is not installed")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from benchmarks.processes import free_ports
+from vcache_backend.integration.vllm import multi
+from vcache_backend.integration.vllm.multi import Guarded
+
+__all__ = ["quick"]
+pytestmark = [
+    vllm_cases.needs_vllm,
+    pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache"),
+]
+LENGTH = 3 * CHUNK
+"""Of prompts: ours finds a block more than LMCache."""
+TOKENS = LENGTH + BLOCK + 5
+MEMORY_GB = 16 / 1024
+"""LMCache's: room for some hundred chunks."""
+HOOKS = [name for name in dir(KVConnectorBase_V1) if not name.startswith("_")]
+THEIRS = "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector"
+
+
+class Beside:
+    """`lmcache server`, and instances with both connectors."""
+
+    def __init__(self, here: Node) -> None:
+        self.here = here
+        self.port, self.http = free_ports(2)
+        self.serve()
+
+    def serve(self) -> None:
+        told = f"server --host 127.0.0.1 --port {self.port} --http-port {self.http} --chunk-size {CHUNK}"
+        told += f" --l1-size-gb {MEMORY_GB} --eviction-policy LRU"
+        told += " --supported-transfer-mode engine_driven --disable-observability"
+        log = self.here.folder / f"lmcache-{self.port}.log"
+        self.server = Worker(vllm_cases.home(), object, name="lmcache", log=log)
+        self.here.undo.enter_context(self.server)
+        self.server.tell(_lmcache, told.split())
+        # LMCache's calls wait in vLLM's threads, for at most this long.
+        eventually(lambda: "startup complete" in self.server.log, ANSWER_SECONDS)
+
+    def start(
+        self, name: str, role: str = "kv_both", heartbeat: float = 2.0, **arguments: Any
+    ) -> Instance:
+        """With the file that the page names, at the test's ports."""
+        given = yaml.safe_load((ROOT / "configs" / "vllm-lmcache.yaml").read_text())
+        given = given["kv-transfer-config"]
+        ours, theirs = given["kv_connector_extra_config"]["connectors"]
+        ours |= self.here.transfer(IN_PLACE)
+        changes = {"port": self.port, "mq_timeout": 2.0, "heartbeat_interval": heartbeat}
+        theirs["kv_connector_extra_config"] |= {
+            f"lmcache.mp.{key}": changes[key] for key in changes
+        }
+        theirs["kv_role"] = role
+        made = self.here.alone(name, kv_transfer_config=given, **arguments)
+        made.in_place = True
+        return made
+
+
+def _lmcache(_: object, arguments: list[str]) -> None:
+    import sys
+
+    from lmcache.cli.main import main
+
+    sys.argv = ["lmcache", *arguments]
+    main()
+
+
+@pytest.fixture(scope="module")
+def beside(quick: Node) -> Beside:
+    made = Beside(quick)
+    quick.a, quick.b = made.start("a", **SMALL), made.start("b", **SMALL)
+    quick.aside = quick.alone("aside")
+    return made
+
+
+def forget(*instances: Instance) -> None:
+    """Empty the KV caches, once LMCache has reported what it stores: blocks are free only then."""
+    for one in instances:
+        eventually(lambda one=one: (one.step(1), one.ask("forget"))[1])
+
+
+def computed(instance: Instance, tokens: list[int]) -> Answer:
+    """An answer that the others can use."""
+    answer = instance.one(tokens)
+    assert instance.ask("told")
+    return answer
+
+
+def noticed(alive: bool, *instances: Instance) -> None:
+    """Wait until the instances have noticed whether LMCache's server is there."""
+    for one in instances:
+        eventually(lambda one=one: one.ask("finds_lmcache") == [alive, alive])
+
+
+def test_the_longest_hit_counts_whoever_has_it(beside: Beside, quick: Node) -> None:
+    a, b, tokens = quick.a, quick.b, new_tokens(TOKENS)
+    right = quick.aside.one(tokens)
+    computed(b, tokens[: CHUNK + 5])
+    found = [computed(a, tokens)]
+    # In place b has the prompt's beginning only, and LMCache has more.
+    forget(a)
+    found.append(computed(a, tokens))
+    forget(a, b)
+    found.append(b.one(tokens))
+    # A reset reaches both.
+    assert eventually(lambda: (b.step(1), b.ask("reset"))[1])
+    forget(a)
+    found.append(b.one(tokens))
+    assert [one.cached for one in found] == [CHUNK, LENGTH, LENGTH, 0]
+    assert all(one.agrees(right) for one in found)
+
+
+def test_one_that_dies_leaves_the_other(beside: Beside, quick: Node) -> None:
+    a, b, tokens = quick.a, quick.b, new_tokens(TOKENS)
+    right = quick.aside.one(tokens)
+    computed(a, tokens)
+    quick.kill()
+    forget(a, b)
+    answers = [b.one(tokens)]
+    quick.serve_again(stores=False)
+    beside.server.kill()
+    noticed(False, a, b)
+    forget(a, b)
+    answers += [computed(a, tokens), b.one(tokens)]
+    beside.serve()
+    noticed(True, a, b)
+    for _ in range(2):
+        forget(a, b)
+        answers.append(b.one(tokens))
+    assert [one.cached for one in answers] == [LENGTH, 0, LENGTH + BLOCK, 0, LENGTH]
+    assert all(one.agrees(right) for one in answers)
+
+
+def test_whoever_does_not_answer_or_raises_leaves_the_other(beside: Beside, quick: Node) -> None:
+    """A whole hit is not held up by a hung server. What might be longer there is waited for, but
+    not for ever."""
+    one, two, three, four = (new_tokens(TOKENS) for _ in range(4))
+    right = [quick.aside.one(tokens) for tokens in (one, two, three, three, four, four)]
+    # What LMCache stores in its server waits for the server, within a step.
+    a, b = beside.start("one", "kv_consumer", heartbeat=60.0), beside.start("two")
+    computed(quick.a, one)
+    forget(a, b)
+    with beside.server.stopped():
+        found = [a.one(one)]
+        a.ask("patience", 0.1)
+        found.append(a.one(two))
+    assert "waited 0 s for the look-up of LMCacheMPConnector" in a.log
+    noticed(True, quick.a, b)
+    with meddled(a, f"{THEIRS}.get_num_new_matched_tokens", "raise", times=1):
+        found.append(a.one(three))
+    forget(a)
+    computed(quick.a, three)
+    forget(quick.a)
+    with meddled(b, f"{vllm_cases.OURS}.lookups:Lookups.find", "raise", times=1):
+        found.append(b.one(three))
+    computed(quick.a, four)
+    found += [a.one(four), b.one(four)]
+    hits = LENGTH + BLOCK, 0, 0, LENGTH, LENGTH + BLOCK, LENGTH
+    assert tuple(one.cached for one in found) == hits
+    assert all(one.agrees(own) for one, own in zip(found, right, strict=True))
+    for instance in (a, b):
+        forget(instance)
+        instance.close()
+
+
+def test_an_aborted_load_is_reported_once(beside: Beside, quick: Node) -> None:
+    """LMCache says at once that the request's blocks are free, though our load still fills them. At
+    both reports vLLM would end."""
+    a, b, tokens = quick.a, quick.b, new_tokens(TOKENS)
+    right = computed(a, tokens)
+    with meddled(b, vllm_cases.PULL, "slow", 60.0):
+        b.add("aborted", tokens)
+        eventually(lambda: (b.step(1), not b.ask("forget"))[1])
+        b.ask("abort", "aborted")
+        b.step(3)
+        assert not b.ask("forget")
+    forget(b)
+    answer = b.one(tokens)
+    assert (answer.cached, answer.agrees(right)) == (LENGTH + BLOCK, True)
+    forget(b)
+
+
+def test_every_answer_is_right_when_everything_is_full(beside: Beside, quick: Node) -> None:
+    """Requests are preempted, KV caches and LMCache's memory evict, requests are aborted."""
+    choice, roots = Random(60), [new_tokens(5 * CHUNK) for _ in range(6)]
+    both = quick.a, quick.b
+    for turn in range(10):
+        batch = [
+            Prompt([*choice.choice(roots)[: choice.randrange(BLOCK, 5 * CHUNK)], 3 + turn], count)
+            for count in (4, 40, 60)
+        ]
+        one = both[turn % 2]
+        one.add(f"aborted {turn}", choice.choice(roots))
+        one.step(choice.randrange(4))
+        one.ask("abort", f"aborted {turn}")
+        answers = one.run(*batch, together=True)
+        for answer, right in zip(answers, quick.aside.run(*batch, together=True), strict=True):
+            assert answer.agrees(right)
+        if turn % 4 == 3:
+            forget(one)
+    assert sum(one.counter("vllm:num_preemptions") for one in both) > 0
+    assert all(one.counter("vllm:external_prefix_cache_hits") > 0 for one in both)
+    forget(*both)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_whatever_another_connector_raises_ends_there(name: str) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    child = Guarded(type("Raising", (), dict.fromkeys(HOOKS, fails))())
+    assert [getattr(child, name)() for _ in "12"] == [multi.ANSWERS.get(name, lambda: None)()] * 2
+    assert child.off_at
+
+
+def test_reports_that_nobody_expects_reach_nobody(quick: Node) -> None:
+    talker = {"kv_connector": "TalkingConnector", "kv_connector_module_path": "vllm_variants"}
+    inside = {"connectors": [quick.transfer(IN_PLACE), talker | {"kv_role": "kv_both"}]}
+    given = {"kv_connector": "VCacheMultiConnector", "kv_role": "kv_both"}
+    one = quick.alone("talked to", kv_transfer_config=given | {"kv_connector_extra_config": inside})
+    tokens = new_tokens(TOKENS)
+    right = computed(quick.a, tokens)
+    assert [one.one(tokens).cached, one.one(new_tokens(TOKENS)).cached] == [LENGTH + BLOCK, 0]
+    forget(one)
+    assert one.one(tokens).agrees(right)
+    one.close()
