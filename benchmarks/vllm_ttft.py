@@ -1,10 +1,11 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace|both|behind]
                                     [--only PART,...] [--scale full|beside|tiny]
 
 `--integration`: through LMCache and the plugin, through our own connector and a pool, or in place:
-with the same, out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache`.
+with the same, out of vLLM's own KV cache, without a pool; `both`: in place beside LMCache's server;
+`behind`: out of LMCache's server, beside us. It needs vLLM, and LMCache for `lmcache`.
 The model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Parts run in
 the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one
 fails. At the deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to check the
@@ -29,7 +30,8 @@ from .vllm.parts import equality, latency, scheduling
 from .vllm.scale import GIB, SCALES
 
 OURS = ("vllm", "inplace")
-ALL = ("lmcache", *OURS)
+BESIDE = "both", "behind"
+ALL = ("lmcache", *OURS, *BESIDE)
 
 
 class Part(NamedTuple):
@@ -96,7 +98,7 @@ PARTS: dict[str, Part] = {
     "ttft_gemma3": _timed("gemma3"),
     "agreeing": Part(_trio(), equality.agreeing),
     "sensitive": Part(("alone",), equality.sensitive),
-    "flipped": Part(_trio(), equality.flipped, ("inplace",)),
+    "flipped": Part(_trio(), equality.flipped, ("inplace", "both")),
     "equal": Part(_trio(), _equal),
     "miss": Part(("alone", "a"), latency.miss),
     "fp8": _few("fp8", "modes"),

@@ -7,6 +7,7 @@ nothing, and `VCacheMultiConnector` is vLLM's own, in which the other connectors
 from __future__ import annotations
 
 import inspect
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -67,11 +68,22 @@ VCacheConnector, _fault = _connector()
 if _fault:
     VCacheConnector = Idle
 
-if VCacheConnector is Idle:
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-        MultiConnector as VCacheMultiConnector,
-    )
-else:
-    from .vllm.multi import VCacheMultiConnector
+
+def _beside() -> Any:
+    """Our class for several connectors, or vLLM's own if ours cannot be used with this vLLM."""
+    if not _fault:
+        try:
+            from .vllm.multi import VCacheMultiConnector as found
+
+            return found
+        except Exception:
+            log = logging.getLogger("vllm.vcache")
+            log.exception("vcache cannot stand beside other connectors")
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    return MultiConnector
+
+
+VCacheMultiConnector = _beside()
 
 __all__ = ["VCacheConnector", "VCacheMultiConnector"]

@@ -49,7 +49,7 @@ _TWO_FIGURES = re.compile(r"\d[^\s|]* ?[·;/] ?[*×]*\d")
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.parent.name != "adr" and page.name != "lmcache.md"],
+    [page for page in PAGES if page.parent.name != "adr"],
     ids=lambda page: page.name,
 )
 def test_a_page_is_read_once(page: Path) -> None:

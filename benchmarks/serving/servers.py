@@ -22,6 +22,7 @@ from vcache_backend.protocol.client import Client
 from ..processes import HOST, PATIENT, free_ports
 from ..vllm.environment import ENVIRONMENT, environment
 from ..vllm.scale import GIB
+from ..vllm.settings import lmcache_server
 from .systems import SYSTEMS, Sizes, serve_arguments
 
 START_SECONDS = 300.0
@@ -48,7 +49,7 @@ class Servers:
         more: Mapping[str, str],
     ) -> None:
         self.name, self._sizes, self._gpus, self._cache = name, sizes, gpus, cache
-        self._share = SYSTEMS[name].share
+        self._share, self._lmcache = SYSTEMS[name].share, bool(SYSTEMS[name].lmcache)
         kv_bytes = sizes.kv_bytes if self._share == "pool" else sizes.all_kv_bytes
         self.label = f"{SYSTEMS[name].label}, {kv_bytes / GIB:.3g} GiB of KV cache a GPU"
         self._servers: list[Program] = []
@@ -61,9 +62,17 @@ class Servers:
             if self._share:
                 log, given = folder / "vcache_server.log", {**os.environ, **ENVIRONMENT}
                 undo.enter_context(MetadataServer(self._socket, log, given))
+            theirs = free_ports(2)
+            if self._lmcache:
+                size = theirs, sizes.scale.chunk, sizes.host_bytes, sizes.instances
+                command = lmcache_server(*size, SYSTEMS[name].lmcache)
+                log, given = folder / "lmcache.log", {**os.environ, **ENVIRONMENT}
+                # vLLM's connectors wait for it.
+                undo.enter_context(Program("lmcache", command, log, given))
             undo.callback(self._end)
             for index, port in enumerate(self.ports):
-                side = {"socket": self._socket, "more": more, "index": index}
+                side = {"socket": self._socket, "lmcache": theirs[0]}
+                side |= {"more": more, "index": index}
                 arguments = serve_arguments(name, sizes, model, port, side)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
                 log, given = folder / f"{name}_{index}.log", self._environment(index)
@@ -88,7 +97,8 @@ class Servers:
     def reset(self) -> None:
         """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
         # Without a connector vLLM has none to reset, and would say that it failed.
-        path = f"/reset_prefix_cache?reset_external={str(bool(self._share)).lower()}"
+        has = str(bool(self._share or self._lmcache)).lower()
+        path = f"/reset_prefix_cache?reset_external={has}"
         for port in self.ports:
             if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")

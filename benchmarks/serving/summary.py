@@ -14,6 +14,8 @@ from .client import Answer
 MS = 1e3
 RATIOS = {"throughput": "requests_per_second", "ttft_p50": "ttft_p50", "ttft_p99": "ttft_p99"}
 """The figures that are compared, by the name that rows of comparisons give them."""
+BESIDE = "lmcache", "inplace"
+"""The systems against which both beside each other count."""
 RANKS = {"throughput": (1.3, 1.5), "ttft_p50": (2.0, 2.0)}
 """The least ratios of `dp_*` rows of two ranks, and of four."""
 
@@ -99,8 +101,8 @@ def case(arm: str, workload: str, figure: str) -> str:
 
 def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
     """In place with requests in turn, and behind each router, against the best plain vLLM of any
-    policy, figure by figure; and data parallel ranks with and without vcache. Above 1: vcache is
-    ahead.
+    policy, figure by figure; both beside each other against the better of LMCache's server and
+    vcache; and data parallel ranks with and without vcache. Above 1: vcache is ahead.
 
     rows: of arms; those of another workload than ours are left out. four: of four GPUs, whose rows
     begin with x4_."""
@@ -108,6 +110,10 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
     for ours in _arms(rows, workload, "inplace"):
         if plain := _arms(rows, workload, "alone", _said(rows, workload, ours)):
             name = f"{begin}{workload}_{ours.removeprefix('inplace_')}"
+            made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
+    for ours in _arms(rows, workload, "both(?:_pool)?"):
+        said, name = _said(rows, workload, ours), f"mp_{ours.removesuffix('_turn')}_{workload}"
+        if plain := [arm for one in BESIDE for arm in _arms(rows, workload, one, said)]:
             made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
     for ours in _arms(rows, workload, "inplace_dp"):
         if plain := _arms(rows, workload, "alone_dp", _said(rows, workload, ours)):

@@ -13,7 +13,7 @@ import msgspec
 
 from ..processes import HOST
 from ..vllm.scale import SCALES, Scale, sized
-from ..vllm.settings import BOTH, llm, our_connector
+from ..vllm.settings import BOTH, beside, llm, our_connector, server_mode
 from .workloads import Plan
 
 MODEL = "model"
@@ -22,12 +22,13 @@ MODEL = "model"
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
     beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
-    both. seqs: requests that an instance runs at a time. instances: servers, or data parallel ranks
-    of one."""
+    both. host_bytes: of LMCache's server. seqs: requests that an instance runs at a time.
+    instances: servers, or data parallel ranks of one."""
 
     scale: Scale
     kv_bytes: int
     pool_bytes: int
+    host_bytes: int
     seqs: int
     plan: Plan
     instances: int = 2
@@ -49,13 +50,15 @@ SIZES = {name: _sizes(name, given) for name, given in _GIVEN.items()}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """label: for people. share: vcache's `connector.share`; empty: without it. ranks: one server
-    with data parallel ranks, among which vLLM balances itself. apart: the first half of the servers
-    computes prompts, the second half answers; `announced` or `nixl`, by how the KV is handed over.
-    connector: another one than vcache. block, layout: of the KV cache, if not the usual ones."""
+    """label: for people. share: vcache's `connector.share`; empty: without it. lmcache: how KV gets
+    to LMCache's server; empty: without it. ranks: one server with data parallel ranks, among which
+    vLLM balances itself. apart: the first half of the servers computes prompts, the second half
+    answers; `announced` or `nixl`, by how the KV is handed over. connector: another one than
+    vcache. block, layout: of the KV cache, if not the usual ones."""
 
     label: str
     share: str = ""
+    lmcache: str = ""
     ranks: bool = False
     apart: str = ""
     connector: str = ""
@@ -72,6 +75,13 @@ SYSTEMS = {
     "alone": System(label="vLLM alone"),
     "pool": System(label="vcache, a pool", share="pool"),
     "inplace": System(label="vcache in place", share="in_place"),
+    "lmcache": System(label="LMCache's server", lmcache="auto"),
+    "both": System(
+        label="vcache in place beside LMCache's server", share="in_place", lmcache="engine_driven"
+    ),
+    "both_pool": System(
+        label="vcache, a pool, beside LMCache's server", share="pool", lmcache="auto"
+    ),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
     "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),
     # Prefill and decode apart; beside `alone` and `inplace`, whose servers do both.
@@ -119,13 +129,14 @@ def serve_arguments(
 
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The connector, if it has one. side: `socket` of the metadata server, `index` of the server,
-    and `more`, settings of vcache by `SECTION.KEY`."""
+    """The connector, if it has one. side: `socket` of the metadata server, `lmcache`, the port of
+    LMCache's server, `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
     system = SYSTEMS[name]
     if system.connector:
         return {"kv_connector": system.connector, **BOTH}
+    theirs = server_mode(side["lmcache"], system.lmcache) if system.lmcache else None
     if not (share := system.share):
-        return None
+        return theirs
     more = {"connector.share": share}
     if share == "pool" and sizes.scale.cpu:
         more["pool.device"] = f"host:{side['index']}"
@@ -134,4 +145,5 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     role = "kv_both"
     if system.apart:
         role = "kv_producer" if 2 * side["index"] < sizes.instances else "kv_consumer"
-    return our_connector(side["socket"], lends, sizes.scale.chunk, more) | {"kv_role": role}
+    ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | {"kv_role": role}
+    return beside(ours, theirs) if theirs else ours

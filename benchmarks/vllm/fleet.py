@@ -21,16 +21,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vcache_backend.children import Child, ChildFailed, MetadataServer, module, until
+from vcache_backend.children import Child, ChildFailed, MetadataServer, Program, module, until
 from vcache_backend.protocol.client import Client
 from vcache_backend.prove.prompts import Prompts
 
-from ..processes import PATIENT
+from ..processes import PATIENT, free_ports
 from ..results import Clock, Row, none
 from .environment import ENVIRONMENT, descends, environment, visible
 from .instances import INSTANCES, KINDS, Spec, joined
-from .scale import Scale
-from .settings import BOTH, arguments, lmcache_file, our_connector
+from .scale import GIB, Scale
+from .settings import (
+    BOTH,
+    arguments,
+    beside,
+    lmcache_file,
+    lmcache_server,
+    our_connector,
+    server_mode,
+)
 
 START_SECONDS = 240.0
 OWNERS = 2
@@ -45,15 +53,17 @@ class Fleet:
 
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
     run. more: settings of vcache, by `SECTION.KEY`. way: `lmcache`, vcache as a plugin under
-    LMCacheConnectorV1; `vllm`, our own connector; or `inplace`, the same, but nobody lends to the
-    pool, and others read vLLM's own KV cache. Rows begin with it."""
+    LMCacheConnectorV1; `vllm`, our own connector; `inplace`, the same, but nobody lends to the
+    pool, and others read vLLM's own KV cache; `both`, in place beside LMCache's server; or
+    `behind`, beside it, but hits come from LMCache. Rows begin with it."""
 
     def __init__(
         self, scale: Scale, folder: Path, cache: Path, more: dict[str, str], way: str
     ) -> None:
-        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way == "inplace"
-        self.scale = scale
-        if self.in_place:
+        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way in ("inplace", "both")
+        self.scale, self._behind, self._ports = scale, way == "behind", free_ports(2)
+        self._beside = self._behind or way == "both"
+        if self.in_place or self._behind:
             self.scale = msgspec.structs.replace(scale, pool_bytes=0)
             # Hits of a block count, too.
             more = {"connector.share": "in_place", "connector.min_hit_tokens": "1", **more}
@@ -70,6 +80,10 @@ class Fleet:
             self._socket = Path(own, "vcache.sock")
             given = {**os.environ, **ENVIRONMENT}
             undo.enter_context(MetadataServer(self._socket, folder / "server.log", given))
+            if self._beside:
+                size = 24 * GIB if not scale.cpu else GIB // 16
+                command = lmcache_server(self._ports, scale.chunk, size, 2, "engine_driven")
+                undo.enter_context(Program("lmcache", command, folder / "lmcache.log", given))
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()
@@ -131,7 +145,12 @@ class Fleet:
             return {}
         if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
-        return our_connector(self._socket, scale.pool_bytes, scale.chunk, self.more)
+        ours = our_connector(self._socket, scale.pool_bytes, scale.chunk, self.more)
+        if self._behind:
+            ours["kv_role"] = "kv_producer"
+        if self._beside:
+            return beside(ours, server_mode(self._ports[0], "engine_driven")) | BOTH
+        return ours
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -222,6 +241,10 @@ class Fleet:
         """Have an instance compute a prompt, and wait until all of its chunks, or blocks, are
         `stored`. Says so if some are not.
         """
+        if self._behind:
+            self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
+            # Nobody tells when LMCache has stored it.
+            return time.sleep(0.5)
         scale, had = self.of(INSTANCES[writer].kind), self.chunks(writer)
         due = had + len(prompt) // (scale.block if self.in_place else scale.chunk)
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)

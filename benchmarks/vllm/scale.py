@@ -81,7 +81,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
 def sized(given: dict[str, Any], kind: type[Sized], **more: Any) -> Sized:
     """A struct from JSON, whose sizes in bytes have units."""
-    sizes = {name: int(ByteSize.parse(given[name])) for name in ("kv_bytes", "pool_bytes")}
+    sizes = {key: int(ByteSize.parse(given[key])) for key in given if key.endswith("_bytes")}
     return msgspec.convert({**given, **sizes, **more}, kind, str_keys=True)
 
 

@@ -4,15 +4,17 @@ LMCache's file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..processes import ROOT
+from vcache_backend.children import module
+
+from ..processes import HOST, ROOT
 from .instances import KINDS, Spec
-from .scale import Scale
+from .scale import GIB, Scale
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 COMPILED_BY_RULE = {
@@ -71,6 +73,41 @@ def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str])
         "kv_connector_extra_config": sections,
         **BOTH,
     }
+
+
+def lmcache_server(
+    ports: Sequence[int], chunk: int, nbytes: int, clients: int, mode: str
+) -> list[str]:
+    """The command of LMCache's server. ports: for vLLM, and for HTTP. nbytes: of host memory. mode:
+    how KV gets there."""
+    given = {
+        "host": HOST,
+        "port": ports[0],
+        "http-port": ports[1],
+        "chunk-size": chunk,
+        "l1-size-gb": nbytes / GIB,
+        "eviction-policy": "LRU",
+        "max-workers": clients,
+        "supported-transfer-mode": mode,
+    }
+    told = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
+    return module("lmcache.cli.main", "server", *told, "--disable-observability")
+
+
+def server_mode(port: int, mode: str) -> dict[str, Any]:
+    """`kv_transfer_config` of LMCache's server mode. mode: how KV gets to its server."""
+    extra = {"host": f"tcp://{HOST}", "port": port, "mp_transfer_mode": mode}
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_extra_config": {f"lmcache.mp.{key}": extra[key] for key in extra},
+        **BOTH,
+    }
+
+
+def beside(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """`kv_transfer_config` of our connector and another one."""
+    inside = {"connectors": [ours, theirs]}
+    return {**ours, "kv_connector": "VCacheMultiConnector", "kv_connector_extra_config": inside}
 
 
 def _sections(socket: Path, lends: int, more: Mapping[str, str]) -> dict[str, dict[str, Any]]:

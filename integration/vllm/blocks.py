@@ -9,12 +9,17 @@ from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
 from vcache_backend.vram_pool.generations import VOID, Generations
 
 log = logging.getLogger("vllm.vcache")
 NUMBERS = "I"
 """Type code of `array` for block numbers. Slicing an array copies bytes; slicing a list touches
 every number."""
+NUMBER = attrgetter("block_id")
+HASH = attrgetter("_block_hash" if hasattr(KVCacheBlock, "_block_hash") else "block_hash")
+"""A block's, several times as fast as the property of that name."""
 
 
 class KVBlocks:
@@ -252,8 +257,8 @@ class TrackedBlockPool:
 
     def _void_taken(self, blocks: Sequence[Any]) -> None:
         counters = self._generations.counters.data
-        for block in blocks:
-            counters[block.block_id] = VOID
+        for number in map(NUMBER, blocks):
+            counters[number] = VOID
 
     def _void_evicted(self, blocks: Iterable[int]) -> None:
         """After a failed load vLLM computes into these blocks without handing them out again."""

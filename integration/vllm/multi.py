@@ -158,7 +158,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         ours, *others = self._connectors
         self._ours, self._others = ours, [Guarded(one) for one in others]
         self._connectors = [ours, *self._others]
-        if ours.in_place and any(map(_maps, others)):
+        if getattr(ours, "in_place", False) and any(map(_maps, others)):
             raise ConfigError(
                 "LMCache's server cannot map a KV cache that is shared in place: give "
                 'LMCacheMPConnector "lmcache.mp.mp_transfer_mode": "engine_driven", and start the '

@@ -9,6 +9,7 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from vcache_backend.protocol.messages import (
@@ -24,7 +25,7 @@ from vcache_backend.protocol.messages import (
 )
 from vcache_backend.vram_pool.generations import Generations, first_odd, packed
 
-from .blocks import NUMBERS, TrackedBlockPool
+from .blocks import HASH, NUMBER, NUMBERS, TrackedBlockPool
 from .metadata import PublicationSpec
 from .requests import BEGINS, LATER, Tracked
 
@@ -50,8 +51,7 @@ class CachedRun(NamedTuple):
     def kept(self) -> bool:
         """Whether the blocks still have these hashes. vLLM may have taken the step from the
         request, and the blocks with it."""
-        both = zip(self.blocks, self.hashes, strict=True)
-        return all(block.block_hash is own for block, own in both)
+        return all(map(is_, map(HASH, self.blocks), self.hashes))
 
 
 class Publications:
@@ -118,7 +118,7 @@ class Publications:
     def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
         if table in self._numbers and len(self._cached) < MOST_CACHED:
-            hashes, place = [block.block_hash for block in blocks], self._numbers.index(table)
+            hashes, place = list(map(HASH, blocks)), self._numbers.index(table)
             self._cached.append(CachedRun(request, place, first, blocks, hashes))
 
     def stop(self, tracked: Tracked) -> None:
@@ -162,7 +162,9 @@ class Publications:
             if most is None:
                 kept.append(run)
             elif self._builds_on_right(tracked):
-                numbers, generations = self._fill(run)
+                numbers = array(NUMBERS, map(NUMBER, run.blocks))
+                # Those from a load have a generation already.
+                generations = self.generations.fill(numbers)
                 state.filled[run.table] = run.first + len(numbers)
                 scale = self.tables[run.table].scale
                 if count := min(len(numbers), max(0, most // scale - run.first)):
@@ -195,18 +197,6 @@ class Publications:
 
     # ---- inside
 
-    def _fill(self, run: CachedRun) -> tuple[array[int], bytes]:
-        """Give the run's void blocks a generation: others have one from their load. Returns the
-        blocks' numbers, and their packed generations."""
-        numbers = array(NUMBERS, [block.block_id for block in run.blocks])
-        counters = self.generations.counters.data
-        void = [number for number in numbers if counters[number] & 1]
-        if void:
-            number = self.generations.filled(void)
-            if len(void) == len(numbers):
-                return numbers, number.to_bytes(8, "little") * len(numbers)
-        return numbers, packed(self.generations.counters, numbers)
-
     def _builds_on_right(self, tracked: Tracked) -> bool:
         """Whether all that the request has computed builds on blocks that are not void. Other
         requests may have computed them in the same step, and were noted before."""
@@ -227,6 +217,8 @@ class Publications:
                 stop = state.supplied // table.scale
                 if table.kind == "full":
                     stop = max(stop, state.filled.get(at, 0))
-                blocks = [block for block in tracked.store.block_tables[number][:stop] if block]
+                blocks: Sequence[int] = tracked.store.block_tables[number][:stop]
+                if table.kind != "full":
+                    blocks = [block for block in blocks if block]
                 if first_odd(packed(self.generations.counters, blocks)) >= 0:
                     state.publishes = False

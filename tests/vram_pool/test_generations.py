@@ -19,7 +19,7 @@ from processes import Worker, eventually, nursery
 from vcache_backend.errors import SegmentError
 from vcache_backend.seals import FUTURE_WRITE
 from vcache_backend.vram_pool import generations
-from vcache_backend.vram_pool.generations import SEALS, Generations, GenerationView
+from vcache_backend.vram_pool.generations import SEALS, Generations, GenerationView, packed
 
 ME = bytes(range(16))
 OTHER = bytes(16)
@@ -170,3 +170,14 @@ def test_a_number_is_never_read_in_halves() -> None:
 
         eventually(read)
         assert seen == {0xFFFF_FFFF, 0x1_0000_0000}
+
+
+def test_a_fill_leaves_blocks_that_have_a_number(table: Generations) -> None:
+    table.void_all()
+    loaded = table.filled([3])
+    packs = table.fill([2, 3, 4])
+    assert packs == packed(table.counters, [2, 3, 4])
+    numbers = np.frombuffer(packs, "<u8").tolist()
+    assert numbers == [loaded + 2, loaded, loaded + 2]
+    assert table.fill([]) == b""
+    assert np.frombuffer(table.fill([5, 6]), "<u8").tolist() == [loaded + 4] * 2

@@ -50,9 +50,8 @@ def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:
     """In vLLM's worker, with our connector: byte `offset` of every block's page, exclusive or
     `mask`. step: 0: of the first layer; otherwise of all layers, and every `step` bytes further."""
     import torch
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    kv = get_kv_transfer_group()._worker._worker.kv
+    kv = _half()._worker.kv
     pages = [page for kind in kv.kinds for page in kind.pages]
     for page in pages if step else pages[:1]:
         page[:, offset : None if step else offset + 1 : step or 1] ^= mask
@@ -63,14 +62,20 @@ def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:
 def flush_kv(worker: Any, seconds: float) -> bool:
     """In vLLM's worker, with our connector: wait until others can find what it has written. Whether
     they can."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    half = get_kv_transfer_group()._worker
+    half = _half()
     if half is None or half._worker is None:
         return False
     publisher = half.in_place.publisher if half.in_place is not None else None
     told = publisher is None or publisher.outbox.flush(seconds)
     return bool(told and half._worker.session.flush(seconds))
+
+
+def _half() -> Any:
+    """Our connector's half in this worker, also if it is the first of several connectors."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    group = get_kv_transfer_group()
+    return next(iter(getattr(group, "_connectors", (group,))))._worker
 
 
 def write_model(folder: Path, model: dict[str, Any], weights: bool = True, seed: int = 1) -> Path:

@@ -23,6 +23,7 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +119,16 @@ class Generations:
             memory[block] = number
         self.coming += 2
         return number
+
+    def fill(self, blocks: Blocks) -> bytes:
+        """Give those of the blocks that are void the next number. Returns the packed generations of
+        all. Raises IndexError."""
+        parity = packed(self.counters, blocks)[::GENERATION_BYTES].translate(_PARITY)
+        if parity and 0 not in parity:
+            return self.filled(blocks).to_bytes(GENERATION_BYTES, "little") * len(blocks)
+        if void := list(compress(blocks, parity)):
+            self.filled(void)
+        return packed(self.counters, blocks)
 
     def void_all(self) -> None:
         """Mark all blocks as not to be read until they are filled again."""
