@@ -10,6 +10,7 @@
 #   tests    pytest -m gpu                                                                          3 minutes
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
+#   prove    vcache prove, in place and through a pool                                              2 minutes on one GPU
 #   decode   what a step that only decodes costs, beside vLLM alone and alone with NIXL's layout   3 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
@@ -130,6 +131,12 @@ pool=(--integration vllm --pool-gib 8) in_place=(--integration inplace)
 tests() {
   timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
   echo "== tests: rc $?"; tail -n 15 "$out/tests.txt"
+}
+prove() {
+  for way in in_place pool; do
+    timeout $((until - SECONDS)) "$python" -m vcache_backend prove --share "$way" --seconds 20 --json > "$out/prove_$way.json" 2> "$logs/prove_$way.txt"
+    echo "== prove $way: rc $?"; tail -n 3 "$logs/prove_$way.txt"
+  done
 }
 equal() {
   local parts=agreeing,sensitive,equal ways=${WAYS:-in_place pool lmcache}

@@ -129,7 +129,85 @@ def place(socket: Path, folder: Path) -> Iterator[Place]:
             setattr(room, name, value)
 
 
-class Instance:
+class Planned:
+    """vLLM's scheduler with our half in it, and no worker. The tests' engines are such, too."""
+
+    def __init__(
+        self,
+        undo: ExitStack,
+        transfer: dict[str, Any],
+        model: Path,
+        tables: Tables,
+        blocks: int,
+        arguments: dict[str, Any],
+        kind: type[Scheduler] = Scheduler,
+    ) -> None:
+        """transfer: `kv_transfer_config`. blocks: of the KV cache. arguments: of vLLM's
+        `EngineArgs`. RuntimeError if the connector refuses the model."""
+        given = {"model": str(model), "skip_tokenizer_init": True, "max_num_seqs": 4}
+        given |= {"block_size": max(spec.block_size for spec in tables.specs)}
+        given |= {
+            "kv_cache_memory_bytes": 1 << 20,
+            "kv_transfer_config": KVTransferConfig(**transfer),
+        }
+        config = EngineArgs(**given | arguments).create_engine_config()
+        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.prefix_cache_retention_interval = tables.retention
+        # vLLM does so on GPUs only.
+        config.scheduler_config.async_scheduling = kind is not Scheduler
+        if any(isinstance(spec, MambaSpec) for spec in tables.specs):
+            config.cache_config.mamba_cache_mode = "align"
+        caches = tables.config(blocks)
+        sizes = kv_cache_utils.resolve_kv_cache_block_sizes(caches, config)
+        hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        kv_cache_utils.init_none_hash(hash_)
+        self.hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_)
+        self.scheduler = kind(config, caches, StructuredOutputManager(config), *sizes)
+        undo.callback(self.scheduler.connector.shutdown)
+        self.half = self.scheduler.connector._scheduler
+        if self.half is None:
+            raise RuntimeError(f"the connector refuses this model: {self.scheduler.connector.off}")
+        lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": sizes[0]}
+        report = WorkerReport(shards={(0, 0): ShardSpec(pp_rank=0, tp_rank=0, **lie)})
+        self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
+        if not self.half.context.open():
+            raise RuntimeError(self.half.context.refused)
+
+    def request(
+        self,
+        tokens: list[int],
+        max_tokens: int = 1,
+        priority: int = 0,
+        name: str = "",
+        **vcache: Any,
+    ) -> Any:
+        """Not added yet. vcache: its wishes."""
+        wishes = {"kv_transfer_params": {"vcache": vcache}}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=wishes)
+        more = {"block_hasher": self.hasher, "priority": priority}
+        return Request(name or f"r{next(_numbers)}", tokens, params, None, **more)
+
+    def add(self, tokens: list[int], *given: Any, **more: Any) -> Any:
+        """See `request`."""
+        made = self.request(tokens, *given, **more)
+        self.scheduler.add_request(made)
+        return made
+
+    def model_output(self, output: Any) -> ModelRunnerOutput:
+        """What a worker says of the step that `output` describes, without its connector."""
+        ids = list(output.num_scheduled_tokens)
+        running = [self.scheduler.requests.get(one) for one in ids]
+        finished = [one and one.num_computed_tokens >= one.num_tokens for one in running]
+        made = ModelRunnerOutput(ids, {one: at for at, one in enumerate(ids)})
+        made.sampled_token_ids = [[self.sampled(one)] if one else [] for one in finished]
+        return made
+
+    def sampled(self, request: Any) -> int:
+        """The token of a request's step."""
+        return 7
+
+
+class Instance(Planned):
     """One of them, which shares in place. `schedule` and `end` are a step; `step` is both."""
 
     def __init__(
@@ -140,26 +218,15 @@ class Instance:
         blocks: int = 4000,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        """blocks: of the KV cache. arguments: of vLLM's `EngineArgs`. RuntimeError if the connector
-        refuses the model."""
+        """See `Planned`."""
         self.tables = tables
-        config = _engine(where, tables, blocks, arguments or {})
-        caches = tables.config(blocks)
-        sizes = kv_cache_utils.resolve_kv_cache_block_sizes(caches, config)
-        hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        kv_cache_utils.init_none_hash(hash_)
-        self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_)
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), *sizes)
+        told = {"connector.share": "in_place", "connector.min_hit_tokens": "1"}
+        # The model is written while this process runs.
+        told |= {"connector.model": "tiny", "client.request_seconds": "10"}
+        given = {"max_model_len": 4096, "max_num_batched_tokens": 1024} | (arguments or {})
+        transfer = our_connector(where.socket, 0, CHUNK, told)
+        super().__init__(undo, transfer, where.model, tables, blocks, given)
         self.manager = self.scheduler.kv_cache_manager
-        undo.callback(self.scheduler.connector.shutdown)
-        self.half = self.scheduler.connector._scheduler
-        if self.half is None:
-            raise RuntimeError(f"the connector refuses this model: {self.scheduler.connector.off}")
-        lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": sizes[0]}
-        report = WorkerReport(shards={(0, 0): ShardSpec(pp_rank=0, tp_rank=0, **lie)})
-        self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
-        if not self.half.context.open():
-            raise RuntimeError(self.half.context.refused)
         self.client = undo.enter_context(Client(where.socket, PATIENT))
         self.name = self.half.publications.instance
         self._show(blocks, undo)
@@ -183,19 +250,6 @@ class Instance:
         undo.callback(OwnCache(self.client, self.name, 0, shape, regions).close)
 
     # ---- requests
-
-    def request(self, tokens: list[int], answer: int = 1, **vcache: Any) -> Any:
-        """Not added yet. answer: tokens. vcache: its wishes."""
-        wishes = {"kv_transfer_params": {"vcache": vcache}}
-        params = SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=wishes)
-        name = f"r{next(_numbers)}"
-        return Request(name, tokens, params, None, block_hasher=self._hasher)
-
-    def add(self, tokens: list[int], *given: Any, **more: Any) -> Any:
-        """See `request`."""
-        made = self.request(tokens, *given, **more)
-        self.scheduler.add_request(made)
-        return made
 
     def own(self, tokens: list[int]) -> int:
         """How many tokens of this prompt vLLM's own cache finds. Changes nothing."""
@@ -244,20 +298,12 @@ class Instance:
         if off := self.scheduler.connector.off:
             raise RuntimeError(f"the connector has given up: {off}")
         self.tell(meta)
-        ids = list(output.num_scheduled_tokens)
-        running = [self.scheduler.requests.get(one) for one in ids]
-        finished = [one and one.num_computed_tokens >= one.num_tokens for one in running]
-        ran = ModelRunnerOutput(ids, {one: at for at, one in enumerate(ids)})
-        ran.sampled_token_ids = [[self.sampled(one)] if one else [] for one in finished]
+        ran = self.model_output(output)
         if meta.echoes or said:
             report = said.setdefault("kv_connector_worker_meta", WorkerReport())
             report.echoes |= meta.echoes
             ran.kv_connector_output = KVConnectorOutput(**said)
         self.scheduler.update_from_output(output, ran)
-
-    def sampled(self, request: Any) -> int:
-        """The token of a request's step."""
-        return 7
 
     def tell(self, meta: StepMetadata) -> None:
         """Publish what a step wrote. A promise to compute it has come before, as where steps take
@@ -266,23 +312,3 @@ class Instance:
             self.half.context.outbox.flush(PATIENT.request_seconds)
         for spec in meta.publications:
             self.client.publish(Publish(self.name, 0, spec.runs, spec.epoch))
-
-
-def _engine(where: Place, tables: Tables, blocks: int, arguments: dict[str, Any]) -> Any:
-    """vLLM's configuration."""
-    told = {"connector.share": "in_place", "connector.min_hit_tokens": "1"}
-    # The model is written while this process runs.
-    told |= {"connector.model": "tiny", "client.request_seconds": "10"}
-    transfer = KVTransferConfig(**our_connector(where.socket, 0, CHUNK, told))
-    block = max(spec.block_size for spec in tables.specs)
-    given = {"model": str(where.model), "skip_tokenizer_init": True, "block_size": block}
-    given |= {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 1024}
-    given |= {"kv_cache_memory_bytes": 1 << 20, "kv_transfer_config": transfer}
-    config = EngineArgs(**given | arguments).create_engine_config()
-    config.cache_config.num_gpu_blocks = blocks
-    config.cache_config.prefix_cache_retention_interval = tables.retention
-    # vLLM does so on GPUs only.
-    config.scheduler_config.async_scheduling = False
-    if any(isinstance(spec, MambaSpec) for spec in tables.specs):
-        config.cache_config.mamba_cache_mode = "align"
-    return config

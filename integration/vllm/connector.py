@@ -386,19 +386,20 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
             self._worker.loads.advance()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        if not self.off and self._worker is not None and self._worker.rests:
-            return compat.transfer_results()
         advanced = self._advance()
         if advanced is None:
             return compat.transfer_results(failed=self._running.fail())
         ends, results = advanced
-        self._running.over(ends.over)
-        self._invalid = ends.invalid
+        if ends is not None:
+            self._running.over(ends.over)
+            self._invalid = ends.invalid
         return results
 
     @guarded(answer(None))
-    def _advance(self) -> tuple[Ends, Any] | None:
+    def _advance(self) -> tuple[Ends | None, Any] | None:
         assert self._worker is not None
+        if self._worker.rests:
+            return None, compat.transfer_results()
         ends = self._worker.ends()
         return ends, compat.transfer_results(ends.over, ends.failed)
 

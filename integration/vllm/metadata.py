@@ -118,6 +118,13 @@ class StepMetadata(msgspec.Struct):
     echoes: set[int] = set()
     ends: tuple[str, str] = "", ""
 
+    @property
+    def only_publishes(self) -> bool:
+        """Whether a worker has nothing to do but to publish."""
+        begins = self.loads or self.stores or self.fresh or self.cancelled or self.echoes
+        asks = self.idle or self.stop or self.introduce or self.instance
+        return not (begins or asks or self.victims is not None)
+
 
 class _Quiet(StepMetadata):
     """A single object, also after unpickling."""

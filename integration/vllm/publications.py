@@ -21,6 +21,7 @@ from vcache_backend.protocol.messages import (
     Found,
     Heard,
     InstanceId,
+    Promised,
     Reply,
 )
 from vcache_backend.vram_pool.generations import Generations, first_odd, packed
@@ -89,6 +90,10 @@ class Publications:
     def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
         thread."""
+        if isinstance(reply, Promised):
+            # A `kv_producer` looks nothing up, and would hear only with its next heartbeat.
+            self.heard = max(self.heard, reply.epoch)
+            self.news |= self.heard != self.epoch
         if not isinstance(reply, Found | Heard):
             return
         if reply.copies:
@@ -150,7 +155,7 @@ class Publications:
         allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
         of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
         that build on a void block stay void."""
-        if not self.due:
+        if not (self._cached or self._begun):
             return []
         soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
@@ -185,11 +190,6 @@ class Publications:
                 self._builds_on_right(tracked)
         specs = (soon, False), (later, True)
         return [PublicationSpec(runs, self.epoch, waits) for runs, waits in specs if runs]
-
-    @property
-    def due(self) -> bool:
-        """Whether `publish` has something to do."""
-        return bool(self._cached or self._begun)
 
     def close(self) -> None:
         """Idempotent."""

@@ -237,7 +237,8 @@ class VCacheScheduler:
         self._promises.rate.look()
         self._learn()
         if self._rests(output):
-            return QUIET
+            told = self._planner.publications(requests)
+            return StepMetadata(publications=told) if told else QUIET
         meta = self._metadata(not output.total_num_scheduled_tokens)
         for name in self._given.keys() - output.num_scheduled_tokens.keys():
             meta.fresh += self._given[name].get_block_ids()
@@ -273,15 +274,14 @@ class VCacheScheduler:
         return QUIET if meta == _NOTHING else meta
 
     def _rests(self, output: Any) -> bool:
-        """Note a step in which requests only go on, and the workers have nothing to do."""
-        cached, own = output.scheduled_cached_reqs, self.publications
+        """Note a step in which requests only go on, and the workers at most publish."""
+        cached = output.scheduled_cached_reqs
         return (
             bool(output.total_num_scheduled_tokens)
             and not (output.scheduled_new_reqs or cached.resumed_req_ids)
             and not (output.preempted_req_ids or self._loads or self._cancelled)
             and (self._named and self.context.keys is not None and self.resets.rests)
             and self.victims is None
-            and not (own is not None and own.due)
             and self._planner.rests(output, self._requests)
         )
 

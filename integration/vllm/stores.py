@@ -18,7 +18,7 @@ from vcache_backend.transfer.keys import state_keys
 from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import LoadSpec, StepMetadata, StoreSpec
+from .metadata import LoadSpec, PublicationSpec, StepMetadata, StoreSpec
 from .requests import Tracked
 from .telemetry.events import block_stored
 
@@ -120,9 +120,14 @@ class StorePlanner:
                 computed = new.num_computed_tokens
                 self._begin(tracked, new.block_ids, computed, copied)
                 self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
-        if self._publications is not None and self._context.stores:
-            may = partial(self._may_publish, {})
-            meta.publications += self._publications.publish(requests, may, self._lookups.hashes)
+        meta.publications += self.publications(requests)
+
+    def publications(self, requests: Mapping[str, Tracked]) -> list[PublicationSpec]:
+        """In place: what a step that has been planned publishes."""
+        if self._publications is None or not self._context.stores:
+            return []
+        may = partial(self._may_publish, {})
+        return self._publications.publish(requests, may, self._lookups.hashes)
 
     def rests(self, output: Any, requests: Mapping[str, Tracked]) -> bool:
         """Note a step of running requests that completes nothing. False, and nothing is noted, if

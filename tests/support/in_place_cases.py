@@ -17,27 +17,18 @@ import pytest
 from engine_cases import Node, node
 from neighbour_cases import HOST, SharedCache
 from processes import QUICK, SECONDS
-from vllm_models import CONNECTOR, write_model
+from vllm_models import CONNECTOR
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
-import torch
-from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models import registry
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
-from vcache_backend.integration.vllm import lookups, requests, waits
-from vcache_backend.integration.vllm.metadata import SavedChunks, StepMetadata, WorkerReport
-from vcache_backend.integration.vllm.model.spec import ShardSpec
+from benchmarks.vllm.planning import Planned, Tables, full, place, state
+from vcache_backend.integration.vllm import requests
+from vcache_backend.integration.vllm.metadata import SavedChunks, StepMetadata
 from vcache_backend.protocol.messages import (
     NAMESPACE_BYTES,
     RANK_BYTES,
@@ -60,17 +51,9 @@ def scheduling(folder: Path) -> Iterator[Node]:
     """A server, and what vLLM's schedulers beside it need."""
     with node(folder, QUICK) as made, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "0")
-        # It would import vLLM in another process, to look at one class.
-        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
-        patch.setattr(lookups, "PROMISED_SECONDS", SECONDS)
-        patch.setattr(lookups, "LATE_SECONDS", SECONDS)
-        patch.setattr(requests, "FRESH_SECONDS", SECONDS)
-        # No model runs, so the time of steps says nothing.
-        for name in ("UNKNOWN_CHUNK_SECONDS", "LONGEST_CHUNK_SECONDS"):
-            patch.setattr(waits, name, 60.0)
         made.serve()
-        write_model(made.path.parent / "model")
-        yield made
+        with place(made.path, made.path.parent):
+            yield made
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +95,7 @@ def blocks_of(meta: StepMetadata) -> list[Published]:
     ]
 
 
-class Engine:
+class Engine(Planned):
     """vLLM's scheduler with our half in it, whose worker says what a test wants it to."""
 
     def __init__(
@@ -136,41 +119,20 @@ class Engine:
         extra = {"server": {"socket": str(here.path)}, "client": msgspec.to_builtins(QUICK)}
         extra |= {"pool": {"segment_bytes": lends}, "engine": {"chunk_size": CHUNK}}
         extra |= {"connector": ours}
-        transfer = KVTransferConfig(**CONNECTOR, kv_role=role, kv_connector_extra_config=extra)
-        given = {"model": str(here.path.parent / "model"), "skip_tokenizer_init": True}
-        given |= {"block_size": BLOCK, "max_model_len": 640, "max_num_seqs": 4}
-        given |= {"max_num_batched_tokens": 640, "kv_cache_memory_bytes": 1 << 20}
-        given |= {"kv_transfer_config": transfer} | (arguments or {})
-        config = EngineArgs(**given).create_engine_config()
-        config.cache_config.num_gpu_blocks = blocks
-        # vLLM does so on GPUs only.
-        config.scheduler_config.async_scheduling = asynchronous
-        heads = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-        kind = FullAttentionSpec(block_size=BLOCK, **heads)
-        groups = [KVCacheGroupSpec(["layer 0"], kind)]
+        transfer = CONNECTOR | {"kv_role": role, "kv_connector_extra_config": extra}
+        specs = [full(BLOCK)]
         if states is not None:
-            shape = {"shapes": ((2, 3),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
-            config.cache_config.mamba_cache_mode = "align"
-            kept = MambaSpec(block_size=BLOCK, **shape)
-            groups.insert(states, KVCacheGroupSpec(["state"], kept))
-        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        kv_cache_utils.init_none_hash(hash_)
-        self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hash_)
-        kind_of = AsyncScheduler if asynchronous else Scheduler
-        self.scheduler = kind_of(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
-        undo.callback(self.scheduler.connector.shutdown)
-        self.half = self.scheduler.connector._scheduler
+            specs.insert(states, state(BLOCK))
+        given = {"max_model_len": 640, "max_num_batched_tokens": 640} | (arguments or {})
+        kind = AsyncScheduler if asynchronous else Scheduler
+        model, tables = here.path.parent / "model", Tables(specs, None)
+        super().__init__(undo, transfer, model, tables, blocks, given, kind)
         self.metas: list[StepMetadata] = []
         self.rows: list[dict[str, set[int]]] = []
         """By step, and by request: the blocks that vLLM gives it."""
         self.publisher: Publisher | None = None
         self.slow = False
         """Whether its worker publishes what a test tells it to."""
-        lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
-        report = WorkerReport(shards={(0, 0): ShardSpec(pp_rank=0, tp_rank=0, **lie)})
-        self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
-        assert self.half.context.open(), self.half.context.refused
 
     def show(self, here: Node, undo: ExitStack) -> None:
         """Its worker shows a KV cache, and publishes what steps compute."""
@@ -193,25 +155,8 @@ class Engine:
         """Wait until all that was published is known."""
         assert self.publisher.outbox.flush(SECONDS)
 
-    def request(
-        self,
-        tokens: list[int],
-        max_tokens: int = 4,
-        priority: int = 0,
-        name: str = "",
-        **vcache: Any,
-    ) -> Request:
-        """Not added yet. vcache: its wishes."""
-        wishes = {"kv_transfer_params": {"vcache": vcache}}
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=wishes)
-        more = {"block_hasher": self.hasher, "priority": priority}
-        return Request(name or f"r{next(_made)}", tokens, params, None, **more)
-
-    def add(self, tokens: list[int], *given: Any, **more: Any) -> Request:
-        """See `request`."""
-        request = self.request(tokens, *given, **more)
-        self.scheduler.add_request(request)
-        return request
+    def request(self, tokens: list[int], max_tokens: int = 4, *given: Any, **more: Any) -> Request:
+        return super().request(tokens, max_tokens, *given, **more)
 
     def step(self, **said: Any) -> StepMetadata:
         """One step. said: what the worker's connector answers to it, beside a token for each
@@ -230,11 +175,7 @@ class Engine:
 
     def end(self, output: Any, **said: Any) -> None:
         """The step that `output` describes is over. said: see `step`."""
-        ids = list(output.num_scheduled_tokens)
-        running = [self.scheduler.requests.get(one) for one in ids]
-        finished = [one and one.num_computed_tokens >= one.num_tokens for one in running]
-        ran = ModelRunnerOutput(ids, {one: at for at, one in enumerate(ids)})
-        ran.sampled_token_ids = [[7] if over else [] for over in finished]
+        ran = self.model_output(output)
         ran.kv_connector_output = KVConnectorOutput(**said) if said else None
         self.scheduler.update_from_output(output, ran)
 

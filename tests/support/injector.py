@@ -43,6 +43,9 @@ OUTERMOST = (
     "VCacheConnector._last_stats",
     "VCacheConnector.build_prom_metrics",
     "VCacheConnector.build_kv_connector_stats",
+    # Parts of the layer, too.
+    "AwaitedLoads.",
+    "WorkerLoads.",
     # Ends of `Boundary.stop`.
     "VCacheScheduler.give_up",
     "Generations.give_up",

@@ -28,6 +28,7 @@ def test_a_consumer_that_finds_nobody_says_so_once_a_minute(
         reader, tokens = make(role="kv_consumer"), new_tokens(3 * CHUNK)
         # vLLM has set its loggers up by now.
         monkeypatch.setattr(consumers.log, "handlers", [caplog.handler])
+        monkeypatch.setattr(consumers.log, "propagate", False)
         compute(reader, 1)  # no longer than a chunk
         assert said() == []
         for _ in range(3):

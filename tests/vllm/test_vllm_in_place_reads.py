@@ -14,7 +14,7 @@ from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm.metadata import StepMetadata
 from vcache_backend.protocol.messages import Find, ResidentRun
@@ -214,6 +214,21 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(share
     computed(owner, later)
     other.add(later)
     assert owners(other.step()) == [owner.half.publications.instance] * 6
+
+
+def test_a_producer_hears_of_a_reset_when_it_promises(shared: Make) -> None:
+    """It looks nothing up. What it computes before it has heard is lost."""
+    producer, reader = shared(role="kv_producer"), shared()
+    producer.half.context.client.on_beat.clear()
+    computed(producer, new_tokens(2 * CHUNK + 1))
+    assert reader.scheduler.reset_prefix_cache(reset_connector=True)
+    for found in (False, True):
+        tokens = new_tokens(2 * CHUNK + 1)
+        computed(producer, tokens)
+        assert producer.half.context.outbox.flush(10)
+        request = reader.add(tokens)
+        assert bool(reader.step().loads) == found
+        reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
 
 def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> None:

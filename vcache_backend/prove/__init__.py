@@ -99,7 +99,7 @@ def _telling(failure: str) -> Iterator[str]:
     first, *log = failure.splitlines()
     yield first.partition("; /")[0]
     errors = [line for line in log if re.search("Error|No space|Killed", line)]
-    yield from errors[-1:] or log[-1:]
+    yield from (line for line in errors[-1:] or log[-1:] if line not in first)
 
 
 class Pair:

@@ -76,7 +76,7 @@ class VCacheWorker:
         self._meta = StepMetadata()
         """The last step's metadata."""
         self.rests = False
-        """The present step has no work for this worker, and no earlier step's work is left."""
+        """This worker only publishes in the present step, and no earlier step's work is left."""
         self._meter = meter
         self.stores = Stores(meter, compat.clears(kv_cache_config))
         self.loads = Loads(
@@ -147,7 +147,8 @@ class VCacheWorker:
     def begin(self, meta: StepMetadata) -> None:
         """Begin a step, before its model run is queued."""
         self._meta = meta
-        self.rests = meta is QUIET and not (self.loads.busy or self.stores.busy)
+        quiet = meta is QUIET or meta.only_publishes
+        self.rests = quiet and not (self.loads.busy or self.stores.busy)
         if self.rests:
             return
         self._introduce |= meta.introduce
@@ -162,7 +163,7 @@ class VCacheWorker:
     def store(self) -> None:
         """Store the chunks or publish the blocks that the step completes. The whole model run must
         be queued."""
-        if (worker := self._worker) is None or self.rests:
+        if (worker := self._worker) is None or self._meta is QUIET:
             return
         self.stores.start(worker, self._meta.stores)
         if self._meta.publications and self.in_place is not None:
