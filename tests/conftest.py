@@ -50,11 +50,12 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector soak examples vllm_benchmarks injector_lmcache vllm_hits vllm_processes vllm_waits "
-    "vllm_modes bounds integrations monitor_metrics vllm_versions vllm_offload threads "
-    "offload_process disaggregated_prefill demo vllm_sharing offload_tier directory_stateful "
-    "start_server server_socket monitor_web server_failures integration_failures vllm_in_place "
-    "documents doctor_model vllm_groups promises resident_server publisher mappings"
+    "injector soak examples injector_lmcache vllm_hits vllm_prove vllm_processes vllm_versions "
+    "vllm_modes vllm_multi vllm_waits bounds integrations monitor_metrics vllm_benchmarks "
+    "disaggregated_prefill vllm_offload threads offload_process demo vllm_sharing offload_tier "
+    "directory_stateful start_server server_socket monitor_web server_failures "
+    "integration_failures vllm_in_place documents doctor_model vllm_groups promises "
+    "resident_server publisher mappings"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. The
 second one needs no vLLM, which the nursery imports meanwhile."""

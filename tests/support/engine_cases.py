@@ -237,7 +237,7 @@ class Node:
     def __init__(self, folder: Path, client: ClientConfig = PATIENT) -> None:
         self.stage = Stage(folder)
         self.path = self.stage.path
-        self._client = client
+        self.client_config = client
         self.undo = ExitStack()
 
     def serve(self, **options: Any) -> Child:
@@ -248,7 +248,7 @@ class Node:
     def config(self, device: str, segment_bytes: int = 0, chunk_size: int = CHUNK) -> Config:
         return Config(
             server=ServerConfig(socket=str(self.path)),
-            client=self._client,
+            client=self.client_config,
             pool=PoolConfig(device=device, segment_bytes=ByteSize(segment_bytes)),
             engine=configuration.EngineConfig(chunk_size=chunk_size),
         )

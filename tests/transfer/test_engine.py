@@ -15,7 +15,7 @@ import torch
 from engine_cases import ROOMY, Node, Pair, fresh, get, node, pair, put, said
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from memory_cases import mappings, open_fds
-from processes import PATIENT, SECONDS, eventually, ran
+from processes import PATIENT, QUICK, SECONDS, eventually, ran
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer import store
@@ -131,6 +131,8 @@ def test_a_store_behind_too_many_is_skipped(fresh: Node, monkeypatch: pytest.Mon
 
 
 def test_stats_count_what_happened(fresh: Node) -> None:
+    # Loads are told with heartbeats.
+    fresh.client_config = QUICK
     pair = Pair(fresh, chunks=4)
     chunk = pair.mine.chunk_bytes
     put(pair.writer, pair.mine, prompt(3 * CHUNK))

@@ -2,7 +2,7 @@
 own calls bring other weights. See docs/adr/0024.
 
 `a` and `b` are instances of one namespace. A `fresh` answer uses no cache at all. vLLM's worker for
-CPUs does not sleep: `cpu_sleep` does what that for GPUs does, and `vllm_sources` checks in what order."""
+CPUs does not sleep: `cpu_sleep` does what that for GPUs does, and `sources` checks in what order."""
 
 from __future__ import annotations
 
