@@ -9,8 +9,6 @@ from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
 from vcache_backend.vram_pool.generations import VOID, Generations
 
 log = logging.getLogger("vllm.vcache")
@@ -18,8 +16,7 @@ NUMBERS = "I"
 """Type code of `array` for block numbers. Slicing an array copies bytes; slicing a list touches
 every number."""
 NUMBER = attrgetter("block_id")
-HASH = attrgetter("_block_hash" if hasattr(KVCacheBlock, "_block_hash") else "block_hash")
-"""A block's, several times as fast as the property of that name."""
+_HASH = attrgetter("_block_hash")
 
 
 class KVBlocks:
@@ -216,6 +213,15 @@ def _tell_cached(
         if has:
             act(request, table, first + at, blocks[at : at + length])
         at += length
+
+
+def hashes_of(blocks: Sequence[Any]) -> list[Any]:
+    """vLLM's hash of each block, or None."""
+    try:
+        # A fifth of the time of the property of that name.
+        return list(map(_HASH, blocks))
+    except AttributeError:
+        return [block.block_hash for block in blocks]
 
 
 class TrackedBlockPool:

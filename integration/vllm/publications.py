@@ -26,7 +26,7 @@ from vcache_backend.protocol.messages import (
 )
 from vcache_backend.vram_pool.generations import Generations, first_odd, packed
 
-from .blocks import HASH, NUMBER, NUMBERS, TrackedBlockPool
+from .blocks import NUMBER, NUMBERS, TrackedBlockPool, hashes_of
 from .metadata import PublicationSpec
 from .requests import BEGINS, LATER, Tracked
 
@@ -52,7 +52,7 @@ class CachedRun(NamedTuple):
     def kept(self) -> bool:
         """Whether the blocks still have these hashes. vLLM may have taken the step from the
         request, and the blocks with it."""
-        return all(map(is_, map(HASH, self.blocks), self.hashes))
+        return all(map(is_, hashes_of(self.blocks), self.hashes))
 
 
 class Publications:
@@ -123,7 +123,7 @@ class Publications:
     def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
         if table in self._numbers and len(self._cached) < MOST_CACHED:
-            hashes, place = list(map(HASH, blocks)), self._numbers.index(table)
+            hashes, place = hashes_of(blocks), self._numbers.index(table)
             self._cached.append(CachedRun(request, place, first, blocks, hashes))
 
     def stop(self, tracked: Tracked) -> None:
