@@ -348,12 +348,13 @@ def added() -> str:
 
 def scheduler() -> str:
     lines = []
-    for side, name in (("inplace", "in place"), ("vllm", "through a pool")):
+    sides = ("inplace", "in place", "32a8f0d8"), ("vllm", "through a pool", "9695bb3f")
+    for side, name, commit in sides:
         for kind in ("hit", "miss"):
-            row = rows("costs", "9695bb3f")[f"{side}_scheduler_us_16k_{kind}_16_running"]
+            row = rows("costs", commit)[f"{side}_scheduler_us_16k_{kind}_16_running"]
             limit = row["reference"]
             text = cell({"ok": row["value"] <= limit}, row["value"], "{:,.0f}")
-            lines.append([f"{kind} {name}", text, f"≤ {limit:.0f}", "9695bb3f"])
+            lines.append([f"{kind} {name}", text, f"≤ {limit:.0f}", commit])
     return table("request of 16k tokens|µs|limit|commit", lines)
 
 
