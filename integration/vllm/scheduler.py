@@ -279,7 +279,7 @@ class VCacheScheduler:
         return (
             bool(output.total_num_scheduled_tokens)
             and not (output.scheduled_new_reqs or cached.resumed_req_ids)
-            and not (output.preempted_req_ids or self._loads or self._cancelled)
+            and not (output.preempted_req_ids or self._loads or self._cancelled or self._given)
             and (self._named and self.context.keys is not None and self.resets.rests)
             and self.victims is None
             and self._planner.rests(output, self._requests)

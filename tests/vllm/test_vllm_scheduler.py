@@ -23,6 +23,7 @@ from vllm_cases import needs_vllm
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 from vllm.pooling_params import PoolingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -693,3 +694,16 @@ def test_a_request_is_named_no_more_once_its_adapter_was_replaced(tmp_path: Path
     assert asks.name(tracked, 0)
     weights.write_text("elegy")
     assert not asks.name(tracked, 0)
+
+
+def test_blocks_for_another_connectors_load_wait_for_our_stores_in_a_step_that_only_decodes(
+    make: Make,
+) -> None:
+    engine = make(share="pool")
+    request = engine.add(new_tokens(CHUNK + 4), max_tokens=40)
+    eventually(lambda: engine.step() is QUIET)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    given = KVCacheBlocks((pool.get_new_blocks(2),))
+    engine.scheduler.connector.update_state_after_alloc(engine.request([1]), given, 0)
+    assert engine.step().fresh == [*given.get_block_ids()]
+    engine.finish(request)
