@@ -52,7 +52,9 @@ def test_the_wheel_is_small_and_has_every_module_and_file_of_settings(wheel: Pat
         if path.suffix in (".py", ".yaml", ".html", ".sh") or path.name == "py.typed"
     }
     assert names == wanted
-    metadata = Metadata.from_email(text)  # raises if an index would refuse it
+    metadata = Metadata.from_email(text)
+    checked = ran(sys.executable, "-m", "twine", "check", "--strict", str(wheel))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
     assert {"gpu", "lmcache", "mooncake"} <= {*(metadata.provides_extra or ())}
 
 
