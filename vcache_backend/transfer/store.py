@@ -133,8 +133,8 @@ def store(
             give_back(session, reserved.reservation)
         return None
     _note_refusals(stats, reserved, session.client.epoch)
-    # Do not write if this process was paused meanwhile.
-    # To end in time: a copy takes milliseconds.
+    # Later this process was paused meanwhile. Half of the time is left for the copy, which takes
+    # milliseconds.
     launch_by = asked + reserved.seconds * 0.5
     pairs = zip(chunks, reserved.slots, strict=True)
     slots = {chunk: slot for chunk, slot in pairs if isinstance(slot, Location)}
