@@ -131,9 +131,12 @@ def serve_arguments(
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
     """The connector, if it has one. side: `socket` of the metadata server, `lmcache`, the port of
     LMCache's server, `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
-    system = SYSTEMS[name]
+    system, role = SYSTEMS[name], {}
+    if system.apart:
+        first = 2 * side["index"] < sizes.instances
+        role = {"kv_role": "kv_producer" if first else "kv_consumer"}
     if system.connector:
-        return {"kv_connector": system.connector, **BOTH}
+        return {"kv_connector": system.connector, **BOTH, **role}
     theirs = server_mode(side["lmcache"], system.lmcache) if system.lmcache else None
     if not (share := system.share):
         return theirs
@@ -142,8 +145,5 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
         more["pool.device"] = f"host:{side['index']}"
     lends = sizes.pool_bytes if share == "pool" else 0
     more |= dict(side.get("more", {}))
-    role = "kv_both"
-    if system.apart:
-        role = "kv_producer" if 2 * side["index"] < sizes.instances else "kv_consumer"
-    ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | {"kv_role": role}
+    ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | role
     return beside(ours, theirs) if theirs else ours
