@@ -14,7 +14,7 @@
 #   decode   what a step that only decodes costs, beside vLLM alone and alone with NIXL's layout   3 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
-#   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3                              5 minutes; nothing beside it
+#   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3, with CUDA graphs            7 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, LFM 2; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   copies   copies, engine, metadata server                                                        2 minutes
@@ -163,7 +163,7 @@ tables() {
   ttft states 500 conv,mamba2,gdn "${in_place[@]}" --scale beside &
   wait
 }
-groups() { ttft groups 300 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }
+groups() { ttft groups 420 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }
 hits() {
   bench hits 250 hits &
   PYTHONPATH=tests:tests/support:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level planned --seconds "${SOAK_SECONDS:-120}" > "$out/soak-planned.txt" 2>&1 &

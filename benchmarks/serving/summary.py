@@ -125,20 +125,20 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
 
 
 def apart(rows: Mapping[str, Row], workload: str, plan: Plan) -> list[Row]:
-    """vcache with prefill apart, against the best arm of NIXL in each figure. Of prompts with
+    """vcache with prefill apart, against the best other arm in each figure. Of prompts with
     common prefixes only the time to first token is of interest."""
     made, begin = list[Row](), f"vllm_serving_pd_vcache_turn_{workload}_"
     shared, shape = plan.repeats > 1, workload.partition("prefix_")[2] or plan.concurrency
     limits = {"handover_p50": 0.8 if plan.concurrency == 1 else 0.65, "ttft_p50": 1 / 1.5}
     limits |= {"tpot_p50": 1.01, "gap_p99": 1.0, "requests_per_second": 1.0}
     for figure, limit in limits.items():
-        theirs = re.compile(rf"vllm_serving_pd_nixl_\w+_turn_{workload}_{figure}")
-        nixl = [one for name, one in rows.items() if theirs.fullmatch(name)]
+        theirs = re.compile(rf"vllm_serving_pd_(?!vcache)\w+_turn_{workload}_{figure}")
+        others = [one for name, one in rows.items() if theirs.fullmatch(name)]
         ours = rows.get(begin + figure)
-        if ours is None or not nixl or shared != (figure == "ttft_p50"):
+        if ours is None or not others or shared != (figure == "ttft_p50"):
             continue
         rate = figure == "requests_per_second"
-        best = sorted(nixl, key=lambda one: one.value, reverse=rate)[0]
+        best = sorted(others, key=lambda one: one.value, reverse=rate)[0]
         name = "throughput" if rate else figure
         least, most = (limit, None) if rate else (None, limit)
         what = f"{ours.what}; reference: {best.what.partition(';')[0]}"
