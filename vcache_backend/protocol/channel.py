@@ -95,7 +95,10 @@ class Channel:
         away. A server that was stopped removed its socket, and is not replaced."""
         self.on_return: list[Callable[[], None]] = []
         """Called after each reconnection, to register the client's state again. Runs in the
-        background thread; hooks may make calls. Their errors are logged."""
+        background thread; hooks may make calls. Their errors are logged; after an error that is no
+        VCacheError the hook is called again with the next heartbeat."""
+        self._unregistered: list[Callable[[], None]] = []
+        """Hooks of `on_return` that are to be called again."""
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
@@ -331,7 +334,7 @@ class Channel:
         restarted = self.epoch not in (0, welcome.epoch)
         self.epoch = welcome.epoch
         late, self._late, now = self._late, "", time.monotonic()
-        _call_all(self.on_return, "after a reconnection")
+        self._unregistered = _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
         elif late and now >= self._late_at + 60:
@@ -361,6 +364,7 @@ class Channel:
                 self._soon = False
                 self._stop.wait(0.05)  # so that the heartbeat delays no request under way
             if self.connected and not self._stop.is_set():
+                self._unregistered = _call_all(self._unregistered, "after a reconnection")
                 _call_all(self.on_beat, "heartbeat")
             return self._stop.is_set()
         if not (self._late or self._complained or self._stop.is_set()):
@@ -435,10 +439,14 @@ def _named(request: m.Request) -> str:
     return type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
 
 
-def _call_all(hooks: list[Callable[[], None]], when: str) -> None:
+def _call_all(hooks: list[Callable[[], None]], when: str) -> list[Callable[[], None]]:
+    """Call all hooks. Returns those that raised something else than a VCacheError."""
+    raised = list(hooks)
     for hook in list(hooks):
         with threads.survives(when):
             try:
                 hook()
             except VCacheError as error:
                 log.warning("%s: %s", when, error)
+            raised.remove(hook)
+    return raised
