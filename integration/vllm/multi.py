@@ -156,6 +156,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
             raise ConfigError(fault)
         super().__init__(vllm_config, role, kv_cache_config)
         ours, *others = self._connectors
+        ours.open_nothing()
         self._ours, self._others = ours, [Guarded(one) for one in others]
         self._connectors = [ours, *self._others]
         if getattr(ours, "in_place", False) and any(map(_maps, others)):

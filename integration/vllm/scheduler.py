@@ -21,7 +21,7 @@ from .consumers import Unserved
 from .evictions import Duplicates, Victims
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import QUIET, LoadSpec, StepMetadata, WorkerReport
+from .metadata import QUIET, LoadSpec, MoreBlocks, StepMetadata, WorkerReport
 from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
@@ -61,10 +61,10 @@ class VCacheScheduler:
         )
         self.publications = context.publications
         self._requests: dict[str, Tracked] = {}
-        self.lookups, self._waits = Lookups(context, meter), Waits(context, meter)
+        self.lookups, self.waits = Lookups(context, meter), Waits(context, meter)
         self._promises = PromiseSender(context, self.lookups)
         self._planner = StorePlanner(context, self.lookups, compat.spec_kind(kv_cache_config))
-        parts = self.lookups, self._waits, self._promises, self._planner
+        parts = self.lookups, self.waits, self._promises, self._planner
         self.resets = Resets(context, self._requests, *parts)
         self.duplicates: Duplicates | None = None
         """None until vLLM has shown its block pool, and unless KV caches are shared in place and
@@ -81,6 +81,8 @@ class VCacheScheduler:
         self._promise_numbers = count(1)
         self._loads: list[LoadSpec] = []
         """Loads that begin with the next step."""
+        self._open: dict[str, Tracked] = {}
+        """Requests with open loads, by name."""
         self._given: dict[str, Any] = {}
         """The blocks of requests for which this connector loads nothing, for the next step."""
         self._cancelled: set[str] = set()
@@ -159,7 +161,7 @@ class VCacheScheduler:
 
     def _decide(self, tracked: Tracked) -> LookupDecision:
         """Look the request up, and decide what becomes of it."""
-        context, lookups, waits, local = self.context, self.lookups, self._waits, tracked.local
+        context, lookups, waits, local = self.context, self.lookups, self.waits, tracked.local
         if (
             not tracked.may_load
             or self.resets.clearing
@@ -171,10 +173,11 @@ class VCacheScheduler:
         least = context.config.connector.min_hit_tokens
         if most - local < least or not lookups.name(tracked):
             return MISS
-        first = local // context.chunk_size
-        if waits.follows(tracked, first):
+        wait, opened = tracked.wait.present, tracked.load is not None
+        first = wait.probes if wait and opened else local // context.chunk_size
+        if not opened and waits.follows(tracked, first):
             return FOLLOW
-        if (wait := tracked.wait.present) is not None:
+        if wait is not None:
             probed = lookups.probed(tracked)
             if probed is not None and waits.goes_on(tracked, probed):
                 return FOLLOW
@@ -182,7 +185,7 @@ class VCacheScheduler:
                 lookups.forget(tracked)
             elif tracked.lookup.question is None and (
                 # Without a server no question is sent, and the look-up ends the wait.
-                not waits.is_due(tracked) or lookups.probe(tracked, wait.target - 1)
+                not waits.is_due(tracked) or lookups.probe(tracked, wait.probes)
             ):
                 return FOLLOW
         answer = lookups.find(tracked, first, most)
@@ -201,10 +204,12 @@ class VCacheScheduler:
         """Prepare the load of `external` tokens into `blocks`, reserved for the request."""
         tracked = self._requests[request.request_id]
         tracked.supplied = tracked.local + external
-        self._waits.on_load(tracked)
+        self.waits.on_load(tracked)
         tracked.load = self._planner.load(tracked, blocks.get_block_ids())
         self._promises.on_load(tracked)
         self._loads.append(tracked.load)
+        if tracked.load.open:
+            self._open[request.request_id] = tracked
 
     def given(self, request: Any, blocks: Any) -> None:
         """Note that vLLM has given the request `blocks`, into which another connector may load
@@ -216,13 +221,14 @@ class VCacheScheduler:
         """Forget a request that has ended for any reason."""
         name = request.request_id
         tracked = self._requests.pop(name, None)
+        self._open.pop(name, None)
         if self._spans is not None:
             self._spans.finished(name)
         if self.context.blocks is not None:
             self.context.blocks.kept_out.discard(name)
         if tracked is not None:
             self._promises.withdraw(tracked)
-            self._waits.over(tracked)
+            self.waits.over(tracked)
             if tracked.load is not None:
                 self._cancelled.add(name)
             elif self.duplicates is not None:
@@ -236,10 +242,12 @@ class VCacheScheduler:
         requests, cached = self._requests, output.scheduled_cached_reqs
         self._promises.rate.look()
         self._learn()
-        if self._rests(output):
+        more = self._further() if self._open else []
+        if not more and self._rests(output):
             told = self._planner.publications(requests)
             return StepMetadata(publications=told) if told else QUIET
         meta = self._metadata(not output.total_num_scheduled_tokens)
+        meta.more = more
         for name in self._given.keys() - output.num_scheduled_tokens.keys():
             meta.fresh += self._given[name].get_block_ids()
         self._given.clear()
@@ -265,7 +273,7 @@ class VCacheScheduler:
             self._planner.plan(output, requests, meta)
         for name, computed in beginning:
             if (tracked := requests.get(name)) is not None:
-                self._waits.over(tracked)
+                self.waits.over(tracked)
                 self._promises.on_start(tracked, computed)
                 if self._unserved is not None:
                     self._unserved.began(tracked, computed)
@@ -284,6 +292,19 @@ class VCacheScheduler:
             and self.victims is None
             and self._planner.rests(output, self._requests)
         )
+
+    def _further(self) -> list[MoreBlocks]:
+        """What has come for open loads. Those whose requests no longer wait end."""
+        told = list[MoreBlocks]()
+        for name, tracked in list(self._open.items()):
+            decision = self._decide(tracked) if tracked.wait.present else MISS
+            if decision.again:
+                continue
+            if decision.wait is None:
+                self.waits.over(tracked, "withdrawn")
+                del self._open[name]
+            told.append(self._planner.more(tracked, decision.tokens > 0))
+        return told
 
     def _metadata(self, idle: bool) -> StepMetadata:
         """The step's metadata without stores. idle: the step runs no model."""
@@ -304,16 +325,23 @@ class VCacheScheduler:
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
+        invalid = getattr(output, "invalid_block_ids", None) or frozenset()
         if report is not None and isinstance(report, WorkerReport):
-            self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
+            self._note(report, invalid)
             if self._spans is not None:
                 self._spans.loaded(report.spans)
         self._ask_for_waiting()
         for name in output.finished_recving or ():
             # Otherwise a later request of this name would be cancelled.
             self._cancelled.discard(name)
-            if name in self._requests:
-                self._requests[name].load = None
+            if (tracked := self._requests.get(name)) is not None:
+                if invalid and self.publications is not None and tracked.load is not None:
+                    # vLLM computes these blocks, which are then published.
+                    self.publications.generations.void(invalid.intersection(tracked.load.blocks))
+                tracked.load = None
+                if self._open.pop(name, None) is not None:
+                    # Its blocks have changed.
+                    self.waits.over(tracked, "withdrawn")
 
     # ---- inside
 
@@ -324,10 +352,10 @@ class VCacheScheduler:
     def _ask_for_waiting(self) -> None:
         """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have
         come."""
-        for tracked in self._waits.waiting.values():
+        for tracked in self.waits.waiting.values():
             wait = tracked.wait.present
-            if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
-                self.lookups.probe(tracked, wait.target - 1)
+            if wait and tracked.lookup.question is None and self.waits.is_due(tracked):
+                self.lookups.probe(tracked, wait.probes)
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""

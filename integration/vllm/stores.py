@@ -18,7 +18,7 @@ from vcache_backend.transfer.keys import state_keys
 from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import LoadSpec, PublicationSpec, StepMetadata, StoreSpec
+from .metadata import LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
 from .requests import Tracked
 from .telemetry.events import block_stored
@@ -53,12 +53,14 @@ class StorePlanner:
         size, end, answer = self._size, tracked.supplied, tracked.lookup.answer
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
-        keys = [] if self._context.by_ends else self._lookups.keys(tracked, first, stop)
+        opens = tracked.wait.present is not None
+        whole = self._context.by_ends or opens
+        keys = [] if whole else self._lookups.keys(tracked, first, stop)
         if groups.states and keys:
             keys += state_keys(keys[-1:], groups.parts)
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
-        offload = not groups.states and below is not None and below.usable
+        offload = not (groups.states or opens) and below is not None and below.usable
         promote = offload and self._context.stores and tracked.params.store
         load = LoadSpec(
             request_id=tracked.request.request_id,
@@ -67,6 +69,7 @@ class StorePlanner:
             promote=promote and self._publications is None,
             prefix=self._lookups.keys(tracked, 0, first) if offload else [],
             number=next(self._load_numbers),
+            open=opens,
             **self._blocks(tracked, block_tables),
         )
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
@@ -78,6 +81,19 @@ class StorePlanner:
         if promoted:
             self._announce(tracked, first, end // size)
         return load
+
+    def more(self, tracked: Tracked, found: bool) -> MoreBlocks:
+        """Go on with the request's open load, or end it if the request no longer waits. found: its
+        last look-up has found blocks."""
+        load, answer, context = tracked.load, tracked.lookup.answer, self._context
+        assert load is not None
+        runs = list[ResidentRun]()
+        if found and answer is not None:
+            block = context.groups.block
+            first = tracked.local // self._size * self._size // block
+            span = Span(0, first, 0, len(load.blocks))
+            runs = answer.runs_of(span, answer.first * self._size // block)
+        return MoreBlocks(load.number, runs, tracked.wait.present is None)
 
     def _blocks(self, tracked: Tracked, block_tables: Sequence[list[int]]) -> dict[str, Any]:
         """The load of the tokens [tracked.local, tracked.supplied): `blocks`, and in place what

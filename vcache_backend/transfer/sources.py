@@ -291,14 +291,19 @@ class MemorySource:
         first. Begins to map the KV caches."""
         self._context, self._neighbours = context, neighbours
         self._known = list[_Known]()
+        self.extend(runs)
+        self._unasked = bool(self._known and context.keys)
+        self.cause = ""
+
+    def extend(self, runs: Sequence[Run]) -> None:
+        """Further places, to be tried behind those that are known."""
+        neighbours = self._neighbours
         for run in runs:
             if isinstance(run, SlotRun):
                 self._known.append(self._spanned(run))
             elif neighbours is not None and run.fits():
                 self._known.append(self._spanned(run))
                 neighbours.expects(run.instance)
-        self._unasked = bool(self._known and context.keys)
-        self.cause = ""
 
     def expects(self, block: int) -> bool:
         """Whether this block's KV cache is still being mapped."""
