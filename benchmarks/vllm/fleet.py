@@ -32,7 +32,6 @@ from .settings import (
     BOTH,
     ENVIRONMENT,
     arguments,
-    descends,
     environment,
     lmcache_file,
     our_connector,
@@ -215,56 +214,26 @@ class Fleet:
 
     # ---- the pool
 
-    def chunks(self, writer: str = "a") -> int:
-        """Whole committed chunks in the pool, with as many parts as `writer` stores; in place, the
-        blocks resident in instance `writer`.
-        """
-        stats = self.pool.stats()
-        if not self.in_place:
-            return stats.chunks // KINDS[INSTANCES[writer].kind].ranks
-        child = self.instance(writer).pid
-        whole = [each for each in stats.instances if not each.missing]
-        return sum(each.resident for each in whole if descends(each.pid, child))
-
     def compute(self, writer: str, prompt: list[int]) -> None:
-        """Have an instance compute a prompt, and wait until all of its chunks, or blocks, are
-        `stored`. Says so if some are not.
+        """Have an instance compute a prompt, and wait until others can find it. Says so if they
+        cannot.
         """
-        scale, had = self.of(INSTANCES[writer].kind), self.chunks(writer)
-        due = had + len(prompt) // (scale.block if self.in_place else scale.chunk)
+        due = self.pool.stats().chunks + len(prompt) // self.scale.chunk
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
-        if self.in_place and KINDS[INSTANCES[writer].kind].several:
-            # vLLM keeps few blocks of windows and states, and makes larger ones, perhaps longer
-            # than the prompt.
-            until(lambda: self.chunks(writer) > had, 1.0, 0.005)
-            time.sleep(0.5)
-            return
-        if not self.stored(due, writer=writer):
-            there = self.chunks(writer)
-            print(f"  {writer}: there are {there} chunks where {due} were due", flush=True)
-
-    def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
-        """Wait until there are so many `chunks`. Whether there are, after so many seconds.
-
-        ChildFailed if in place there are none at all, so that nothing is shared.
-        """
-        if until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
-            # States, and in place all tables but the first one's blocks, come last.
-            time.sleep(0.5 if KINDS[INSTANCES[writer].kind].several else 0.0)
-            return True
-        if self.in_place and not self.chunks(writer):
-            said = " | ".join(self.instance(writer).said()[-5:])
-            raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
-        return False
+        if self.lmcache:
+            found = until(lambda: self.pool.stats().chunks >= due, 5.0, 0.005)
+        else:
+            found = self.instance(writer).ask("told", ANSWER_SECONDS)
+        if not found:
+            print(f"  {writer}: not all of a prompt can be found", flush=True)
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the
         reader's own GPU.
-
-        In place, forget all resident chunks: used-again blocks take theirs along, so that new ones
-        could not be counted."""
-        scale, most = self.scale, 0.8 * self.scale.pool_bytes
-        if self.in_place or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > most:
+        """
+        scale = self.scale
+        needed = (self.pool.stats().chunks * scale.chunk + tokens) * scale.token_bytes
+        if not self.in_place and needed > 0.8 * scale.pool_bytes:
             self.pool.clear()
 
     def copied(self) -> Row:

@@ -162,16 +162,6 @@ def environment(cpu: bool, cache: Path, **more: str) -> dict[str, str]:
     return given | more
 
 
-def descends(pid: int, ancestor: int) -> bool:
-    """Whether process `pid` is `ancestor`, or was started by it, or by one that it started."""
-    while pid > 1 and pid != ancestor:
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return pid == ancestor
-
-
 def visible(gpu: int) -> str:
     """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then
     the other of its pair.

@@ -91,7 +91,7 @@ HELD_UP, ARRIVING = 8, 3
 
 
 def decode_steps(run: Run) -> list[Row]:
-    """What vcache costs a step of vLLM in which requests only decode, on one GPU: instances that are
+    """What vcache costs a step in which requests only decode, on one GPU: instances that are
     asked in turn. The consumer's also beside others that wait for what nobody computes."""
     run.fleet.settle()
     rows = list[Row]()
