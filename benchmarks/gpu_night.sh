@@ -21,8 +21,9 @@
 #   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
-#   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS=8192 or
-#            32768, ANSWER=128 or 512, REPEATS=6 for shared prefixes; on one GPU with GPUS=0,0   9 minutes for two arms; nothing beside it
+#   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS="8 32" in
+#            thousands, ANSWER=128 or 512, REPEATS=6 for shared prefixes, REQUESTS=40   4 minutes an arm with two flights and 8k; nothing beside it
+#            on one GPU: GPUS=0,0 MORE="--memory 0.6"
 #   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes; without a GPU: LEVELS="planned hits"
 #
 # `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
@@ -182,18 +183,18 @@ served() {
 serving() { served serving "${ARMS:-alone:turn,inplace:turn,pool:turn}" "${WORKLOADS:-prefix}"; }
 routed() { served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,prefix,chat}"; }
 pd() {
-  local many repeats=${REPEATS:-1} load
-  for many in ${FLIGHTS:-8}; do
-    load=(--concurrency "$many" --repeats "$repeats" --prefixes $(((24 + 2 * many) / repeats)))
-    [ -n "${TINY:-}" ] || load+=(--prefix "${TOKENS:-8192}" --suffix 258 --output "${ANSWER:-128}")
-    served "pd_$many" "${ARMS:-pd_vcache:turn,pd_nixl_pull_64:turn}" prefix "${load[@]}"
+  local many tokens workloads= repeats=${REPEATS:-1}
+  for tokens in ${TOKENS:-8}; do
+    for many in ${FLIGHTS:-1 8}; do workloads+=${workloads:+,}prefix_${tokens}k_$many; done
   done
+  [ -n "${TINY:-}" ] || set -- --suffix 258 --output "${ANSWER:-128}"
+  served pd "${ARMS:-pd_vcache:turn,pd_nixl_pull_64:turn}" "$workloads" --repeats "$repeats" --prefixes $((${REQUESTS:-40} / repeats)) "$@"
 }
 ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix}"; }
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed decode short tables groups models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed prove decode short tables groups models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

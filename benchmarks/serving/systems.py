@@ -144,19 +144,19 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     """The connector, if it has one. side: `socket` of the metadata server, `lmcache`, the port of
     LMCache's server, `index` and `port` of the server, and `more`, settings of vcache by
     `SECTION.KEY`."""
-    system = SYSTEMS[name]
-    role = "kv_both"
+    system, role = SYSTEMS[name], BOTH
     if system.apart:
-        role = "kv_producer" if 2 * side["index"] < sizes.instances else "kv_consumer"
+        first = 2 * side["index"] < sizes.instances
+        role = {"kv_role": "kv_producer" if first else "kv_consumer"}
     if system.apart == "mooncake":
         return {
             "kv_connector": system.connector,
-            "kv_role": role,
             "engine_id": mooncake_peer(side["port"])["remote_engine_id"],
             "kv_connector_extra_config": {"mooncake_protocol": "nvlink_intra"},
+            **role,
         }
     if system.connector:
-        return {"kv_connector": system.connector, **BOTH}
+        return {"kv_connector": system.connector, **role}
     theirs = server_mode(side["lmcache"], system.lmcache) if system.lmcache else None
     if not (share := system.share):
         return theirs
@@ -165,5 +165,5 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
         more["pool.device"] = f"host:{side['index']}"
     lends = sizes.pool_bytes if share == "pool" else 0
     more |= dict(side.get("more", {}))
-    ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | {"kv_role": role}
+    ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | role
     return beside(ours, theirs) if theirs else ours
