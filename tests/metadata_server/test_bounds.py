@@ -127,10 +127,10 @@ def test_publications_are_bounded(
                     run = m.BlockRun(first % tables, 0, *packs, counted)
                     for rank in range(ranks):
                         service.residents.publish(m.Publish(one, rank, [run]))
-            assert service.residents.blocks(one) == blocks
+            assert service.residents.of[one].live == blocks
         for number in range(3):
             service.residents.close(instance_id(number))
-    assert not service.residents._of
+    assert not service.residents.of
 
 
 def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None:
@@ -138,7 +138,7 @@ def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None
     with closing(Generations(A, 4096)) as table:
         request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
         service.residents.open(request, partial(ForeignTable, table.fd, A, 4096))
-        service.residents.show(A, True)
+        service.residents.of[A].whole = True
         for number in range(4096):
             run = m.BlockRun(0, 0, prompt(1, 0, 1), numbers(number), counts(2))
             assert service.residents.publish(m.Publish(A, 0, [run])) == 1
@@ -165,7 +165,7 @@ def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> 
     for number in range(8):
         one = instance_id(number)
         join(service, one, blocks=3 * m.MAX_HASHES, tables=tables)
-        service.residents.show(one, True)
+        service.residents.of[one].whole = True
         if tables is FULL:  # each has every eighth block
             for at in range(number, m.MAX_HASHES, 8):
                 publish(service, one, 1, 1, at)
@@ -297,10 +297,10 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     everyone = [instance_id(number) for number in range(60)]
     for one in everyone:
         join(service, one)
-        service.residents.show(one, True)
+        service.residents.of[one].whole = True
         work = work_of(lambda one=one: service.residents.publish(m.Publish(one, 0, [run])))
         assert work <= 2 * A_TURN
-        assert service.residents.blocks(one) == size
+        assert service.residents.of[one].live == size
         told = {other: service.residents.copies(other) for other in everyone}
         while any(service.residents.copies(other) for other in everyone):
             pass
