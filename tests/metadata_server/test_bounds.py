@@ -32,17 +32,18 @@ from processes import Raw, Stage, info
 from server_cases import A_TURN, add_region, asked, work_of
 
 from vcache_backend.errors import MAX_LINE_CHARS, Refused
+from vcache_backend.log_format import LineLimit
 from vcache_backend.metadata_server import publications, residents
 from vcache_backend.metadata_server.directory import Backlog
-from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
 from vcache_backend.metadata_server.processes import Peer, ProcessId, is_pidfd
 from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.slots import SLAB_SLOTS, SLABS
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS
 from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20
+LINES, SECONDS = LineLimit.LINES, LineLimit.SECONDS
 A, B = instance_id(1), instance_id(2)
 
 

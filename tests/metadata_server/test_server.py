@@ -18,9 +18,9 @@ from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, stage
 from vcache_backend.errors import MAX_LINE_CHARS
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.report import MAX_COMPARED
+from vcache_backend.metadata_server.slots import SLAB_SLOTS
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.slot_layout import SLAB_SLOTS
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))

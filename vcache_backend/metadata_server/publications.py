@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 from vcache_backend.errors import Refused
 from vcache_backend.protocol import generation_table
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.slot_layout import DEAD_AT
 
 BLOCK_BYTES = 256
 """About how much of the server's memory an instance takes for each of its blocks."""
@@ -62,7 +61,7 @@ class ForeignTable:
         memory = memoryview(generation_table.mapped(fd, instance, blocks))
         first = mmap.PAGESIZE
         self.counters = memory[first : first + blocks * m.GENERATION_BYTES].cast("Q")
-        self._dead = memory[DEAD_AT : DEAD_AT + 4].cast("I")
+        self._dead = memory[generation_table.DEAD_AT :][:4].cast("I")
 
     @property
     def dead(self) -> bool:
