@@ -290,6 +290,11 @@ def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reade
     assert found(reader) == 12
     with pytest.raises(Refused, match="has shown no cache"):
         publish(before, A, 3)
+    unsealed = make_memfd(2 * 4096, seals=False)
+    with pytest.raises(Refused, match="not sealed against shrinking"):
+        after.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, unsealed)
+    os.close(unsealed)
+    assert found(reader) == 12
     join(after, A)
     assert found(reader) == 0  # another table
     assert publish(after, A, 3) == 12
