@@ -222,7 +222,7 @@ def server_stats(service: Service) -> m.ServerStats:
         },
         segments=directory.segments(),
         namespaces=layouts.namespaces(),
-        rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        rss_bytes=_rss_bytes(),
         reports=service.reports.newest_last(),
         quarantined_slots=dict(directory.quarantined()),
         mismatches=layouts.mismatches(),
@@ -246,3 +246,12 @@ def fitting(stats: m.ServerStats) -> m.ServerStats:
             halves[name] = dict(list(some.items())[half]) if isinstance(some, dict) else some[half]
         stats = msgspec.structs.replace(stats, **halves)
     return stats
+
+
+def _rss_bytes() -> int:
+    """This process's resident memory; 0 if no descriptor is free to read it."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

@@ -849,7 +849,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     `quarantined_slots`: slots in quarantine, by the pid of their writer. `hits`: by namespace,
     prompt tokens that instances report as looked up and as found, in the pool, in KV caches or
     below. Each token counts once for each request. `minute`: the loads and loaded tokens of the
-    last minute (`ListSegments`). `rss_bytes`: the most memory that the server has had."""
+    last minute (`ListSegments`)."""
 
     epoch: int
     uptime_seconds: float
