@@ -19,11 +19,10 @@ from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 from vcache_backend.vram_pool import regions
-from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopier, Mark
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.memory_budget import Shortfall, shortfall
 from vcache_backend.vram_pool.pool import Pool
-from vcache_backend.vram_pool.regions import MappedSegment
 
 __all__ = ["here", "served"]
 MIB = 1 << 20
@@ -32,7 +31,7 @@ MIB = 1 << 20
 class NoCopier(HostCopier):
     """Must not be asked to store."""
 
-    def gather(self, *_: Any, **__: Any) -> Finished:
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
         pytest.fail("a copy was launched")
 
 
@@ -112,11 +111,8 @@ def test_a_writer_that_is_late_copies_nothing(here: Node, monkeypatch: pytest.Mo
 class FullDisk(HostCopier):
     """As where Triton cannot write what it compiled."""
 
-    def gather(self, *_: Any, **__: Any) -> Finished:
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
         raise OSError(28, "No space left on device")
-
-    def pull(self, *_: Any, **__: Any) -> Finished:
-        return self.gather()
 
 
 def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,7 +218,7 @@ def test_who_cannot_map_a_segment_still_stores(
     far = served.engine("host:far", 8 * ROOMY, layout_of(mine))
     mapping = regions.map_segment
 
-    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
+    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> torch.Tensor:
         if info.device == "host:far":
             raise SegmentError(f"{reader} has no peer access to it")
         return mapping(info, fd, reader)

@@ -101,10 +101,10 @@ def test_a_listener_that_raises_is_told_of_the_next_store(pair: Pair) -> None:
 def test_a_copy_of_which_nobody_can_tell_whether_it_is_over_holds_up_no_store(
     pair: Pair, fresh: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copier, gather = pair.writer._session.copier, pair.writer._session.copier.gather
-    monkeypatch.setattr(copier, "gather", lambda *given: (gather(*given), Endless())[1])
+    copier, copy = pair.writer._session.copier, pair.writer._session.copier.copy
+    monkeypatch.setattr(copier, "copy", lambda *given: (copy(*given), Endless())[1])
     put(pair.writer, pair.mine, prompt(CHUNK))
-    monkeypatch.setattr(copier, "gather", gather)
+    monkeypatch.setattr(copier, "copy", copy)
     put(pair.writer, pair.mine, prompt(CHUNK, 2))
     assert get(pair.reader, pair.theirs, prompt(CHUNK, 2)) == CHUNK
     assert get(pair.reader, pair.theirs, prompt(CHUNK)) == 0

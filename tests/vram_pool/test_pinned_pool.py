@@ -53,12 +53,11 @@ def quiet(cuda: FakeCuda) -> Iterator[None]:
 def test_a_segment_is_locked_while_a_tensor_lives(cuda: FakeCuda, quiet: None, nbytes: int) -> None:
     with create(HOST, nbytes) as owned:
         assert cuda.holds() == NOTHING
-        mapped = map_segment(owned.info, owned.fd, HOST)
-    part = mapped.whole[:64][8:16]
+        whole = map_segment(owned.info, owned.fd, HOST)
+    part = whole[:64][8:16]
     part.fill_(7)
-    assert cuda.registered == {mapped.whole.data_ptr(): -(-nbytes // 4096) * 4096}
-    mapped.close()
-    del mapped
+    assert cuda.registered == {whole.data_ptr(): -(-nbytes // 4096) * 4096}
+    del whole
     assert cuda.holds() == NOTHING | {"contexts": 1, "registered": 1}
     assert part.tolist() == [7] * 8
     cuda.calls.clear()
@@ -87,10 +86,12 @@ def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
     cuda: FakeCuda, quiet: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "_STEP_BYTES", MIB // 4)
-    with create(HOST, MIB - 12_345) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
-        start, steps = mapped.whole.data_ptr(), [MIB // 4, MIB // 4, MIB // 4, MIB // 4 - 12_288]
+    with create(HOST, MIB - 12_345) as owned:
+        whole = map_segment(owned.info, owned.fd, HOST)
+        start, steps = whole.data_ptr(), [MIB // 4, MIB // 4, MIB // 4, MIB // 4 - 12_288]
         assert cuda.registered == {start + at * (MIB // 4): size for at, size in enumerate(steps)}
-        mapped.whole[: owned.nbytes].fill_(3)
+        whole[: owned.nbytes].fill_(3)
+        del whole
     assert cuda.registered == {}
     cuda.most_registered = MIB // 2
     with create(HOST, MIB) as owned:
@@ -125,7 +126,7 @@ def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_lit
     with pytest.raises(SegmentError, match="are not allocated yet"):
         map_segment(segment, memfd, HOST)
     os.pwrite(memfd, bytes(segment.nbytes), 0)
-    map_segment(segment, memfd, HOST).close()
+    map_segment(segment, memfd, HOST)
 
 
 # ---- pools

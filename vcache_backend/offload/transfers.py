@@ -33,7 +33,6 @@ from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import host_memory
 from vcache_backend.vram_pool.pool import Pool
-from vcache_backend.vram_pool.regions import SlotView
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +53,9 @@ class Buffer(NamedTuple):
     """The same bytes, 1-D uint8, on the host."""
 
     @property
-    def chunk(self) -> SlotView:
-        """The chunk of the object in the buffer, for a copier."""
-        return SlotView.over(self.memory[HEADER_BYTES:], local=False)
+    def chunk(self) -> torch.Tensor:
+        """The bytes of the chunk in the object."""
+        return self.memory[HEADER_BYTES:]
 
 
 def staging(fd: int, nbytes: int, count: int, ordinal: int | None) -> list[Buffer]:
@@ -355,13 +354,13 @@ class Writer:
         slots = None if segment is None else segment.slot_offsets(run, nbytes)
         if segment is None or slots is None:
             return []
-        whole, sealed = segment.mapped.whole, list[tuple[str, Place]]()
+        whole, sealed = segment.whole, list[tuple[str, Place]]()
         for number, begin in zip(range(run.first, run.stop), slots.tolist(), strict=True):
             buffer = self._buffers[number]
-            self._copy(whole[begin : begin + nbytes], buffer.chunk.tensor)
+            self._copy(whole[begin : begin + nbytes], buffer.chunk)
             self._format.seal(buffer.memory.numpy(), names[number])
             sealed.append((names[number], buffer.place))
-        return sealed[: segment.right(run.slots, run.generations)]
+        return sealed[: segment.view.leading(run.slots, run.generations)]
 
     def _copy(self, chunk: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a chunk into host memory, and wait for the copy."""

@@ -14,7 +14,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, Location, Refusal, Reserved
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool.copies.copier import Completion, Mark
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session
@@ -175,8 +175,8 @@ def _gather(
         rows = places.store_rows(list(slots), [view.address for view in views])
     local = all(view.local for view in views)
     host = any(view.whole.device.type == "cpu" for view in views)
-    copy = session.copier.gather(places.kv, *rows, mark, views, local=local, host=host)
-    return copy, nbytes * count, views
+    job = CopyJob(places.kv, *rows, keep=views, local=local, host=host, to_origin=True)
+    return session.copier.copy(job, mark), nbytes * count, views
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:
