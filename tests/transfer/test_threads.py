@@ -17,7 +17,7 @@ from test_publisher import Owner, Step
 from vcache_backend.protocol import channel
 from vcache_backend.protocol.channel import Channel
 from vcache_backend.protocol.client import Client
-from vcache_backend.transfer.outbox import Outbox
+from vcache_backend.transfer.outbox import Outbox, at_once
 from vcache_backend.transfer.store import PendingStore
 
 __all__ = ["fresh", "pair"]
@@ -47,8 +47,8 @@ def raising(owner: Any, name: str, behind: bool = False, times: int = 1) -> Iter
             raise AssertionError(f"nobody called {name}") from error
 
 
-NOT_OF_THE_THREAD = "__init__ __len__ __repr__ close flush send after submit known holds _returned"
-NOT_OF_THE_THREAD += " _turn _beat _has_work _begin_within"
+NOT_OF_THE_THREAD = "__init__ __len__ __repr__ close flush after submit known holds _returned"
+NOT_OF_THE_THREAD += " _turn _beat _begin_within"
 
 
 def of_thread(*classes: type) -> list[tuple[type, str, bool]]:
@@ -117,8 +117,8 @@ def test_a_thread_whose_work_always_raises_ends_with_close(
     fresh: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = Owner(fresh)
-    monkeypatch.setattr(Outbox, "_send_all", Endless.reached)
-    owner.publisher.outbox.send(owner.client.stats)
+    monkeypatch.setattr(Outbox, "_do_first", Endless.reached)
+    owner.publisher.outbox.after(at_once, owner.client.stats)
     eventually(lambda: owner.stats.snapshot()["failures"].get("thread: vcache-outbox", 0) > 1)
     owner.publisher.close(timeout=0.1)
     owner.close()

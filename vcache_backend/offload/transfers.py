@@ -284,7 +284,7 @@ class Writer:
         self._waiting: deque[ChunkKey] = deque()
         self._stop = threading.Event()
         self._stream: torch.cuda.Stream | None = None
-        self._outbox = Outbox(client, stats.failed)
+        self._outbox = Outbox(stats.failed)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Queue chunks that are in the pool. Never blocks: a full queue drops and counts chunks.
