@@ -1,5 +1,5 @@
 """Generation tables and KV caches of others as this process opens them: when a mapping goes, what is
-refused. What is read: test_resident_loads. Real processes, a real server.
+refused. What is read: test_sources. Real processes, a real server.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 import torch
 from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, places
 from nursery import listen, say
-from processes import PATIENT, QUICK, SECONDS, Child, Stage, with_torch
+from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
@@ -362,3 +362,30 @@ def here(tmp_path: Path) -> Iterator[Node]:
 def served(here: Node) -> Node:
     here.serve()
     return here
+
+
+# ---- threads
+
+
+@contextmanager
+def raising(owner: Any, name: str, behind: bool = False, times: int = 1) -> Iterator[None]:
+    """The first calls raise in any thread but this one, before or behind the work. Fails if there
+    were fewer."""
+    original, left = getattr(owner, name), times
+
+    def raises(*given: Any) -> Any:
+        nonlocal left
+        fails = left > 0 and threading.current_thread() is not threading.main_thread()
+        left -= fails
+        answer = None if fails and not behind else original(*given)
+        if fails:
+            raise RuntimeError(f"on purpose, in {name}")
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, raises)
+        yield
+        try:
+            eventually(lambda: left <= 0)
+        except AssertionError as error:
+            raise AssertionError(f"nobody called {name}") from error

@@ -4,7 +4,9 @@ half-way."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from processes import PATIENT, Worker, eventually
 from torch import Tensor
 
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun
-from vcache_backend.resident.mappings import Neighbours
+from vcache_backend.resident.mappings import Neighbour, Neighbours
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
@@ -138,6 +140,12 @@ class Reader:
         load = self.load(tokens, residents, known)
         load.run(10)
         return self.check(load, tokens), load.cause
+
+    def forgotten(self, owner: bytes) -> weakref.ref[Neighbour]:
+        """The owner's KV cache, as long as a copy refers to it."""
+        left = weakref.ref(self.neighbours._mapped.pop(owner))
+        gc.collect()
+        return left
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Segments: what outlives whom, what is refused, and that nothing is left behind. Host memory is
 real; GPU memory is a driver's that counts what it gave out and can fail anywhere, and on GPUs it is
-real, too. What several processes do with segments: test_cross_process_store_retrieve.py."""
+real, too. What several processes do with segments: test_engine_processes."""
 
 from __future__ import annotations
 
