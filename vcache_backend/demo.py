@@ -6,23 +6,25 @@ only with two linked GPUs."""
 
 from __future__ import annotations
 
-import shutil
-import signal
-import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from itertools import combinations
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
+from vcache_backend.children import (
+    Child,
+    ChildFailed,
+    MetadataServer,
+    answer_commands,
+    environment,
+    module,
+)
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
 from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.metadata_server.main import Server
 from vcache_backend.tables import print_json
 from vcache_backend.vram_pool.devices import current_gpu, gpus
 
@@ -43,10 +45,7 @@ def run(as_json: bool = False) -> int:
     """Run the demo and print the result. Returns the exit code: 0 if every byte was right and the
     changed byte was found, otherwise 1.
 
-    Leaves no process and no file behind, even if killed. Raises VCacheError if the demo cannot
-    run."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    Leaves no process behind, even if killed. Raises VCacheError if the demo cannot run."""
     if find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")  # before the server starts
     devices = choose_devices()
@@ -81,19 +80,19 @@ def play(devices: list[str]) -> dict[str, Any]:
     with ExitStack() as undo:
         # A socket's path has at most 107 bytes.
         parent = None if len(gettempdir()) < 70 else "/tmp"
-        folder = undo.enter_context(TemporaryDirectory(prefix="vcache-demo-", dir=parent))
-        server = Server(ServerConfig(socket=f"{folder}/vcache.sock"))
-        undo.enter_context(ThreadPoolExecutor()).submit(server.run)
-        undo.callback(server.stop)
-        workers = []
-        for number, device in enumerate(devices):
-            workers.append(undo.enter_context(WorkerProcess(folder, device, str(number))))
-            undo.callback(workers[-1].kill)
-        for prompt in range(PROMPTS):
-            workers[prompt % 2].ask("store", prompt)
-            total.update(workers[1 - prompt % 2].ask("retrieve", prompt))
-        workers[0].ask("store", PROMPTS)
-        control = workers[1].ask("retrieve", PROMPTS)["wrong"]
+        made = undo.enter_context(TemporaryDirectory(prefix="vcache-demo-", dir=parent))
+        folder, given = Path(made), environment()
+        server = MetadataServer(folder / "vcache.sock", folder / "server.log", given)
+        undo.enter_context(server)
+        workers = [
+            undo.enter_context(Child(f"worker {number}", command, folder / f"{number}.log", given))
+            for number, device in enumerate(devices)
+            for command in [module(__name__, str(server.path), device, str(number))]
+        ]
+        try:
+            control = _exchange(workers, total)
+        except ChildFailed as error:
+            raise VCacheError(error.line) from error
     return {
         "ok": total["chunks"] == PROMPTS * CHUNKS and total["wrong"] == 0 and control == 1,
         "devices": devices,
@@ -105,24 +104,15 @@ def play(devices: list[str]) -> dict[str, Any]:
     }
 
 
-class WorkerProcess(subprocess.Popen[bytes]):
-    """A worker's process, out of reach of Ctrl-C. The process ends with the demo."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.pipe, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", "vcache_backend.demo", *arguments]
-        with theirs:
-            super().__init__(command, stdin=theirs.fileno(), start_new_session=True)
-
-    def ask(self, verb: str, prompt: int) -> Any:
-        """Let the worker call `verb`, a method of `Worker`. Returns the answer. VCacheError."""
-        try:
-            self.pipe.send((verb, prompt))
-            if self.pipe.poll(SECONDS):
-                return self.pipe.recv()
-        except (EOFError, OSError) as error:
-            raise VCacheError(f"a worker ended with {self.wait()}, see above") from error
-        raise VCacheError(f"a worker did not answer in {SECONDS:g} s")
+def _exchange(workers: list[Child], total: Counter[str]) -> int:
+    """Exchange all prompts, and add up in `total`. How many bytes of the changed one are wrong."""
+    for worker in workers:
+        worker.answer(SECONDS)  # it is ready
+    for prompt in range(PROMPTS):
+        workers[prompt % 2].ask("store", SECONDS, number=prompt)
+        total.update(workers[1 - prompt % 2].ask("retrieve", SECONDS, number=prompt))
+    workers[0].ask("store", SECONDS, number=PROMPTS)
+    return int(workers[1].ask("retrieve", SECONDS, number=PROMPTS)["wrong"])
 
 
 class Worker:
@@ -130,7 +120,7 @@ class Worker:
     prompt determine a block's content, so each worker knows the right bytes. Unwritten blocks hold
     a byte that only this worker uses. The methods answer the commands of the same names."""
 
-    def __init__(self, folder: str, device: str, number: int) -> None:
+    def __init__(self, socket: str, device: str, number: int) -> None:
         import torch
 
         from vcache_backend.engine import VCacheEngine
@@ -148,7 +138,7 @@ class Worker:
         self.blocks = torch.randperm(BLOCKS)
         self.slots = (self.blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
         self.unused = 160 + number
-        server = ServerConfig(socket=f"{folder}/vcache.sock")
+        server = ServerConfig(socket=socket)
         client = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
         pool = PoolConfig(device=device, segment_bytes=ByteSize(PROMPTS * kv.nbytes))
         layout = Layout.of(self.kv, BLOCK_SIZE, model="vcache-demo", chunk_size=CHUNK_SIZE)
@@ -187,16 +177,5 @@ class Worker:
         return {"chunks": chunks, "bytes": nbytes, "wrong": wrong}
 
 
-def main(folder: str, device: str, number: str) -> None:
-    """Answer each command from stdin, a pipe of `multiprocessing`. The worker ends with the demo,
-    and removes the folder that a killed demo leaves."""
-    worker = Worker(folder, device, int(number))
-    with worker.engine, Connection(sys.stdin.fileno()) as pipe, suppress(EOFError, OSError):
-        while True:
-            verb, prompt = pipe.recv()
-            pipe.send(getattr(worker, verb)(prompt))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer_commands(lambda: Worker(sys.argv[1], sys.argv[2], int(sys.argv[3])))

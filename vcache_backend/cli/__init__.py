@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -293,6 +292,7 @@ def demo(as_json: Json = False) -> None:
     if one is wrong."""
     from vcache_backend.demo import run
 
+    command.clean_up_if_ended()
     raise typer.Exit(run(as_json))
 
 
@@ -316,13 +316,9 @@ def prove(
     from vcache_backend import prove as proving
     from vcache_backend.status import plain
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    command.clean_up_if_ended()
     asked = proving.Settings(model, share, seconds)
-    try:
-        proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
-    except KeyboardInterrupt:
-        typer.echo("vcache: stopped; nothing was proved", err=True)
-        raise typer.Exit(130) from None
+    proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
     good = all(one.ok for one in shown)
     where = str(proofs.write(proof)) if good else ""
     if as_json:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend import __version__, proofs
+from vcache_backend import proofs
 from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
 from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import SegmentError, VCacheError
@@ -67,7 +67,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 def _newer(version: str) -> Finding:
     """Say whether a vLLM that vcache was not tested with was proved here."""
-    ours = {"vllm": version, "vcache": __version__}
+    ours = {"vllm": version, "vcache": proofs.installed()}
     for proof in proofs.believed():
         what = msgspec.structs.asdict(proof.combination)
         if ours.items() <= what.items():
