@@ -1,4 +1,4 @@
-"""What starts the child processes of `vcache prove` and `vcache demo`."""
+"""What starts the child processes of `vcache prove` and the examples."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Child processes: programs that log, and children that answer commands. For `vcache prove`,
-`vcache demo` and the benchmarks.
+"""Child processes: programs that log, and children that answer commands. For `vcache prove`, the
+benchmarks and the examples.
 
 Every wait has a deadline, and no child outlives this process."""
 

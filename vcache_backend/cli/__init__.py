@@ -27,8 +27,8 @@ from vcache_backend.errors import ConfigError, SegmentError
 app = command.group(
     "Share transformer KV caches among the inference processes of a node.", root=True
 )
-config_app = command.group("Write a configuration file, check one, or show what is in force.")
-segment_app = command.group("Lend memory to the pool, list it, take it back.")
+config_app = command.group("Write a configuration file, or check one and show what is in force.")
+segment_app = command.group("Lend memory to the pool, take it back.")
 app.add_typer(segment_app, name="segment")
 app.add_typer(config_app, name="config")
 
@@ -155,7 +155,7 @@ def clear(
 
 Device = option("DEVICE", "`cuda:N`, a GPU's UUID, `host` or `host:NAME`.", "--device")
 Size = option("SIZE", "For example `64GiB`.", "--bytes", parser=command.nbytes_of)
-Segment = typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")
+Segment = typer.Argument(metavar="ID", help="The segment's id, as `vcache status` names it.")
 
 
 @segment_app.command("add")
@@ -182,19 +182,6 @@ def add_segment(
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
 
 
-@segment_app.command("list")
-def list_segments(
-    config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False
-) -> None:
-    """List the segments of the pool."""
-    from vcache_backend import tables
-    from vcache_backend.status import plain
-
-    with command.client(config_file, socket) as client:
-        infos = client.list_segments()
-    tables.print_json(plain(infos)) if as_json else tables.show(*tables.segments(infos))
-
-
 @segment_app.command("drop")
 def drop_segment(
     segment: Annotated[str, Segment], config_file: ConfigFile = None, socket: Socket = None
@@ -213,7 +200,6 @@ def drop_segment(
 
 
 NewFile = typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it.")
-File = typer.Argument(metavar="PATH", help="The YAML file.")
 
 
 @config_app.command("init")
@@ -232,17 +218,10 @@ def config_init(path: Annotated[Path, NewFile] = Path("vcache.yaml")) -> None:
     typer.echo(f"{path}: written; its second line says how it is used")
 
 
-@config_app.command("check")
-def config_check(path: Annotated[Path, File]) -> None:
-    """Check a file strictly: an unknown key or an impossible value is an error that names it, its
-    line, and what is possible there."""
-    config.load(path)
-    typer.echo(f"{path}: ok")
-
-
 @config_app.command("show")
 def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
-    """Show the configuration in force, with all defaults."""
+    """Show the configuration in force, with all defaults. A file is checked strictly: an unknown key
+    or an impossible value is an error that names it, its line, and what is possible there."""
     values = config.dump(command.load(config_file, socket))
     typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
@@ -284,16 +263,6 @@ def doctor(
         typer.echo(f"{total}: {counts['fail']} fail, {counts['warn']} warn")
     if counts["fail"]:
         raise typer.Exit(1)
-
-
-@app.command()
-def demo(as_json: Json = False) -> None:
-    """Run a server and two workers that share KV on this machine, and check every byte. Exit code 1
-    if one is wrong."""
-    from vcache_backend.demo import run
-
-    command.clean_up_if_ended()
-    raise typer.Exit(run(as_json))
 
 
 Proved = typer.Argument(metavar="[MODEL]", help="As `vllm serve` takes it. Default: generated.")

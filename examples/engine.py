@@ -1,35 +1,30 @@
-"""`vcache demo`: a real metadata server and two real workers. Each worker retrieves prompts that
-the other worker has stored, and checks every byte.
+"""Two workers with `VCacheEngine` share KV through a server: each retrieves prompts that the other
+one has stored, and checks every byte. `make demo`.
 
-The workers, `python -m vcache_backend.demo`, import torch, which takes seconds; the command does
-only with two linked GPUs."""
+On two GPUs that read each other's memory, otherwise in host memory. The workers have a paged KV
+cache and no model: the prompt and the place in it determine a block's content."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import Counter
 from contextlib import ExitStack, suppress
-from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Any
 
-from vcache_backend.children import (
-    Child,
-    ChildFailed,
-    MetadataServer,
-    answer_commands,
-    environment,
-    module,
-)
-from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
-from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.tables import print_json
-from vcache_backend.vram_pool.devices import current_gpu, gpus
-
-if TYPE_CHECKING:
+try:
     import torch
+
+    from vcache_backend.children import Child, MetadataServer, answer_commands, environment
+    from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
+    from vcache_backend.engine import VCacheEngine
+    from vcache_backend.errors import SegmentError
+    from vcache_backend.transfer.layout import Layout
+    from vcache_backend.vram_pool.devices import current_gpu, gpus
+except ModuleNotFoundError as absent:
+    sys.exit(f"engine.py: this Python has no {absent.name}: pip install '/path/to/vcache[engine]'")
 
 PROMPTS, CHUNKS = 8, 8
 """The number of prompts, and of a prompt's chunks. In a further prompt, number `PROMPTS`, a byte is
@@ -38,27 +33,21 @@ CHUNK_SIZE, BLOCK_SIZE = 256, 16
 BLOCKS = CHUNKS * CHUNK_SIZE // BLOCK_SIZE
 """Blocks of a prompt, and of a worker's cache."""
 SECONDS = 300.0
-"""The deadline of a worker's answer: importing torch can take a minute."""
+"""A worker's answer may take so long: importing torch can take a minute."""
 
 
-def run(as_json: bool = False) -> int:
-    """Run the demo and print the result. Returns the exit code: 0 if every byte was right and the
-    changed byte was found, otherwise 1.
-
-    Leaves no process behind, even if killed. Raises VCacheError if the demo cannot run."""
-    if find_spec("torch") is None:
-        raise ModuleNotFoundError(name="torch")  # before the server starts
+def main() -> int:
+    """Exit code 0 if every byte was right and the changed byte was found."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     devices = choose_devices()
-    print(f"starting a metadata server, and workers on {' and '.join(devices)}", file=sys.stderr)
-    result = play(devices)
-    if as_json:
-        print_json(result)
-    else:
-        for name, value in result.items():
-            print(f"{name.replace('_', ' '):18}  {value}")
-        print("Every byte is right, and a wrong one is found." if result["ok"] else "FAILED")
-        print("Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md in vcache's repository")
-    return 0 if result["ok"] else 1
+    print(f"starting a metadata server, and workers on {' and '.join(devices)}")
+    total, changed = play(devices)
+    whole = PROMPTS * CHUNKS
+    print(f"{total['chunks']} of {whole} chunks retrieved, {total['bytes']:,} bytes checked")
+    print(f"{total['wrong']} bytes are wrong; changed on purpose: 1, found: {changed}")
+    right = (total["chunks"], total["wrong"], changed) == (whole, 0, 1)
+    print("Every byte is right, and a wrong one is found." if right else "FAILED")
+    return 0 if right else 1
 
 
 def choose_devices() -> list[str]:
@@ -71,12 +60,10 @@ def choose_devices() -> list[str]:
     return ["host:0", "host:1"]
 
 
-def play(devices: list[str]) -> dict[str, Any]:
-    """Let each worker store half of the prompts, and the other worker retrieve them. The check must
-    find the changed byte of another prompt. Returns the fields of `--json`.
-
-    Raises VCacheError if a worker fails."""
-    total: Counter[str] = Counter()
+def play(devices: list[str]) -> tuple[Counter[str], int]:
+    """Let each worker store half of the prompts, and the other one retrieve them. Sums of what they
+    found, and how many bytes of a further prompt are wrong, of which one is changed on purpose."""
+    total, program = Counter[str](), [sys.executable, "-P", __file__]
     with ExitStack() as undo:
         # A socket's path has at most 107 bytes.
         parent = None if len(gettempdir()) < 70 else "/tmp"
@@ -84,48 +71,25 @@ def play(devices: list[str]) -> dict[str, Any]:
         folder, given = Path(made), environment()
         server = MetadataServer(folder / "vcache.sock", folder / "server.log", given)
         undo.enter_context(server)
-        workers = [
-            undo.enter_context(Child(f"worker {number}", command, folder / f"{number}.log", given))
-            for number, device in enumerate(devices)
-            for command in [module(__name__, str(server.path), device, str(number))]
-        ]
-        try:
-            control = _exchange(workers, total)
-        except ChildFailed as error:
-            raise VCacheError(error.line) from error
-    return {
-        "ok": total["chunks"] == PROMPTS * CHUNKS and total["wrong"] == 0 and control == 1,
-        "devices": devices,
-        "chunks_stored": PROMPTS * CHUNKS,
-        "chunks_retrieved": total["chunks"],
-        "bytes_checked": total["bytes"],
-        "wrong_bytes": total["wrong"],
-        "changed_byte_found": control == 1,
-    }
-
-
-def _exchange(workers: list[Child], total: Counter[str]) -> int:
-    """Exchange all prompts, and add up in `total`. How many bytes of the changed one are wrong."""
-    for worker in workers:
-        worker.answer(SECONDS)  # it is ready
-    for prompt in range(PROMPTS):
-        workers[prompt % 2].ask("store", SECONDS, number=prompt)
-        total.update(workers[1 - prompt % 2].ask("retrieve", SECONDS, number=prompt))
-    workers[0].ask("store", SECONDS, number=PROMPTS)
-    return int(workers[1].ask("retrieve", SECONDS, number=PROMPTS)["wrong"])
+        workers = list[Child]()
+        for number, device in enumerate(devices):
+            command = [*program, str(server.path), device, str(number)]
+            worker = Child(f"worker {number}", command, folder / f"{number}.log", given)
+            workers.append(undo.enter_context(worker))
+        for worker in workers:
+            worker.answer(SECONDS)  # it is ready
+        for prompt in range(PROMPTS):
+            workers[prompt % 2].ask("store", SECONDS, number=prompt)
+            total.update(workers[1 - prompt % 2].ask("retrieve", SECONDS, number=prompt))
+        workers[0].ask("store", SECONDS, number=PROMPTS)
+        return total, workers[1].ask("retrieve", SECONDS, number=PROMPTS)["wrong"]
 
 
 class Worker:
-    """A worker has a paged KV cache and an engine, but no model. The prompt and the place in the
-    prompt determine a block's content, so each worker knows the right bytes. Unwritten blocks hold
-    a byte that only this worker uses. The methods answer the commands of the same names."""
+    """A worker's KV cache and engine. Unwritten blocks hold a byte that only this worker uses. The
+    methods answer the commands of the same names."""
 
     def __init__(self, socket: str, device: str, number: int) -> None:
-        import torch
-
-        from vcache_backend.engine import VCacheEngine
-        from vcache_backend.transfer.layout import Layout
-
         torch.manual_seed(number)
         cuda = device.startswith("cuda")
         if cuda:
@@ -147,8 +111,6 @@ class Worker:
 
     def prompt(self, number: int, blocks: int = BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
         """A prompt's tokens, and the content of a cache that holds the first `blocks` blocks."""
-        import torch
-
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(128_000, self.slots.shape, generator=generator)
         content = torch.randint(256, self.rows.shape, dtype=torch.uint8, generator=generator)
@@ -178,4 +140,6 @@ class Worker:
 
 
 if __name__ == "__main__":
-    answer_commands(lambda: Worker(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    if len(sys.argv) > 1:
+        answer_commands(lambda: Worker(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    sys.exit(main())
