@@ -61,8 +61,8 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, kept, strict=True):
             signal.signal(number, handler or signal.SIG_DFL)
-        for number in came:
-            signal.raise_signal(number)
+        for interrupt in came:
+            signal.raise_signal(interrupt)
 
 
 class Program:

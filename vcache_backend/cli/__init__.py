@@ -220,8 +220,10 @@ def config_init(path: Annotated[Path, NewFile] = Path("vcache.yaml")) -> None:
 
 @config_app.command("show")
 def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
-    """Show the configuration in force, with all defaults. A file is checked strictly: an unknown key
-    or an impossible value is an error that names it, its line, and what is possible there."""
+    """Show the configuration in force, with all defaults.
+
+    A file is checked strictly: an unknown key or an impossible value is an error that names it, its
+    line, and what is possible there."""
     values = config.dump(command.load(config_file, socket))
     typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
