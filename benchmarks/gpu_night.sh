@@ -14,7 +14,7 @@
 #   decode   what a step that only decodes costs, beside vLLM alone and alone with NIXL's layout   3 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
-#   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3                              5 minutes; nothing beside it
+#   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3, with CUDA graphs            7 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, LFM 2; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   copies   copies, engine, metadata server                                                        2 minutes
@@ -22,8 +22,9 @@
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   hits     without a GPU: what another instance finds, beside what the owner would; scheduling under attack       5 minutes
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
-#   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS=8192 or
-#            32768, ANSWER=128 or 512, REPEATS=6 for shared prefixes; on one GPU with GPUS=0,0   9 minutes for two arms; nothing beside it
+#   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS="8 32" in
+#            thousands, ANSWER=128 or 512, REPEATS=6 for shared prefixes, REQUESTS=40   4 minutes an arm with two flights and 8k; nothing beside it
+#            on one GPU: GPUS=0,0 MORE="--memory 0.6"
 #   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes
 #
 # `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
@@ -162,7 +163,7 @@ tables() {
   ttft states 500 conv,mamba2,gdn "${in_place[@]}" --scale beside &
   wait
 }
-groups() { ttft groups 300 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }
+groups() { ttft groups 420 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }
 hits() {
   bench hits 250 hits &
   PYTHONPATH=tests:tests/support:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level planned --seconds "${SOAK_SECONDS:-120}" > "$out/soak-planned.txt" 2>&1 &
@@ -188,12 +189,12 @@ served() {
 serving() { served serving "${ARMS:-alone:turn,inplace:turn,pool:turn}" "${WORKLOADS:-prefix}"; }
 routed() { served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,prefix,chat}"; }
 pd() {
-  local many repeats=${REPEATS:-1} load
-  for many in ${FLIGHTS:-8}; do
-    load=(--concurrency "$many" --repeats "$repeats" --prefixes $(((24 + 2 * many) / repeats)))
-    [ -n "${TINY:-}" ] || load+=(--prefix "${TOKENS:-8192}" --suffix 258 --output "${ANSWER:-128}")
-    served "pd_$many" "${ARMS:-pd_vcache:turn,pd_nixl_pull_64:turn}" prefix "${load[@]}"
+  local many tokens workloads= repeats=${REPEATS:-1}
+  for tokens in ${TOKENS:-8}; do
+    for many in ${FLIGHTS:-1 8}; do workloads+=${workloads:+,}prefix_${tokens}k_$many; done
   done
+  [ -n "${TINY:-}" ] || set -- --suffix 258 --output "${ANSWER:-128}"
+  served pd "${ARMS:-pd_vcache:turn,pd_nixl_pull_64:turn}" "$workloads" --repeats "$repeats" --prefixes $((${REQUESTS:-40} / repeats)) "$@"
 }
 ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix}"; }
 

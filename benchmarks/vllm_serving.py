@@ -8,7 +8,8 @@ are token ids, answers have a fixed length. Every system has the same VRAM for K
 to the pool its vLLM does without; in place it is all vLLM's.
 
 An arm is a system and the policy that distributes its requests: `turn`, or the real `vllm-router`
-with `cache_aware`, with its threshold behind it.
+with `cache_aware`, with its threshold behind it. `prefix_32k_8` is `prefix` with prefixes of
+32 x 1,024 tokens and eight requests in flight.
 The systems with `_dp` are one server with data parallel ranks.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -49,6 +51,7 @@ WORKLOADS = {
     "fork": workloads.fork,
     "chat": workloads.chat,
 }
+SHAPED = re.compile(r"prefix_(\d+)k_(\d+)")
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a phase are cut: what is not answered by then is an error. With less left
 than the last, no workload is begun.
@@ -82,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         _measure(arm, servers, runs, made)
     for name in options.workloads:
         made.report.add(compared(made.report.rows, joined(options.model, name), four))
-        many, repeats = sizes.plan.concurrency, sizes.plan.repeats
-        made.report.add(apart(made.report.rows, joined(options.model, name), many, repeats > 1))
+        plan = _shaped(name, sizes.plan)[1]
+        made.report.add(apart(made.report.rows, joined(options.model, name), plan))
     return made.end()
 
 
@@ -91,8 +94,8 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload
     """By workload its runs. Each has a seed of its own."""
     loads = dict[str, list[Workload]]()
     for workload, run in product(options.workloads, options.runs):
-        plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
-        load = WORKLOADS[workload](plan)
+        kind, plan = _shaped(workload, sizes.plan)
+        load = WORKLOADS[kind](msgspec.structs.replace(plan, seed=plan.seed + run))
         for phase in load.phases:
             phase.requests[:] = [each.made(MODEL) for each in phase.requests]
         ceiling = workloads.ceiling(load.phases, plan.block)
@@ -101,6 +104,14 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload
     gc.collect()
     gc.freeze()
     return loads
+
+
+def _shaped(name: str, plan: Plan) -> tuple[str, Plan]:
+    """A workload's kind and its plan."""
+    if not (shape := SHAPED.fullmatch(name)):
+        return name, plan
+    tokens, many = map(int, shape.groups())
+    return "prefix", msgspec.structs.replace(plan, prefix=1024 * tokens, concurrency=many)
 
 
 def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
@@ -191,8 +202,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     option("--arms", type=_arms, default="alone:turn,inplace:turn", help=arms)
     usual = "prefix,fork,chat"
-    names = names_of(WORKLOADS)
-    option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
+    option("--workloads", type=_workloads, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
     models = [kind for kind in KINDS if KINDS[kind].several]
     option("--model", choices=models, default="", help="in place of Llama's shape")
@@ -207,6 +217,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if "trace" in options.workloads and not options.trace:
         made.error("the workload `trace` needs --trace FILE")
     return options
+
+
+def _workloads(text: str) -> list[str]:
+    names_of(WORKLOADS)(SHAPED.sub("prefix", text))
+    return text.split(",")
 
 
 def _arms(text: str) -> list[Arm]:

@@ -77,14 +77,15 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
     return Part(_trio(kind), compared, ways, cpu, apart)
 
 
-def _timed(kind: str) -> Part:
-    """The time to first token of models with several block tables."""
+def _timed(model: str) -> Part:
+    """The time to first token of a model with several block tables."""
+    kind = f"{model}_graphs"
 
     def timed(run: Run) -> list[Row]:
         prompts = Prompts(*KINDS[kind].of(run.fleet.scale).units, run.prompts.seed)
         return latency.first_token(run._replace(prompts=prompts), kind)
 
-    return Part(_trio(kind), timed, ("inplace",), apart="windows")
+    return Part(_trio(kind), timed, ("inplace",), apart="graphs")
 
 
 def _trio(kind: str = "") -> tuple[str, ...]:

@@ -5,11 +5,13 @@
 # rest, trimmed to what Hopper needs (FlashAttention 3 alone). All undefined torch symbols of these libraries are in torch 2.11.0's
 # (LMCache 0.5.6's are not). vLLM's own pin is torch 2.14; compiled and in place it ran beside 2.11 (2026-11-24).
 #
-#   scripts/gpu_pack.sh OUT_DIR     some 200 MiB in eight files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
+#   scripts/gpu_pack.sh OUT_DIR     some 230 MiB in eleven files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
 #     deps.tar.xz    LMCache with its CUDA kernels, msgspec, pyzmq, ...       fa3.tar.xz    FlashAttention 3
 #     c.tar.xz.0, c.tar.xz.1   vLLM's CUDA extension, 61 MiB, in two pieces, since one call carries 64 MiB with the checkout
 #     moe.tar.xz     kernels of mixtures of experts, FlashMLA                 vllm.tar.xz   vLLM's Python code
 #     gemm.tar.xz    DeepGEMM, for DeepSeek V3.2's indexer alone; it compiles its kernels on the host, with nvcc
+#     nixl.tar.xz    NIXL 1.5.1 with UCX, without its other plugins: for benchmarks beside it
+#     mooncake.tar.xz   the engine of Mooncake's wheel, with this host's libraries that it wants, for the arm pd_mooncake
 #     vllm_router-0.1.17-*.whl   the router that benchmarks put before vLLM; deps has what it needs (orjson, setproctitle)
 #
 # The pack of 2026-11-25 was made by these commands, one after the other; as one script it has not run.
@@ -48,7 +50,29 @@ for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
   find . -name '*.pyi' -delete
   mv "$work/vllm.tmp" "$work/vllm"
 }
-for part in deps fa3 c moe gemm vllm; do
+[ -d "$work/nixl" ] || {
+  python3 -m pip download -q "${target[@]}" -d "$work/wheels" nixl==1.5.1 nixl-cu13==1.5.1
+  for wheel in "$work"/wheels/nixl*.whl; do python3 -m zipfile -e "$wheel" "$work/nixl.tmp"; done
+  cd "$work/nixl.tmp"
+  # libnixl finds the plugins beside it, in .nixl_cu13.mesonpy.libs, and UCX its own in nixl_cu13.libs/ucx.
+  rm -rf nixl_cu13-*.data nixl_cu13.scripts nixl_ep nixl_ep_cu13 nixl_cu13.libs/{nixl,ucx/libucx_perftest*,ucx/*.la}
+  rm -f nixl_cu13.libs/lib{aws,azure,s2n,curl,xml2,gusli,aio,numa,uring,core,pull,zstd}[-_c]*
+  find .nixl_cu13.mesonpy.libs/plugins -type f ! -name libplugin_UCX.so -delete
+  cd "$work" && mv nixl.tmp nixl
+}
+[ -d "$work/mooncake" ] || {
+  python3 -m pip download -q "${target[@]}" -d "$work/wheels" mooncake-transfer-engine==0.3.13.post1 nvidia-cuda-runtime-cu12
+  for wheel in mooncake_transfer_engine nvidia_cuda_runtime; do python3 -m zipfile -e "$work/wheels/$wheel"*.whl "$work/mooncake.whole"; done
+  new=$work/mooncake.tmp libs=$work/mooncake.tmp/mooncake_transfer_engine.libs
+  mkdir -p "$new/mooncake" && touch "$new/mooncake/__init__.py"
+  (cd "$work/mooncake.whole" && cp mooncake/{engine,libasio,libetcd_wrapper}.so "$new/mooncake/" && cp -r mooncake_transfer_engine* "$new/")
+  cp "$work/mooncake.whole/nvidia/cuda_runtime/lib/libcudart.so.12" "$libs/"
+  # What the loader finds in the system: apt install ibverbs-providers libcurl4 libnuma1.
+  ldd "$new/mooncake/engine.so" | awk '$3 ~ "^/(usr/)?lib" && $1 !~ /^lib(c|m|dl|rt|pthread|resolv|gcc_s|stdc\+\+)\.so/ {print $3}' \
+    | xargs -I{} cp -L {} "$libs/"
+  mv "$new" "$work/mooncake"
+}
+for part in deps fa3 c moe gemm nixl vllm mooncake; do
   [ -f "$work/$part.tar.xz" ] || { tar cf - -C "$work/$part" . | xz -T1 -3 > "$work/$part.tmp"; mv "$work/$part.tmp" "$work/$part.tar.xz"; }
   [ "$part" = c ] || cp "$work/$part.tar.xz" "$out/"
 done

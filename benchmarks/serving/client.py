@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from ..processes import HOST
+from .systems import mooncake_peer
 from .workloads import Request
 
 LATE = "not answered in time"
@@ -64,10 +65,11 @@ async def send(
             if (at := requests[index].at) is not None:
                 await asyncio.sleep(begin + at - time.perf_counter())
             request, port, answer = requests[index], next(turn), answers[index]
-            if apart == "announced":
-                await _announced(session, next(firsts), port, request, answer)
-            elif apart:
+            if apart == "nixl":
                 await _handed_over(session, next(firsts), port, request, answer)
+            elif apart:
+                at_once = _announced if apart == "announced" else _by_mooncake
+                await _at_once(session, next(firsts), port, request, answer, at_once)
             else:
                 await complete(session, port, request.body, answer)
             begin = time.perf_counter()
@@ -83,13 +85,31 @@ async def send(
     return answers
 
 
-async def _announced(
-    session: ClientSession, first: int, port: int, request: Request, answer: Answer
+def _announced(first: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`kv_transfer_params` of both requests, as examples/prefill_proxy.py sets them."""
+    return {}, {"vcache": {"announced": True, "wait_seconds": 60}}
+
+
+def _by_mooncake(first: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same, as vLLM's proxy for Mooncake sets them. first: the prefill server's port."""
+    name = {"transfer_id": f"{first}-{time.perf_counter_ns()}"}
+    asked = name | {"do_remote_decode": True, "do_remote_prefill": False}
+    given = {"do_remote_decode": False, "do_remote_prefill": True}
+    return asked, name | given | mooncake_peer(first)
+
+
+async def _at_once(
+    session: ClientSession,
+    first: int,
+    port: int,
+    request: Request,
+    answer: Answer,
+    params: Callable[[int], tuple[dict[str, Any], dict[str, Any]]],
 ) -> None:
-    """Ask both at once, as examples/prefill_proxy.py does."""
-    prefill = asyncio.ensure_future(_first(session, first, request.first, answer))
-    announced = {"vcache": {"announced": True, "wait_seconds": 60}}
-    await complete(session, port, _with(request.body, announced), answer)
+    """Ask both servers at the same time."""
+    asked, given = params(first)
+    prefill = asyncio.ensure_future(_first(session, first, _with(request.first, asked), answer))
+    await complete(session, port, _with(request.body, given), answer)
     await asyncio.gather(prefill, return_exceptions=True)
 
 

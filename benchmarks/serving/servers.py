@@ -23,7 +23,7 @@ from ..processes import HOST, PATIENT, free_ports
 from ..vllm.environment import ENVIRONMENT, environment
 from ..vllm.scale import GIB
 from ..vllm.settings import lmcache_server
-from .systems import SYSTEMS, Sizes, serve_arguments
+from .systems import SYSTEMS, Sizes, mooncake_peer, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
@@ -115,8 +115,12 @@ class Servers:
         system = SYSTEMS[self.name]
         if system.layout and not self._sizes.scale.cpu:
             own["VLLM_KV_CACHE_LAYOUT"] = system.layout
-        if system.connector:
+        if system.apart == "nixl":
             own |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0])}
+        if system.apart == "mooncake":
+            bootstrap = mooncake_peer(self.ports[index])["remote_bootstrap_addr"].rpartition(":")[2]
+            own |= {"VLLM_MOONCAKE_BOOTSTRAP_PORT": bootstrap, "VLLM_HOST_IP": HOST}
+            own |= {"MC_INTRANODE_NVLINK": "1"}
         if not (cpu := self._sizes.scale.cpu):
             # Of those that this process sees: another run may have the others of the host.
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")

@@ -10,6 +10,7 @@ import msgspec
 
 from ..results import Row, none, percentile, row
 from .client import Answer
+from .workloads import Plan
 
 MS = 1e3
 RATIOS = {"throughput": "requests_per_second", "ttft_p50": "ttft_p50", "ttft_p99": "ttft_p99"}
@@ -123,24 +124,25 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
     return made
 
 
-def apart(rows: Mapping[str, Row], workload: str, concurrency: int, shared: bool) -> list[Row]:
-    """vcache with prefill apart, against the best arm of NIXL in each figure. shared: prompts have
-    common prefixes, so only the time to first token is of interest."""
+def apart(rows: Mapping[str, Row], workload: str, plan: Plan) -> list[Row]:
+    """vcache with prefill apart, against the best other arm in each figure. Of prompts with
+    common prefixes only the time to first token is of interest."""
     made, begin = list[Row](), f"vllm_serving_pd_vcache_turn_{workload}_"
-    limits = {"handover_p50": 0.8 if concurrency == 1 else 0.65, "tpot_p50": 1.01, "gap_p99": 1.0}
-    limits |= {"requests_per_second": 1.0, "ttft_p50": 1 / 1.5}
+    shared, shape = plan.repeats > 1, workload.partition("prefix_")[2] or plan.concurrency
+    limits = {"handover_p50": 0.8 if plan.concurrency == 1 else 0.65, "ttft_p50": 1 / 1.5}
+    limits |= {"tpot_p50": 1.01, "gap_p99": 1.0, "requests_per_second": 1.0}
     for figure, limit in limits.items():
-        theirs = re.compile(rf"vllm_serving_pd_nixl_\w+_turn_{workload}_{figure}")
-        nixl = [one for name, one in rows.items() if theirs.fullmatch(name)]
+        theirs = re.compile(rf"vllm_serving_pd_(?!vcache)\w+_turn_{workload}_{figure}")
+        others = [one for name, one in rows.items() if theirs.fullmatch(name)]
         ours = rows.get(begin + figure)
-        if ours is None or not nixl or shared != (figure == "ttft_p50"):
+        if ours is None or not others or shared != (figure == "ttft_p50"):
             continue
         rate = figure == "requests_per_second"
-        best = sorted(nixl, key=lambda one: one.value, reverse=rate)[0]
+        best = sorted(others, key=lambda one: one.value, reverse=rate)[0]
         name = "throughput" if rate else figure
         least, most = (limit, None) if rate else (None, limit)
         what = f"{ours.what}; reference: {best.what.partition(';')[0]}"
-        case = f"pd_{name}_{concurrency}" if not shared else f"pd_shared_{name}_{concurrency}"
+        case = f"pd_shared_{name}_{shape}" if shared else f"pd_{name}_{shape}"
         values = ours.unit, ours.value, best.value
         made.append(row(case, *values, what=what, at_least=least, at_most=most, runs=ours.runs))
     return made

@@ -53,8 +53,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """label: for people. share: vcache's `connector.share`; empty: without it. lmcache: how KV gets
     to LMCache's server; empty: without it. ranks: one server with data parallel ranks, among which
     vLLM balances itself. apart: the first half of the servers computes prompts, the second half
-    answers; `announced` or `nixl`, by how the KV is handed over. connector: another one than
-    vcache. block, layout: of the KV cache, if not the usual ones."""
+    answers; `announced`, `nixl` or `mooncake`, by how the KV is handed over. connector: another one
+    than vcache. block, layout: of the KV cache, if not the usual ones."""
 
     label: str
     share: str = ""
@@ -98,7 +98,22 @@ SYSTEMS = {
         for way in ("Pull", "Push")
         for block in (16, 64)
     },
+    # Its wheels move KV between the GPUs of a host with copies between mapped memory.
+    "pd_mooncake": System(
+        label="Mooncake, NVLink, blocks of 64",
+        apart="mooncake",
+        connector="MooncakeConnector",
+        block=64,
+    ),
 }
+
+
+def mooncake_peer(port: int) -> dict[str, str]:
+    """What a decode server has to know of the prefill server at a port, besides the request's name:
+    its engine, and the place where it tells its workers' addresses."""
+    # Below all ports of `free_ports`.
+    where = f"http://{HOST}:{port - 12_000}"
+    return {"remote_engine_id": f"mooncake-{port}", "remote_bootstrap_addr": where}
 
 
 def serve_arguments(
@@ -118,7 +133,7 @@ def serve_arguments(
         given["data_parallel_size"] = sizes.instances
     if system.block:
         given["block_size"] = system.block
-    if (config := transfer(name, sizes, side)) is not None:
+    if (config := transfer(name, sizes, {**side, "port": port})) is not None:
         given["kv_transfer_config"] = config
     arguments: list[str] = []
     for key, value in given.items():
@@ -130,10 +145,21 @@ def serve_arguments(
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
     """The connector, if it has one. side: `socket` of the metadata server, `lmcache`, the port of
-    LMCache's server, `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
-    system = SYSTEMS[name]
+    LMCache's server, `index` and `port` of the server, and `more`, settings of vcache by
+    `SECTION.KEY`."""
+    system, role = SYSTEMS[name], BOTH
+    if system.apart:
+        first = 2 * side["index"] < sizes.instances
+        role = {"kv_role": "kv_producer" if first else "kv_consumer"}
+    if system.apart == "mooncake":
+        return {
+            "kv_connector": system.connector,
+            "engine_id": mooncake_peer(side["port"])["remote_engine_id"],
+            "kv_connector_extra_config": {"mooncake_protocol": "nvlink_intra"},
+            **role,
+        }
     if system.connector:
-        return {"kv_connector": system.connector, **BOTH}
+        return {"kv_connector": system.connector, **role}
     theirs = server_mode(side["lmcache"], system.lmcache) if system.lmcache else None
     if not (share := system.share):
         return theirs
@@ -142,8 +168,5 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
         more["pool.device"] = f"host:{side['index']}"
     lends = sizes.pool_bytes if share == "pool" else 0
     more |= dict(side.get("more", {}))
-    role = "kv_both"
-    if system.apart:
-        role = "kv_producer" if 2 * side["index"] < sizes.instances else "kv_consumer"
-    ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | {"kv_role": role}
+    ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | role
     return beside(ours, theirs) if theirs else ours

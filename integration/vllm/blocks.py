@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
 
-from vcache_backend.vram_pool.generations import VOID, Generations
+from vcache_backend.vram_pool.generations import Generations
 
 log = logging.getLogger("vllm.vcache")
 NUMBERS = "I"
 """Type code of `array` for block numbers. Slicing an array copies bytes; slicing a list touches
 every number."""
-NUMBER = attrgetter("block_id")
 _HASH = attrgetter("_block_hash")
 
 
@@ -101,9 +101,13 @@ class KVBlocks:
         return numbers
 
     def vacant(self, most: int) -> int:
-        """How many of the next blocks, at most `most`, are not in vLLM's prefix cache."""
-        count, block = 0, self._first
+        """How many of the next blocks, at most `most`, are not in vLLM's prefix cache. vLLM puts
+        such blocks in front of all others, so not every block is looked at."""
+        count, block, hop = 0, self._first, _behind(64)
         end = self.pool.free_block_queue.fake_free_list_tail
+        with suppress(AttributeError):  # the queue ends before
+            while count + 64 < most and (far := hop(block)).block_hash is None:
+                count, block = count + 64, far
         while count < most and block is not end and block.block_hash is None:
             count += 1
             block = block.next_free_block
@@ -262,9 +266,7 @@ class TrackedBlockPool:
         self.stale = False
 
     def _void_taken(self, blocks: Sequence[Any]) -> None:
-        counters = self._generations.counters.data
-        for number in map(NUMBER, blocks):
-            counters[number] = VOID
+        self._generations.void([block.block_id for block in blocks])
 
     def _void_evicted(self, blocks: Iterable[int]) -> None:
         """After a failed load vLLM computes into these blocks without handing them out again."""

@@ -16,7 +16,6 @@ from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.resident.mappings import Tables
-from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.stats import EngineStats
@@ -81,8 +80,7 @@ class InstanceContext:
         self.refused = ""
         """Why nothing is cached; empty if the instance caches."""
         self.prefix = b""
-        """Of the namespace's keys. This and the next four are empty or None before `open`."""
-        self.keys: BlockHashKeys | None = None
+        """Of the namespace's keys. This and the next three are empty or None before `open`."""
         self.client: Client | None = None
         self.outbox: Outbox | None = None
         self.tables: Tables | None = None
@@ -136,7 +134,7 @@ class InstanceContext:
     def waits(self) -> bool:
         """Whether requests must wait for the workers' shards. After `INTRODUCTION_SECONDS` the
         instance is refused."""
-        if self.keys is not None or self.introduced:
+        if self.prefix or self.introduced:
             return False
         self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
         if monotonic() > self._wait_until:
@@ -168,8 +166,8 @@ class InstanceContext:
         """Connect to the server once the namespace is known: every worker has sent its shard.
 
         Returns whether chunks can be named now."""
-        if self.keys is not None or self.refused or not self.introduced:
-            return not self.refused and self.keys is not None
+        if self.prefix or self.refused or not self.introduced:
+            return not self.refused and bool(self.prefix)
         if self.blocks is None:
             self.refused = "this vLLM has not passed its block pool to the connector"
             return False
@@ -184,7 +182,6 @@ class InstanceContext:
             client.on_killed = partial(start.try_ensure, config)
         self.outbox = Outbox(client)
         self.prefix = namespace.prefix
-        self.keys = BlockHashKeys(namespace, self.hashes)
         if self.announcer is not None:
             client.on_beat.append(self._check_announced)
         if self.publications is not None:

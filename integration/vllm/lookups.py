@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import (
+    HASH_BYTES,
     QUEUED_SECONDS,
     BlockTable,
     ChunkKey,
@@ -22,6 +23,7 @@ from vcache_backend.protocol.messages import (
     Found,
     InstanceId,
     ResidentRun,
+    chunk_keys,
     of_ranks,
 )
 from vcache_backend.resident.mappings import Tables
@@ -37,6 +39,8 @@ log = logging.getLogger("vllm.vcache")
 LATE_SECONDS = 0.001
 """How long vLLM's scheduler waits for an answer in one step. A later answer is read in a later
 step."""
+YOUNG_SECONDS = 0.02
+"""How long an answer's blocks are taken as unchanged. The load compares all generations anyway."""
 
 
 class Lookups:
@@ -66,26 +70,23 @@ class Lookups:
     def rename(self, tracked: Tracked) -> None:
         """Drop the request's keys, too, since the version of the weights is in every key."""
         self.forget(tracked)
-        tracked.lookup.keys, tracked.lookup.computed_with = [], None
+        tracked.lookup.named, tracked.lookup.computed_with = b"", None
         tracked.lookup.probe = None
 
-    def name(
-        self, tracked: Tracked, chunks: int, seen: dict[tuple[Any, ...], str] | None = None
-    ) -> bool:
-        """Make the keys of the request's first `chunks` chunks. False if the adapter cannot be
-        identified, or is another one than when the first keys were made.
+    def name(self, tracked: Tracked, seen: dict[tuple[Any, ...], str] | None = None) -> bool:
+        """Name the request's blocks: `hashes` and `keys` can be called. False if the adapter cannot
+        be identified, or is another one than when the blocks were first named.
 
         seen: the contents of the adapters at which the caller has looked in this step."""
-        lookup, keys, each = tracked.lookup, self._context.keys, self._context.hashes
-        adapter = tracked.request.lora_request
+        lookup, adapter = tracked.lookup, tracked.request.lora_request
         if lookup.computed_with is None or adapter is not None:
             known = self._computed_with(adapter, {} if seen is None else seen)
             if known is None or lookup.computed_with not in (None, known):
                 return False
             lookup.computed_with = known
-        if keys is not None and len(lookup.keys) < chunks:
-            begin, end = len(lookup.keys) * each, chunks * each
-            lookup.keys += keys.keys(self.hashes(tracked, begin, end))
+        if not lookup.named:
+            own = tracked.request.block_hashes
+            lookup.named = block_hashes(own, 0, len(own), *lookup.computed_with)
         return True
 
     def _computed_with(
@@ -104,11 +105,19 @@ class Lookups:
     def hashes(self, tracked: Tracked, first: int, stop: int, scale: int = 1) -> bytes:
         """The hashes of the request's blocks [first, stop), each of `scale` of vLLM's hashes, for
         other instances. `name` must have returned True."""
-        own, computed_with = tracked.request.block_hashes, tracked.lookup.computed_with or ()
-        if scale > 1:
-            own = own[scale - 1 + first * scale : stop * scale : scale]
-            first, stop = 0, stop - first
-        return block_hashes(own, first, stop, *computed_with)
+        named = tracked.lookup.named
+        if scale == 1 and stop * HASH_BYTES <= len(named):
+            return named[first * HASH_BYTES : stop * HASH_BYTES]
+        own = tracked.request.block_hashes[scale - 1 + first * scale : stop * scale : scale]
+        return block_hashes(own, 0, stop - first, *tracked.lookup.computed_with or ())
+
+    def keys(self, tracked: Tracked, first: int, stop: int) -> list[ChunkKey]:
+        """The keys (of rank 0) of the request's chunks [first, stop). `name` must have returned
+        True."""
+        each = self._context.hashes
+        return chunk_keys(
+            self._context.prefix, self.hashes(tracked, first * each, stop * each), each
+        )
 
     def send(self, tracked: Tracked, first: int) -> None:
         """Ask the server for the chunks from number `first` on, and return. `name` must have made
@@ -315,6 +324,7 @@ class Lookups:
         context, each = self._context, self._context.hashes
         self.epoch = reply.epoch
         end, residents = reply.end, reply.residents
+        fresh = fresh or monotonic() < at + YOUNG_SECONDS
         if context.tables is not None and context.publications is not None and not fresh:
             end, residents = unchanged(reply, each, context.publications.tables, context.tables)
             if end < reply.end and context.by_ends:
@@ -322,14 +332,15 @@ class Lookups:
         # Nothing can be loaded behind a block that has just been lost.
         found = reply.found if end == reply.end else end
         coming = reply.coming if end == reply.end else None
-        keys = tracked.lookup.keys[first:]
+        asked = context.loadable(tracked.request)[1] - first
         if tracked.promise.early:
-            tracked.promise.made = reply.found // each < len(keys) and reply.coming is None
+            tracked.promise.made = reply.found // each < asked and reply.coming is None
         chunks = (end if context.by_ends else found) // each
         if context.groups.parts and context.publications is None and chunks:
-            chunks = self._with_state(client, keys[:chunks])
+            chunks = self._with_state(client, self.keys(tracked, first, first + chunks))
         hits, before = chunks, first * context.chunk_size
         if not context.groups.parts and context.offload is not None:
+            keys = self.keys(tracked, first, first + asked)
             hits = context.offload.extend(client, keys, chunks)
         tokens = before + hits * context.chunk_size
         if context.publications is not None and hits == chunks:

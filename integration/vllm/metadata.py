@@ -36,6 +36,18 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
     return msgspec.msgpack.decode(data, type=kind)
 
 
+class PublicationSpec(_Spec, frozen=True):
+    """A publication: blocks that other instances may read in this KV cache after the step, or once
+    they are loaded.
+
+    runs: perhaps more than a message holds. epoch: see `Publish`. later: no other instance
+    waits for these blocks: they are of answers, or the request loaded or hit them."""
+
+    runs: list[BlockRun]
+    epoch: int = 0
+    later: bool = False
+
+
 class LoadSpec(_Spec, frozen=True):
     """A load: fill blocks of one request, from consecutive chunks or from other KV caches.
 
@@ -44,8 +56,8 @@ class LoadSpec(_Spec, frozen=True):
     blocks count as tokens; 0: all, of chunks with several block tables those of the first table.
     offload: also read from the offload tier. promote: store chunks from the offload tier in the
     pool again. prefix: see `StoreSpec`, if `offload`. residents: blocks in other instances' KV
-    caches, numbered as in `blocks`. number: of the load, never used again; 0: load nothing and
-    report a failure."""
+    caches, numbered as in `blocks`. publication: of the blocks once all are loaded. number: of the
+    load, never used again; 0: load nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -55,6 +67,7 @@ class LoadSpec(_Spec, frozen=True):
     promote: bool = False
     prefix: list[ChunkKey] = []
     residents: list[ResidentRun] = []
+    publication: PublicationSpec | None = None
     number: int = 0
 
 
@@ -67,18 +80,6 @@ class StoreSpec(_Spec, frozen=True):
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
-
-
-class PublicationSpec(msgspec.Struct, frozen=True):
-    """A publication: blocks that other instances may read in this KV cache after the step.
-
-    runs: perhaps more than a message holds. epoch: see `Publish`. later: no other instance
-    waits for these blocks: they are of answers, or the request loaded or hit them."""
-
-    # Not a `_Spec`: MessagePack would refuse to decode more blocks.
-    runs: list[BlockRun]
-    epoch: int = 0
-    later: bool = False
 
 
 class SavedChunks(_Spec, frozen=True):

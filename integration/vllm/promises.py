@@ -100,9 +100,9 @@ class PromiseSender:
         first, stop = computed // size, self._stored_in_the_end(tracked) if promise.number else 0
         if stop * size < computed + size and not promise.made:
             return 0
-        if not self._lookups.name(tracked, stop):
-            stop = 0
-        own, keys = context.publications, tracked.lookup.keys[first:stop]
+        named = self._lookups.name(tracked)
+        keys = self._lookups.keys(tracked, first, stop) if named else []
+        own = context.publications
         name = own.instance if own is not None else InstanceId(b"")
         epoch = own.epoch if own is not None else self._lookups.epoch
         terms = epoch, self.rate.chunk_seconds, begun

@@ -24,9 +24,9 @@ from vcache_backend.protocol.messages import (
     Promised,
     Reply,
 )
-from vcache_backend.vram_pool.generations import Generations, first_odd, packed
+from vcache_backend.vram_pool.generations import VOID, Generations
 
-from .blocks import NUMBER, NUMBERS, TrackedBlockPool, hashes_of
+from .blocks import NUMBERS, TrackedBlockPool, hashes_of
 from .metadata import PublicationSpec
 from .requests import BEGINS, LATER, Tracked
 
@@ -40,19 +40,26 @@ MOST_CACHED = 1 << 16
 class CachedRun(NamedTuple):
     """Blocks that vLLM has put into its prefix cache: consecutive blocks of a request's block
     table, from number `first` on. table: its place in `Publications.tables`. hashes: vLLM's of
-    each, with the table."""
+    each, with the table; empty if vLLM takes none of these blocks from a running request.
+    preemptions, evicted: of the request, and of vLLM's pool, by then."""
 
     request: Any
     table: int
     first: int
     blocks: list[Any]
     hashes: list[Any]
+    preemptions: int
+    evicted: int
 
-    @property
-    def kept(self) -> bool:
+    def kept(self, evicted: int) -> bool:
         """Whether the blocks still have these hashes. vLLM may have taken the step from the
-        request, and the blocks with it."""
-        return all(map(is_, hashes_of(self.blocks), self.hashes))
+        request, and the blocks with it. evicted: of vLLM's pool, now."""
+        if self.hashes:
+            return all(map(is_, hashes_of(self.blocks), self.hashes))
+        # To look at each block takes long.
+        return self.preemptions == self.request.num_preemptions and (
+            self.evicted == evicted or None not in hashes_of(self.blocks)
+        )
 
 
 class Publications:
@@ -116,15 +123,20 @@ class Publications:
         self.epoch = heard
         return True
 
-    def on_load(self, blocks: Sequence[int]) -> None:
-        """Note that a load will fill these blocks. vLLM caches them only if the load succeeds."""
-        self.generations.filled(blocks)
+    def filled(self, table: int, first: int, hashes: bytes, numbers: array[int]) -> BlockRun:
+        """Give blocks of the table, from number `first` on, a generation. Returns them as a run to
+        be published once they are written."""
+        generation = self.generations.filled(numbers).to_bytes(GENERATION_BYTES, "little")
+        packs = numbers.tobytes(), generation * len(numbers)
+        return BlockRun(table, first, hashes, *packs)
 
     def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
         if table in self._numbers and len(self._cached) < MOST_CACHED:
-            hashes, place = hashes_of(blocks), self._numbers.index(table)
-            self._cached.append(CachedRun(request, place, first, blocks, hashes))
+            place = self._numbers.index(table)
+            hashes = [] if self.tables[place].kind == "full" else hashes_of(blocks)
+            turn = request.num_preemptions, self.pool.evicted
+            self._cached.append(CachedRun(request, place, first, blocks, hashes, *turn))
 
     def stop(self, tracked: Tracked) -> None:
         """Publish no more of the request in its present blocks, nor of a session's next turn if the
@@ -160,26 +172,26 @@ class Publications:
         soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
             tracked = requests.get(run.request.request_id)
-            if tracked is None or tracked.request is not run.request or not run.kept:
+            if tracked is None or tracked.request is not run.request:
+                continue
+            if not run.kept(self.pool.evicted) or self._is_loaded(run):
                 continue
             state = tracked.in_place
             most = None if state.publishes and state.resets is None else allowed(tracked)
             if most is None:
                 kept.append(run)
             elif self._builds_on_right(tracked):
-                numbers = array(NUMBERS, map(NUMBER, run.blocks))
-                # Those from a load have a generation already.
-                generations = self.generations.fill(numbers)
-                state.filled[run.table] = run.first + len(numbers)
+                numbers = array(NUMBERS, [block.block_id for block in run.blocks])
                 scale = self.tables[run.table].scale
-                if count := min(len(numbers), max(0, most // scale - run.first)):
-                    stop = run.first + count
-                    named = hashes(tracked, run.first, stop, scale)
-                    packs = numbers[:count].tobytes(), generations[: count * GENERATION_BYTES]
-                    made = BlockRun(run.table, run.first, named, *packs)
-                    answers = run.request.num_output_tokens > 0
-                    waits = answers or stop * scale <= state.supplied
-                    (later if waits else soon).append(made)
+                count = min(len(numbers), max(0, most // scale - run.first))
+                first, stop = run.first, run.first + count
+                named = hashes(tracked, first, stop, scale) if count else b""
+                made = self.filled(run.table, first, named, numbers)
+                state.filled[run.table] = first + len(numbers)
+                if count:
+                    # Another connector's load, or an answer.
+                    waits = run.request.num_output_tokens > 0 or stop * scale <= state.supplied
+                    (later if waits else soon).append(made.cut(0, count))
         self._cached = kept
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
@@ -196,6 +208,10 @@ class Publications:
         self.generations.close()
 
     # ---- inside
+
+    def _is_loaded(self, run: CachedRun) -> bool:
+        """Whether the blocks are from a load of ours, whose worker publishes them."""
+        return not self.generations.counters.data[run.blocks[0].block_id] & VOID
 
     def _builds_on_right(self, tracked: Tracked) -> bool:
         """Whether all that the request has computed builds on blocks that are not void. Other
@@ -220,5 +236,5 @@ class Publications:
                 blocks: Sequence[int] = tracked.store.block_tables[number][:stop]
                 if table.kind != "full":
                     blocks = [block for block in blocks if block]
-                if first_odd(packed(self.generations.counters, blocks)) >= 0:
+                if self.generations.has_void(blocks):
                     state.publishes = False

@@ -15,7 +15,6 @@ from vcache_backend.errors import MAX_LINE_CHARS, printable
 from vcache_backend.protocol.channel import Sent
 from vcache_backend.protocol.messages import (
     QUEUED_SECONDS,
-    ChunkKey,
     Coming,
     Find,
     Found,
@@ -162,10 +161,10 @@ class Question(msgspec.Struct):
 class LookupState(msgspec.Struct):
     """A request's look-ups. Only `Lookups` writes this state."""
 
-    keys: list[ChunkKey] = []
-    """The keys of the leading chunks."""
     computed_with: tuple[bytes, ...] | None = None
     """Digests of the weights' version and the adapter; None until the request was named."""
+    named: bytes = b""
+    """Packed, the names of the blocks that it had by then: see `Lookups.hashes`."""
     question: Question | None = None
     probe: Find | None = None
     """What `Lookups.probe` asks."""
@@ -220,9 +219,9 @@ class WaitState(msgspec.Struct):
     end: str = ""
     """How the wait ended (`Meter.waited`)."""
     load_started: bool = False
-    leads: ChunkKey | None = None
-    """The first chunk that the request loads or waits for. Other requests that lack this chunk may
-    follow the request."""
+    leads: bytes = b""
+    """The name of the first chunk that the request loads or waits for. Other requests that lack
+    this chunk may follow the request."""
 
     @property
     def present(self) -> Wait | None:

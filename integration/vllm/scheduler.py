@@ -126,9 +126,9 @@ class VCacheScheduler:
     def arrived(self, request: Any) -> None:
         """Ask the server for a new request's chunks now, so that the answer has arrived when vLLM
         schedules the request."""
-        if self.context.keys is None and not self.context.open():
+        if not self.context.prefix and not self.context.open():
             return
-        tracked, (tokens, chunks) = self._track(request), self.context.loadable(request)
+        tracked, (tokens, _) = self._track(request), self.context.loadable(request)
         size = self.context.chunk_size
         lacking = tokens - self.context.config.connector.min_hit_tokens
         if lacking < 0 or not tracked.may_load or self.resets.clearing:
@@ -139,7 +139,7 @@ class VCacheScheduler:
             if self._is_cached(request, lacking):
                 return
             first = bisect(ends, False, lo=1, key=lambda end: not self._is_cached(request, end))
-        if self.lookups.name(tracked, chunks):
+        if self.lookups.name(tracked):
             self.lookups.send(tracked, first)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
@@ -147,7 +147,7 @@ class VCacheScheduler:
         there are any: all loads are asynchronous.
 
         None in place of a number: ask again in the next step."""
-        if self.context.keys is None and self.context.waits():
+        if not self.context.prefix and self.context.waits():
             return RETRY.matched
         self._learn()
         tracked = self._track(request)
@@ -164,12 +164,12 @@ class VCacheScheduler:
             not tracked.may_load
             or self.resets.clearing
             or local % context.groups.block
-            or (context.keys is None and not context.open())
+            or (not context.prefix and not context.open())
         ):
             return MISS
         most, chunks = context.loadable(tracked.request)
         least = context.config.connector.min_hit_tokens
-        if most - local < least or not lookups.name(tracked, chunks):
+        if most - local < least or not lookups.name(tracked):
             return MISS
         first = local // context.chunk_size
         if waits.follows(tracked, first):
@@ -280,7 +280,7 @@ class VCacheScheduler:
             bool(output.total_num_scheduled_tokens)
             and not (output.scheduled_new_reqs or cached.resumed_req_ids)
             and not (output.preempted_req_ids or self._loads or self._cancelled or self._given)
-            and (self._named and self.context.keys is not None and self.resets.rests)
+            and (self._named and bool(self.context.prefix) and self.resets.rests)
             and self.victims is None
             and self._planner.rests(output, self._requests)
         )
@@ -293,7 +293,7 @@ class VCacheScheduler:
             self._loads = []
         if self._cancelled:
             self._cancelled = set()
-        if self.context.keys is None:
+        if not self.context.prefix:
             meta.introduce = not self.context.introduced
         if not self._named:
             self._named = True

@@ -12,13 +12,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from vcache_backend.protocol.messages import ChunkKey, ResidentRun
+from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
 from vcache_backend.transfer.keys import state_keys
 
 from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import LoadSpec, PublicationSpec, StepMetadata, StoreSpec
+from .model.groups import Span
 from .requests import Tracked
 from .telemetry.events import block_stored
 
@@ -52,7 +53,7 @@ class StorePlanner:
         size, end, answer = self._size, tracked.supplied, tracked.lookup.answer
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
-        keys = [] if self._context.by_ends else tracked.lookup.keys[first:stop]
+        keys = [] if self._context.by_ends else self._lookups.keys(tracked, first, stop)
         if groups.states and keys:
             keys += state_keys(keys[-1:], groups.parts)
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
@@ -64,7 +65,7 @@ class StorePlanner:
             keys=keys,
             offload=offload,
             promote=promote and self._publications is None,
-            prefix=tracked.lookup.keys[:first] if offload else [],
+            prefix=self._lookups.keys(tracked, 0, first) if offload else [],
             number=next(self._load_numbers),
             **self._blocks(tracked, block_tables),
         )
@@ -74,16 +75,13 @@ class StorePlanner:
         if self._publications is None:
             loaded = end // size if promoted else stop
             self.mark_stored(tracked, max(tracked.store.stored, loaded))
-        else:
-            # Once loaded, these blocks are published as if computed here.
-            self._publications.on_load([block for block in load.blocks if block >= 0])
         if promoted:
             self._announce(tracked, first, end // size)
         return load
 
     def _blocks(self, tracked: Tracked, block_tables: Sequence[list[int]]) -> dict[str, Any]:
-        """`blocks`, `tokens` and `residents` of the load of the tokens [tracked.local,
-        tracked.supplied)."""
+        """The load of the tokens [tracked.local, tracked.supplied): `blocks`, and in place what
+        belongs to them."""
         context, groups, answer = self._context, self._groups, tracked.lookup.answer
         local, end = tracked.local, tracked.supplied
         if self._publications is None:
@@ -95,7 +93,29 @@ class StorePlanner:
             for span in spans:
                 scale = self._publications.tables[span.table].scale
                 runs += answer.runs_of(span, answer.first * context.hashes // scale)
-        return {"blocks": blocks, "tokens": spans[0].length, "residents": runs}
+        told = self._published(tracked, blocks, spans)
+        return {"blocks": blocks, "tokens": spans[0].length, "residents": runs, "publication": told}
+
+    def _published(
+        self, tracked: Tracked, blocks: Sequence[int], spans: Sequence[Span]
+    ) -> PublicationSpec | None:
+        """The publication of a load's blocks, which have generations from now on. Their worker
+        makes it once the load has proved what they hold."""
+        own, most = self._publications, self._may_publish({}, tracked)
+        if own is None or not most:
+            return None
+        runs = list[BlockRun]()
+        for span in spans:
+            row = blocks[span.at : span.at + span.length]
+            had, scale = row.count(-1), own.tables[span.table].scale
+            row = row[had : max(0, most // scale - span.first)]
+            # Blocks that vLLM does not want lie before the others. Otherwise the step after the
+            # load publishes them.
+            if row and -1 not in row:
+                first = span.first + had
+                hashes = self._lookups.hashes(tracked, first, first + len(row), scale)
+                runs.append(own.filled(span.table, first, hashes, array(NUMBERS, row)))
+        return PublicationSpec(runs, own.epoch, later=True) if runs else None
 
     # ---- steps
 
@@ -159,7 +179,7 @@ class StorePlanner:
             return 0
         if tracked.store.trusted_after > self.trusted:
             return None
-        if not self._lookups.name(tracked, 0, seen):
+        if not self._lookups.name(tracked, seen):
             return 0
         prompt, hashes = tracked.request.num_prompt_tokens, len(tracked.request.block_hashes)
         return prompt // self._context.hash_block if self._context.prompts_only else hashes
@@ -263,22 +283,25 @@ class StorePlanner:
         if self._context.prompts_only:
             tokens = min(tokens, request.num_prompt_tokens)
         ready = min(tokens // size, len(request.block_hashes) // self._context.hashes)
-        if ready <= first or not self._context.open() or not self._lookups.name(tracked, ready):
+        if ready <= first or not self._context.open() or not self._lookups.name(tracked):
             return
         if self._publications is not None:
             if self._context.config.pool.lent:
                 self._announce(tracked, first, ready)
                 blocks = groups.chunks(tables, first, ready)
-                self._completed.append((tracked.lookup.keys[first:ready], blocks))
+                self._completed.append((self._lookups.keys(tracked, first, ready), blocks))
             self.mark_stored(tracked, ready)
             return
         if not groups.plain:
             # Skip chunks behind a window, whose blocks vLLM has freed.
             first = groups.alive_from(tables, before, first, ready)
         self._announce(tracked, first, ready)
-        if keys := tracked.lookup.keys[first:ready]:
-            blocks = groups.chunks(tables, first, ready)
-            meta.stores.append(StoreSpec(keys, blocks, tracked.lookup.keys[:first]))
+        if first < ready:
+            keys, blocks = (
+                self._lookups.keys(tracked, 0, ready),
+                groups.chunks(tables, first, ready),
+            )
+            meta.stores.append(StoreSpec(keys[first:], blocks, keys[:first]))
         self.mark_stored(tracked, ready)
 
     def _keep_states(
@@ -300,12 +323,12 @@ class StorePlanner:
                 tracked.supplied < tokens <= limit
                 and chunks <= len(request.block_hashes) // self._context.hashes
                 and self._context.open()
-                and self._lookups.name(tracked, chunks)
+                and self._lookups.name(tracked)
             ):
                 # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
-                keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
-                meta.stores.append(StoreSpec(keys, blocks, tracked.lookup.keys[:chunks]))
+                prefix = self._lookups.keys(tracked, 0, chunks)
+                meta.stores.append(StoreSpec(state_keys(prefix[-1:], groups.parts), blocks, prefix))
 
     def _announce(self, tracked: Tracked, first: int, stop: int) -> None:
         """Prepare KV events, if anybody listens, for the request's chunks [first, stop), which may
@@ -313,10 +336,10 @@ class StorePlanner:
         context, size = self._context, self._size
         if context.announcer is None:
             return
-        for number in range(first, stop):
+        for number, key in enumerate(self._lookups.keys(tracked, first, stop), first):
             tokens = number * size, (number + 1) * size
             event = block_stored(tracked.request, *tokens, context.hash_block, self._spec_kind)
-            context.announcer.expect(tracked.lookup.keys[number], event)
+            context.announcer.expect(key, event)
 
 
 def copied_blocks(output: Any) -> set[int]:

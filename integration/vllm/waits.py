@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from vcache_backend.protocol.messages import QUEUED_SECONDS, ChunkKey
+from vcache_backend.protocol.messages import HASH_BYTES, QUEUED_SECONDS
 
 from .instance import InstanceContext
 from .requests import Answer, AnswerState, Tracked, Wait
@@ -179,17 +179,16 @@ class Waits:
         least, factor = connector.min_hit_tokens, connector.wait_factor
         self._rules = Rules(context.chunk_size, least, factor, states)
         self._context, self._meter = context, meter
-        self._leaders: dict[ChunkKey, Tracked] = {}
-        """The requests of this instance that load or wait, by the first chunk. Announced requests
-        only while they load."""
+        self._leaders: dict[bytes, Tracked] = {}
+        """The requests of this instance that load or wait, by the first chunk's name. Announced
+        requests only while they load."""
         self.waiting: dict[str, Tracked] = {}
         """The requests that wait, by name."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings the request's chunks from `first` on into
         vLLM's cache."""
-        keys = tracked.lookup.keys
-        leader = self._leaders.get(keys[first]) if self._leaders and first < len(keys) else None
+        leader = self._leaders.get(self._named(tracked, first)) if self._leaders else None
         if leader is None or leader is tracked:
             return False
         if leader.wait.load_started:
@@ -200,8 +199,8 @@ class Waits:
             # late.
             return False
         # A leader that waits may wait for more chunks than this request needs.
-        last = wait.target - 1
-        return first <= last < len(keys) and leader.lookup.keys[last] == keys[last]
+        last, own = wait.target - 1, self._named(tracked, wait.target - 1)
+        return first <= last and bool(own) and self._named(leader, last) == own
 
     def is_due(self, tracked: Tracked) -> bool:
         """Whether the server is to be asked again for a waiting request, which then counts as
@@ -250,9 +249,9 @@ class Waits:
 
     def on_load(self, tracked: Tracked) -> None:
         """Note that the request loads the chunks behind vLLM's cached blocks."""
-        if (key := self._lead(tracked)) is not None:
+        if name := self._lead(tracked):
             # In place of a leader that only waits.
-            self._leaders[key] = tracked
+            self._leaders[name] = tracked
         tracked.wait.load_started = True
 
     def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
@@ -272,23 +271,28 @@ class Waits:
                 "request %s waited %.3f s for %d tokens: %s",
                 *(tracked.request.request_id, state.seconds, state.tokens, why),
             )
-        if state.leads is not None:
+        if state.leads:
             self._leave(tracked)
 
     # ---- inside
 
-    def _lead(self, tracked: Tracked) -> ChunkKey | None:
-        """None: the request has no whole chunk behind vLLM's own cache, and nobody follows it."""
+    def _named(self, tracked: Tracked, chunk: int) -> bytes:
+        """The name of the request's chunk with this number: its last block's. Empty if the request
+        has no such chunk."""
+        end = (chunk + 1) * self._context.hashes * HASH_BYTES
+        return tracked.lookup.named[end - HASH_BYTES : end]
+
+    def _lead(self, tracked: Tracked) -> bytes:
+        """Empty: the request has no whole chunk behind vLLM's own cache, and nobody follows it."""
         self._leave(tracked)
-        keys, first = tracked.lookup.keys, tracked.local // self._rules.chunk_size
-        if first >= len(keys):
-            return None
-        key = tracked.wait.leads = keys[first]
-        self._leaders.setdefault(key, tracked)
-        return key
+        name = self._named(tracked, tracked.local // self._rules.chunk_size)
+        if name:
+            tracked.wait.leads = name
+            self._leaders.setdefault(name, tracked)
+        return name
 
     def _leave(self, tracked: Tracked) -> None:
         state = tracked.wait
-        if state.leads is not None and self._leaders.get(state.leads) is tracked:
+        if state.leads and self._leaders.get(state.leads) is tracked:
             del self._leaders[state.leads]
-        state.leads, state.load_started = None, False
+        state.leads, state.load_started = b"", False

@@ -27,7 +27,8 @@ from vcache_backend.metadata_server import directory as directories
 from vcache_backend.metadata_server import slots
 from vcache_backend.metadata_server.directory import Backlog, Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable, resets_in
+from vcache_backend.metadata_server.resets import Resets
+from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
 from vcache_backend.protocol.messages import (
     ChunkKey,
     Location,
@@ -145,14 +146,14 @@ class SlotMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        for name in ("RECORD", "SLAB", "RESET"):
+        for name in ("RECORD", "SLAB"):
             self.patch.setattr(slots, name, Torn(getattr(slots, name)))
         self.patch.setattr(slots, "SLABS_WANTED", 2)
         self.patch.setattr(directories, "SEARCH", 4)
         Life.left = None
         self.clock = Clock()
-        self.known: list[int] = []
-        """Tables of resets of earlier servers, which clients hold."""
+        self.resets: Resets = {}
+        """In the server's file."""
         self.serve()
         self.memory: dict[str, bytearray] = {}
         self.fds: dict[str, int] = {}
@@ -172,16 +173,14 @@ class SlotMachine(RuleBasedStateMachine):
         """What clients have heard."""
 
     def serve(self) -> None:
-        """A server begins, and the clients that are there tell it of resets."""
-        own = SlotsTable.create("", 0)
-        own.words = Stores(own.words)
         self.backlog = Backlog()
         self.patch.setattr(self.backlog, "AT_ONCE", 2)
-        self.directory = Directory(self.clock, SECONDS, self.backlog, Counter(), own.write_resets)
-        for fd in self.known:
-            self.directory.merge(resets_in(fd))
-        self.known.append(os.dup(own.fd))
-        self.own = own
+        more = self.resets, self.keep
+        self.directory = Directory(self.clock, SECONDS, self.backlog, Counter(), *more)
+
+    def keep(self, resets: Resets) -> None:
+        Life.store()
+        self.resets = resets
 
     @initialize()
     def start(self) -> None:
@@ -631,12 +630,11 @@ class SlotMachine(RuleBasedStateMachine):
         finally:
             Life.left = None
             self.close_tables()
-            for fd in [*self.fds.values(), *self.known]:
+            for fd in self.fds.values():
                 os.close(fd)
             self.patch.undo()
 
     def close_tables(self) -> None:
-        self.own.close()
         for region in self.directory.regions.values():
             region.table.close()
 

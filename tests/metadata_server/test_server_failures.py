@@ -4,9 +4,7 @@ longer than it says.
 
 from __future__ import annotations
 
-import mmap
 import os
-import resource
 import signal
 import sys
 import time
@@ -159,19 +157,6 @@ def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_eno
         eventually(lambda: server.descriptors() == used)
     assert 3 < refused < len(free)
     os.close(table)
-
-
-def test_a_segment_for_which_address_space_is_lacking_is_refused(stage_: Stage, memfd: int) -> None:
-    """Its table takes some 90 MiB of it; with almost none left the server would end."""
-    server, raw = stage_.server(), stage_.raw()
-    used = int(Path(f"/proc/{server.pid}/statm").read_text().split()[0]) * mmap.PAGESIZE
-    resource.prlimit(server.pid, resource.RLIMIT_AS, (used + (120 << 20), resource.RLIM_INFINITY))
-    for _ in range(2):
-        said = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))
-        assert "Cannot allocate memory" in said[1]
-        time.sleep(0.6)  # a tick
-    resource.prlimit(server.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "added"
 
 
 def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) -> None:

@@ -25,7 +25,6 @@ from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCa
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
 from vcache_backend.protocol.channel import Sent
-from vcache_backend.protocol.client import Client
 
 A, B = chunk_key(1), chunk_key(2)
 KIB = 1 << 10
@@ -41,9 +40,6 @@ class ScriptedServer:
     def __init__(self, path: Path, answer: Answer) -> None:
         self.answer = answer
         self.seen: list[list[Any]] = []
-        self.hello: Any = WELCOME
-        self.fds: list[int] = []
-        """They go with the answer to a hello."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -87,12 +83,11 @@ class ScriptedServer:
             while data := sock.recv(m.MAX_MESSAGE_BYTES):
                 request = msgpack.unpackb(data)
                 self.seen.append(request)
-                ours = {"hello": self.hello, "list_segments": ["segments", []]}
+                ours = {"hello": WELCOME, "list_segments": ["segments", []]}
                 reply = ours[request[0]] if request[0] in ours else self.answer(request)
                 if reply is not None:
                     data = reply if isinstance(reply, bytes) else msgpack.packb(reply)
-                    fds = self.fds if request[0] == "hello" else []
-                    socket.send_fds(sock, [data], fds) if fds else sock.send(data)
+                    sock.send(data)
 
 
 def find(*keys: m.ChunkKey) -> m.Find:
@@ -144,7 +139,7 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.lookup(many[::2]) == client.lookup(many[::2], ranks=2) == len(many) // 2
     assert client.contains([*many, A[:8] + b"\xff" * 18]) == [True] * len(many) + [False]
     assert sum(run.chunks for run in client.pin(many, 1.0).runs) == m.MAX_KEYS
-    assert client.touch(many) == client.remove(many) == len(many)
+    assert client.remove(many) == len(many)
 
 
 @pytest.mark.parametrize("lost", [0, 500, 3000])
@@ -194,14 +189,14 @@ def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scr
 
     server = scripted(answer)
     client = stage_.client(msgspec.structs.replace(PATIENT, request_seconds=0.25))
-    with pytest.raises(ServerTimeout, match=r"did not answer Touch\(1 keys\) in 0\.25 s"):
-        client.touch([A])
+    with pytest.raises(ServerTimeout, match=r"did not answer Remove\(1 keys\) in 0\.25 s"):
+        client.remove([A])
     given_up.set()
     server.said_all_to_the_first()
 
     def count() -> int:
         with suppress(VCacheError):
-            return client.touch([B])
+            return client.remove([B])
         return 0
 
     assert eventually(count) == 2
@@ -216,7 +211,7 @@ def test_a_late_answer_is_logged_as_one_and_rarely(
     client = stage_.client(hasty)
     for _ in range(3):
         with pytest.raises(ServerTimeout):
-            client.touch([A])
+            client.remove([A])
         eventually(lambda: client.connected)
     # Asked ahead, and given up by a call that waits no longer.
     sent = client.send_find(find(A), SECONDS)
@@ -227,7 +222,7 @@ def test_a_late_answer_is_logged_as_one_and_rarely(
     assert " in 0 s" not in str(raised.value)
     eventually(lambda: client.connected)
     (line,) = warnings(caplog)
-    assert "did not answer Touch(1 keys) in 0.05" in line
+    assert "did not answer Remove(1 keys) in 0.05" in line
     assert client.connections_lost == 4
 
 
@@ -297,10 +292,10 @@ def test_a_wrong_answer_ends_the_connection(stage_: Stage, scripted: Scripted, r
     scripted(lambda request: reply)
     client = stage_.client(QUICK, reconnect=False)
     if reply == ["count", 3] * 5:  # later versions may say more
-        assert client.touch([A]) == 3
+        assert client.remove([A]) == 3
         return
     with pytest.raises(VCacheError):
-        client.touch([A])
+        client.remove([A])
     assert not client.connected
 
 
@@ -330,27 +325,6 @@ def test_an_answer_below_nothing_ends_the_connection(
     assert not client.connected
 
 
-@pytest.mark.parametrize(
-    "hello", [b"\xc1", ["count", 1], ["error", "no"], WELCOME], ids=lambda hello: repr(hello)[:12]
-)
-def test_what_comes_with_an_answer_to_a_hello_is_closed(
-    stage_: Stage, scripted: Scripted, memfd: int, hello: Any
-) -> None:
-    """The first is the server's ledger, which the client has as long as it lasts itself."""
-    server = scripted(lambda request: None)
-    server.hello, server.fds = hello, [memfd, memfd]
-
-    def copies() -> int:
-        names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        here = os.fstat(memfd)
-        return sum(os.path.exists(each) and os.path.samestat(os.stat(each), here) for each in names)
-
-    with Client(stage_.path, QUICK, reconnect=False) as client:
-        assert client.connected == (hello is WELCOME)
-        assert copies() == 1 + client.connected
-    assert copies() == 1
-
-
 def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
     stage_: Stage, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,9 +340,9 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
 
     monkeypatch.setattr(sockets.Receiver, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        client.touch([A])
+        client.remove([A])
     eventually(lambda: client.connected)
-    assert client.touch([B]) == 2
+    assert client.remove([B]) == 2
 
 
 def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: Scripted) -> None:

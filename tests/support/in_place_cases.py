@@ -35,6 +35,7 @@ from vcache_backend.protocol.messages import (
     BlockRun,
     ChunkKey,
     Find,
+    chunk_keys,
 )
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.keys import block_hashes
@@ -204,7 +205,8 @@ class Engine(Planned):
         return self.rows[step].get(request.request_id, set()).issuperset(blocks)
 
     def keys(self, request: Request) -> list[Any]:
-        return self.half.context.keys.keys(self.hashes(request))
+        context = self.half.context
+        return chunk_keys(context.prefix, self.hashes(request), context.hashes)
 
     def hashes(self, request: Request) -> bytes:
         """As other instances know them."""

@@ -18,14 +18,13 @@ SECONDS = 60.0
 class Raw:
     """The protocol by hand: a socket and the `msgpack` package. Nothing of ours."""
 
-    def __init__(self, path: Path, hello: bool = True, resets: int | None = None) -> None:
-        """resets: the fd of an earlier server's table, shown with the hello."""
+    def __init__(self, path: Path, hello: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(SECONDS)
         self.fds: list[int] = []
         try:
             self.socket.connect(str(path))
-            self.welcome = self.hello(fds=() if resets is None else (resets,)) if hello else None
+            self.welcome = self.hello() if hello else None
         except BaseException:
             self.close()
             raise

@@ -131,7 +131,7 @@ def test_a_client_goes_on_to_beat_and_to_return(alone: Stage) -> None:
     client = Client(alone.path, QUICK)
     client.on_beat.append(lambda: beats.append(1))
     client.on_return.append(lambda: returns.append(1))
-    names = "_try_connect _greet _complain _no_connection _keep_resets _start_again"
+    names = "_try_connect _greet _no_connection _start_again"
     places: list[tuple[Any, str]] = [(channel, "_call_all")]
     places += [(Channel, name) for name in names.split()]
     for (where, name), behind in product(places, (False, True)):

@@ -436,7 +436,7 @@ def test_the_documents_one_command_shares_among_its_ranks(tmp_path: Path) -> Non
             assert hit == own
             assert here.chunks() == 0, "the server is still there"
             log = servers[address].log
-            assert log.count("metadata server started at") == 1
+            assert "metadata server started at" in log
             assert "it outlives this process" in log
     finally:
         end_servers(here.socket)

@@ -686,14 +686,14 @@ def test_a_request_is_named_no_more_once_its_adapter_was_replaced(tmp_path: Path
     """In place, too, it then shares nothing more of what it computes."""
     weights, meter = tmp_path / "adapter_model.safetensors", Meter()
     weights.write_text("ode")
-    context: Any = SimpleNamespace(version=b"", keys=None, hashes=1)
+    context: Any = SimpleNamespace(version=b"", hashes=1)
     given = {"lora_name": "poet", "lora_path": str(tmp_path), "lora_int_id": 1}
     request = SimpleNamespace(lora_request=SimpleNamespace(**given), block_hashes=[])
     asks = lookups.Lookups(context, meter)
     tracked = requests.Tracked(request, requests.DEFAULT, True)
-    assert asks.name(tracked, 0)
+    assert asks.name(tracked)
     weights.write_text("elegy")
-    assert not asks.name(tracked, 0)
+    assert not asks.name(tracked)
 
 
 def test_blocks_for_another_connectors_load_wait_for_our_stores_in_a_step_that_only_decodes(

@@ -18,8 +18,8 @@ from vllm_cases import needs_vllm
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
 from vcache_backend.integration.vllm import adapters, requests, settings
-from vcache_backend.protocol.messages import KEY_BYTES, RANK_BYTES, ChunkKey
-from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest, block_hashes
+from vcache_backend.protocol.messages import KEY_BYTES, RANK_BYTES, ChunkKey, chunk_keys
+from vcache_backend.transfer.keys import HASH_BYTES, adapter_digest, block_hashes
 from vcache_backend.transfer.layout import Namespace
 
 # ---- settings
@@ -229,8 +229,7 @@ in_turn = pytest.mark.parametrize("each", [1, 2, 8], ids="{} blocks a chunk".for
 @in_turn
 @given(blocks=hashes)
 def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -> None:
-    maker = BlockHashKeys(NAMESPACE, each)
-    keys = maker.keys(block_hashes(blocks, 0, len(blocks)))
+    keys = chunk_keys(NAMESPACE.prefix, block_hashes(blocks, 0, len(blocks)), each)
     assert len(keys) == len(blocks) // each
     for number, key in enumerate(keys):
         last = blocks[(number + 1) * each - 1]
@@ -242,17 +241,18 @@ def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -
 
 
 def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
-    maker = BlockHashKeys(NAMESPACE, 2)
     hashes = [bytes([i]) * 32 for i in range(8)]
+
+    def made(*computed_with: bytes) -> list[ChunkKey]:
+        return chunk_keys(NAMESPACE.prefix, block_hashes(hashes, 0, 8, *computed_with), 2)
 
     def keys(path: str, content: str) -> list[ChunkKey]:
         adapter = SimpleNamespace(lora_name="poet", lora_path=path)
-        return maker.keys(block_hashes(hashes, 0, 8, adapter_digest(adapter, content)))
+        return made(adapter_digest(adapter, content))
 
-    plain = maker.keys(block_hashes(hashes, 0, 8))
-    kept = [plain, keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
-    assert [len(made) for made in kept] == [4, 4, 4, 4]
-    assert len({key for made in kept for key in made}) == 16
+    kept = [made(), keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
+    assert [len(one) for one in kept] == [4, 4, 4, 4]
+    assert len({key for one in kept for key in one}) == 16
     assert kept[1] == keys("/one", "a")
 
 

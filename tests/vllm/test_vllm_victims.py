@@ -173,7 +173,7 @@ class Sharing:
     def publish(self, *chunks: int) -> None:
         """Each is a request's."""
         specs = [PublicationSpec([self._run(chunk)], self.epoch) for chunk in chunks]
-        self.in_place.publish(self.session, specs)
+        self.in_place.publish(specs)
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.outbox.flush(SECONDS)
 

@@ -20,10 +20,11 @@ from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.processes import Descriptor, Peer, Watch, closing
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
 from vcache_backend.protocol.sockets import peer
+
+log = logging.getLogger(__name__)
 
 TOO_MANY_FDS = "too many fds are on their way to clients; ask again later"
 
@@ -38,7 +39,7 @@ class Connection:
         self.client: Peer | None = None
         self.fds: list[int] = []
         """The present request's fds."""
-        self.unsent: deque[tuple[bytes, Sequence[Descriptor | SlotsTable], int]] = deque()
+        self.unsent: deque[tuple[bytes, Sequence[Descriptor], int]] = deque()
         """Answers, the owners of their fds, and the granted reservations."""
         self.granted = 0
         """The reservation that the last sent answer grants."""
@@ -53,7 +54,7 @@ class Connection:
         left, so a client that reads nothing has one answer here."""
         return select.EPOLLOUT if self.unsent else select.EPOLLIN
 
-    def queue(self, reply: m.Reply, held: Sequence[Descriptor | SlotsTable] = ()) -> None:
+    def queue(self, reply: m.Reply, held: Sequence[Descriptor] = ()) -> None:
         """Queue a reply. Keeps `held`, the owners of the fds, until the reply has left."""
         reservation = reply.reservation if isinstance(reply, m.Reserved) else 0
         self.unsent.append((sockets.encode(reply), held, reservation))
@@ -93,9 +94,6 @@ class Connection:
         with suppress(OSError):  # the client has hung up
             self.sock.shutdown(socket.SHUT_RDWR)
         closing().put(self.sock.detach())
-
-
-log = logging.getLogger(__name__)
 
 
 class Admission:
@@ -153,8 +151,6 @@ class Admission:
         return ""
 
 
-log = logging.getLogger(__name__)
-
 FOLLOWED = (m.Find, m.Pin, m.Reserve)
 """Requests after which the client soon sends another request, so that the loop should spin."""
 
@@ -169,13 +165,11 @@ class Clients:
         epoll: select.epoll,
         service: Service,
         watch: Watch,
-        resets: SlotsTable,
         spin_seconds: float,
     ) -> None:
-        """resets: for clients to show to the next server."""
         self.spin_until = 0.0
         self._admission, self._epoll, self._service = admission, epoll, service
-        self._watch, self._resets, self._spin_seconds = watch, resets, spin_seconds
+        self._watch, self._spin_seconds = watch, spin_seconds
         self._connections: dict[int, Connection] = {}
         self._receiver = sockets.Receiver()
         self._concerned: dict[Connection, None] = {}
@@ -261,9 +255,6 @@ class Clients:
         if self._receiver.too_long:
             raise ProtocolError(f"a message is longer than the limit of {m.MAX_MESSAGE_BYTES:,} B")
         if self._receiver.lacks_fds:
-            if connection.client is None:
-                # A table of resets may be among the missing fds.
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             said = "the server has no descriptors left (ulimit -n) for what pid %d sends"
             log.warning(said, connection.pid)
         if connection.client is not None:
@@ -294,8 +285,8 @@ class Clients:
         connection.queue(reply, held)
 
     def _greet(self, connection: Connection, request: m.AnyRequest) -> None:
-        """Answer a connection's first request: a hello, with the client's pidfd and the resets that
-        it knows of. ProtocolError if the request is not a hello."""
+        """Answer a connection's first request: a hello, with the client's pidfd. ProtocolError if
+        the request is not a hello."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
@@ -303,17 +294,12 @@ class Clients:
             raise ProtocolError(
                 f"client: protocol {theirs}, server: {ours}; install the same vcache-backend"
             )
-        if len(connection.fds) > 2:
-            raise ProtocolError(f"{len(connection.fds)} fds came along; a hello has 2 at most")
+        if len(connection.fds) > 1:
+            raise ProtocolError(f"{len(connection.fds)} fds came along; a hello has 1 at most")
         pid = connection.pid
         process = processes.identity(pid, request.token)
-        pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
-        for fd in connection.fds:
-            if fd != pidfd:
-                self._service.hear(fd)
-        if pidfd is not None:
-            connection.fds.remove(pidfd)
-            self._watch.keep(process, Descriptor(pidfd))
+        if connection.fds and processes.is_pidfd(connection.fds[0], pid):
+            self._watch.keep(process, Descriptor(connection.fds.pop()))
         connection.close_fds()
         device, medium = request.device, request.medium
         client = Peer(connection.number, process, device, medium, name=request.name)
@@ -322,7 +308,7 @@ class Clients:
         _say(client, "connects")
         if mismatches:
             log.warning("pid %d: %s; such instances: %d", pid, mismatches[0], len(mismatches))
-        connection.queue(m.Welcome(self._service.epoch, mismatches), [self._resets])
+        connection.queue(m.Welcome(self._service.epoch, mismatches))
 
     # ---- out
 

@@ -15,10 +15,12 @@ from operator import itemgetter
 
 import msgspec
 
+from vcache_backend.metadata_server import resets as namespaces
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.slots import SLAB_BITS, Reset, Resets, SlotRegion, padded
+from vcache_backend.metadata_server.resets import MAX_RESETS, Reset, Resets
+from vcache_backend.metadata_server.slots import SLAB_BITS, SlotRegion, padded
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.slot_layout import MAX_RESETS, SLAB_SLOTS, SLABS, SLOTS
+from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS, SLOTS
 
 SEARCH = 64
 """How many chunks of other sizes may be older before a slab changes its size."""
@@ -88,18 +90,20 @@ class Directory:
         write_seconds: float,
         backlog: Backlog,
         counters: Counter[str],
+        resets: Resets | None = None,
         keep: Callable[[Resets], None] = lambda resets: None,
         on_reset: Callable[[bytes], None] = lambda namespace: None,
         max_chunks: int = 4_000_000,
     ) -> None:
-        """keep: called with all resets, to show them to the next server. on_reset: called after the
-        resets of a namespace have changed; b"": of all."""
+        """resets: of earlier servers. keep: called with all resets, to keep them for the next
+        server. on_reset: called after a namespace was reset or cleared; b"": all."""
         self._now, self._write_seconds, self._max_chunks = now, write_seconds, max_chunks
         self._backlog, self.counters = backlog, counters
         self._keep, self._on_reset = keep, on_reset
         self.regions: dict[int, SlotRegion] = {}
         self._ids = count()
-        self._last = 0
+        self.resets: Resets = resets or {}
+        self._last = max((reset.first for reset in self.resets.values()), default=0)
         self.chunks = OrderedDict[m.ChunkKey, int]()
         """The place of each committed chunk: a region's number and a slot of its table, as one
         integer. The least recently used first. While `_sweeps` tasks run, some of them do not count
@@ -116,7 +120,6 @@ class Directory:
         """Slots in quarantine, by writer and number."""
         self._done: OrderedDict[tuple[ProcessId, int], None] = OrderedDict()
         """Writes that have ended and of which a table that has yet to come may know."""
-        self.resets: Resets = {}
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -133,8 +136,6 @@ class Directory:
         """Use a segment. Returns how many chunks of earlier servers it has brought so far; the
         others follow in later turns."""
         number = next(self._ids)
-        self.merge(region.table.resets())
-        region.table.write_resets(self.resets)
         self.regions[number] = region
         if not region.rebuilt:
             self._backlog.begin(self._rebuild(number))
@@ -313,17 +314,6 @@ class Directory:
             self._set_resets({name: Reset(number, old.epoch) for name, old in kept.items()})
         self.counters["removed"] += here
         return here
-
-    def merge(self, theirs: Resets) -> None:
-        """Another server has done these resets."""
-        merged = dict[bytes, Reset]()
-        for name in {b"", *theirs, *self.resets} if theirs else ():
-            both = zip(self._reset(name), _of(theirs, name), strict=True)
-            merged[name] = Reset(*map(max, both))
-        if len(merged) > MAX_RESETS:
-            merged = {b"": Reset(*map(max, zip(*merged.values(), strict=True)))}
-        if any(_of(merged, name) != self._reset(name) for name in merged):
-            self._set_resets(merged)
 
     # ---- clients and time
 
@@ -584,15 +574,12 @@ class Directory:
     # ---- inside: resets
 
     def _reset(self, namespace: bytes) -> Reset:
-        return _of(self.resets, namespace)
+        return namespaces.of(self.resets, namespace)
 
     def _set_resets(self, resets: Resets) -> None:
         changed = [name for name in resets if resets[name] != self._reset(name)]
-        self._last = max(self._last, *(reset.first for reset in resets.values()))
-        self.resets = resets
         self._keep(resets)
-        for region in self.regions.values():
-            region.table.write_resets(resets)
+        self.resets = resets
         for number, written in list(self._writes.items()):
             if any(number < self._reset(k[: m.NAMESPACE_BYTES]).first for k in written.places):
                 self._quarantine(number)
@@ -700,10 +687,6 @@ class Claims:
     def end(self, client: int) -> None:
         """End the claim of a client that has added its segment, or has none to add."""
         self._of_client.pop(client, None)
-
-
-def _of(resets: Resets, namespace: bytes) -> Reset:
-    return resets.get(namespace) or resets.get(b"") or Reset()
 
 
 def _usable(region: SlotRegion, client: Peer) -> bool:

@@ -11,10 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from vcache_backend.errors import ConfigError
+from vcache_backend.metadata_server.resets import ResetsFile
 from vcache_backend.protocol.sockets import folder_fault
-
-FRESH_SECONDS = 3600.0
-"""How often to touch the files, since cleaners of /tmp remove files that nobody touches."""
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -31,22 +29,9 @@ def make_folder(path: Path) -> None:
         raise ConfigError(f"server.socket: {fault}")
 
 
-def try_lock(path: Path) -> int | None:
-    """Lock a file beside the socket. Returns the file's descriptor, whose close ends the lock; None
-    while another process has the lock. OSError."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return lock
-
-
 class Endpoint:
-    """A listening socket, and a lock that keeps other servers away. ConfigError if either fails.
+    """A listening socket, and a lock that keeps other servers away, whose file has the resets of
+    all servers at this path. ConfigError if either fails.
 
     Only this user can reach the socket. With `open_to_others` every user can, and `Admission`
     checks who connects."""
@@ -65,17 +50,11 @@ class Endpoint:
             except OSError as error:
                 raise ConfigError(f"server.socket: cannot use {path}: {error}") from error
             self._undo = undo.pop_all()
-        self._fresh_until = time.monotonic() + FRESH_SECONDS
+        self._fresh_until = 0.0
 
     def close(self) -> None:
         """Remove the socket, and give up the lock."""
         self._undo.close()
-
-    def keep(self, settings: bytes) -> None:
-        """Write settings into the lock's file, where only a killed server leaves them."""
-        with suppress(OSError):  # on a full disk they are lost with this server
-            os.ftruncate(self._lock_file, 0)
-            os.pwrite(self._lock_file, settings, 0)
 
     def lost(self) -> str:
         """Why the path no longer leads to this server; empty while it does."""
@@ -88,9 +67,10 @@ class Endpoint:
         return "" if os.path.samestat(current, self._own) else "another socket is there"
 
     def keep_fresh(self) -> None:
+        """Touch the files every hour: cleaners of /tmp remove files that nobody touches."""
         if time.monotonic() < self._fresh_until:
             return
-        self._fresh_until = time.monotonic() + FRESH_SECONDS
+        self._fresh_until = time.monotonic() + 3600.0
         for path in (self._path, beside(self._path, ".lock")):
             with suppress(OSError):  # a socket that is gone is `lost`
                 os.utime(path, follow_symlinks=False)
@@ -103,12 +83,15 @@ class Endpoint:
             folder.chmod(status.st_mode | 0o11)
 
     def _lock(self, undo: ExitStack) -> None:
-        lock = try_lock(beside(self._path, ".lock"))
-        if lock is None:
-            raise ConfigError(f"server.socket: another server already serves {self._path}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(beside(self._path, ".lock"), flags, 0o600)
         undo.callback(os.close, lock)
-        undo.callback(os.ftruncate, lock, 0)
-        self._lock_file = lock
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another server already serves {self._path}"
+            raise ConfigError(f"server.socket: {what}") from None
+        self.resets = ResetsFile(lock)
 
     def _make_way(self) -> None:
         """Remove the socket of a server that is gone, and no other file. A server that still

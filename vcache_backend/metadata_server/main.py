@@ -17,17 +17,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import msgspec
-
 from vcache_backend.backoff import Backoff
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import MAX_LINE_CHARS, ConfigError, printable, raising_as
+from vcache_backend.errors import MAX_LINE_CHARS, ConfigError, printable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.connections import Admission, Clients
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.processes import closing
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.metadata_server.slots import SlotsTable
 from vcache_backend.protocol import sockets
 
 log = logging.getLogger(__name__)
@@ -103,9 +100,6 @@ class LineLimit(logging.Filter):
         return True
 
 
-log = logging.getLogger(__name__)
-
-
 class Server:
     """The whole server. `run` returns after SIGTERM, SIGINT or `stop()`."""
 
@@ -116,7 +110,6 @@ class Server:
         with ExitStack() as undo:
             self._endpoint = Endpoint(config.path, open_to_others=bool(config.allow_uids))
             undo.callback(self._endpoint.close)
-            self._endpoint.keep(msgspec.json.encode(config))
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch()
             try:
@@ -130,24 +123,19 @@ class Server:
     def _make_parts(self, undo: ExitStack) -> None:
         config = self._config
         admission = Admission(config, self._endpoint, self._epoll)
-        what = "memory for the server's table of resets (memfd_create)"
-        with raising_as(ConfigError, what, OSError):
-            resets = SlotsTable.create("", 0)
-        undo.callback(resets.close)
         self._service = Service(
             1 + secrets.randbits(62),
             write_seconds=config.reservation_seconds,
             max_chunks=config.max_chunks,
             max_segments=admission.max_segments,
-            keep=resets.write_resets,
+            resets=self._endpoint.resets.read(),
+            keep=self._endpoint.resets.write,
             pidfd=self._watch.pidfd,
         )
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
         spin_seconds = sockets.spin(few, many)
-        self._clients = Clients(
-            admission, self._epoll, self._service, self._watch, resets, spin_seconds
-        )
+        self._clients = Clients(admission, self._epoll, self._service, self._watch, spin_seconds)
         undo.callback(self._clients.close)
         self._monitor = MonitorProcess(config) if config.metrics else None
         if self._monitor is not None:
@@ -200,7 +188,6 @@ class Server:
             raise ConfigError(f"server.socket: {what}; it stops: two must not use one segment")
 
     def _tick(self) -> None:
-        _check_address_space()
         self._endpoint.keep_fresh()
         self._service.tick()
         self._watch_processes()
@@ -214,13 +201,6 @@ class Server:
         connected = {client.process for client in self._service.layouts.clients.values()}
         for process in self._watch.ended(writers | owners.processes(), connected):
             self._service.process_gone(process)
-
-
-def _check_address_space() -> None:
-    """ConfigError if too little is left until RLIMIT_AS."""
-    what = f"less than {processes.SPARE_BYTES >> 20} MiB of address space left; raise ulimit -v"
-    with raising_as(ConfigError, what, OSError):
-        processes.check_address_space()
 
 
 def serve(config: ServerConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import resource
 import secrets
@@ -181,16 +180,6 @@ def raise_descriptor_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
-
-
-SPARE_BYTES = 64 << 20
-"""The address space that must be free. Without free address space, CPython's handling of a
-MemoryError may never end."""
-
-
-def check_address_space(spare: int = SPARE_BYTES) -> None:
-    """OSError if less than `spare` bytes are left until RLIMIT_AS. The map takes no memory."""
-    mmap.mmap(-1, spare, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0).close()
 
 
 def is_exhausted(error: OSError) -> bool:

@@ -12,24 +12,22 @@ from itertools import compress, islice
 
 import msgspec
 
-from vcache_backend.metadata_server.directory import Backlog, Directory, Steps
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.processes import Peer
 from vcache_backend.protocol import messages as m
 
-MAX_PROMISED = 1 << 18
-"""The most promised chunks of all clients, some 250 B each. A promise has `MAX_KEYS` at most."""
-MAX_PROMISES, MAX_OF_CLIENT = 2048, 512
-"""The most promises of all clients, which a reset drops in one turn, and of one connection."""
+MAX_PROMISED = 1 << 16
+"""The most promised chunks of all clients, some 250 B each, which a reset drops in one turn. A
+promise has `MAX_KEYS` at most."""
 QUIET_SECONDS = 120.0
 """A promise is dropped after this time without a chunk: longer than any step takes."""
-_FIRST_RANK = bytes(m.RANK_BYTES)
 
 
 class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """The promise of one request of `client`. left: the chunks that have not arrived (keys of rank
     0). at: when the promise was made or confirmed, or its last chunk arrived. chunk_seconds: see
     `Promise`. confirmed: no look-up takes the promise over. begun: a step computes the chunks, or a
-    chunk has arrived. over: the promise has ended."""
+    chunk has arrived."""
 
     client: Peer
     number: int
@@ -39,14 +37,13 @@ class OpenPromise(msgspec.Struct, gc=False, eq=False):
     left: dict[m.ChunkKey, None]
     confirmed: bool = False
     begun: bool = False
-    over: bool = False
 
 
 class Promises:
     """All promises. Called from the server's loop; `now` is a monotonic clock in seconds."""
 
-    def __init__(self, backlog: Backlog, counters: Counter[str], now: Callable[[], float]) -> None:
-        self._backlog, self._counters, self._now = backlog, counters, now
+    def __init__(self, counters: Counter[str], now: Callable[[], float]) -> None:
+        self._counters, self._now = counters, now
         self._of: dict[int, dict[int, OpenPromise]] = {}
         """By connection and number."""
         self._quiet: dict[OpenPromise, None] = {}
@@ -106,10 +103,12 @@ class Promises:
 
     def arrived(self, keys: Iterable[m.ChunkKey]) -> None:
         """Chunks (keys of rank 0) can be read now, by all ranks."""
-        if self._by_key:
-            for key in keys:
-                if (promised := self._by_key.get(key)) is not None:
-                    self._keep(promised, key)
+        for key in keys if self._by_key else ():
+            if (promised := self._by_key.get(key)) is not None:
+                self._counters["promised_chunks_arrived"] += 1
+                promised.confirmed = promised.begun = True
+                self._progress(promised)
+                self._remove(promised, [key])
 
     def stored(self, keys: Iterable[m.ChunkKey], pooled: Directory) -> None:
         """Chunks of single ranks can be read now in the pool."""
@@ -128,9 +127,7 @@ class Promises:
 
     def refused(self, keys: Iterable[m.ChunkKey]) -> None:
         """Remove chunks that got no slot from the promises: the chunks will not arrive."""
-        if not self._by_key:
-            return
-        for key in map(_first, keys):
+        for key in map(_first, keys) if self._by_key else ():
             if (promised := self._by_key.get(key)) is not None:
                 self._counters["promised_chunks_broken"] += 1
                 self._remove(promised, [key])
@@ -150,9 +147,7 @@ class Promises:
 
     def _holder(self, key: m.ChunkKey, begins: bool) -> OpenPromise | None:
         promised = self._by_key.get(key)
-        if promised is None or promised.over:
-            return None
-        if not begins or promised.confirmed:
+        if promised is None or promised.confirmed or not begins:
             return promised
         return None if promised.at + m.QUEUED_SECONDS < self._now() else promised
 
@@ -160,11 +155,8 @@ class Promises:
         self, client: Peer, number: int, lacking: Sequence[m.ChunkKey], ranks: int
     ) -> OpenPromise | None:
         """Add chunks to a promise, up to the limits. None if the promise has no chunk."""
-        of_client = self._of.get(client.id, {})
-        promised = of_client.get(number)
+        promised = self._of.get(client.id, {}).get(number)
         if promised is None:
-            if len(self._quiet) >= MAX_PROMISES or len(of_client) >= MAX_OF_CLIENT:
-                return None
             promised = OpenPromise(client, number, ranks, 0.0, client.chunk_seconds, {})
         room = min(MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
         new = [key for key in lacking if key not in promised.left][: max(0, room)]
@@ -182,41 +174,23 @@ class Promises:
     def _progress(self, promised: OpenPromise) -> None:
         promised.at = self._now()
         self._quiet.pop(promised, None)
-        if not promised.over:
-            self._quiet[promised] = None
-
-    def _keep(self, promised: OpenPromise, key: m.ChunkKey) -> None:
-        self._counters["promised_chunks_arrived"] += 1
-        promised.confirmed = promised.begun = True
-        self._progress(promised)
-        self._remove(promised, [key])
+        self._quiet[promised] = None
 
     def _remove(self, promised: OpenPromise, keys: Iterable[m.ChunkKey]) -> None:
         for key in keys:
             del self._by_key[key], promised.left[key]
-        if not promised.left and not promised.over:
-            self._end(promised)
-
-    def _end(self, promised: OpenPromise) -> None:
-        promised.over = True
-        del self._quiet[promised]
-        of_client = self._of[promised.client.id]
-        del of_client[promised.number]
-        if not of_client:
-            del self._of[promised.client.id]
+        if not promised.left:
+            del self._quiet[promised]
+            of_client = self._of[promised.client.id]
+            del of_client[promised.number]
+            if not of_client:
+                del self._of[promised.client.id]
 
     def _drop(self, promises: Sequence[OpenPromise]) -> None:
-        """End promises now, and remove their chunks from memory in later turns."""
         for promised in promises:
-            self._end(promised)
             self._counters["promised_chunks_broken"] += len(promised.left) * promised.begun
-            self._backlog.later(self._dropping(promised))
-
-    def _dropping(self, promised: OpenPromise) -> Steps:
-        while promised.left:
-            self._remove(promised, [next(iter(promised.left))])
-            yield
+            self._remove(promised, list(promised.left))
 
 
 def _first(key: m.ChunkKey) -> m.ChunkKey:
-    return m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK)
+    return m.ChunkKey(key[: -m.RANK_BYTES] + bytes(m.RANK_BYTES))

@@ -15,14 +15,14 @@ import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.histogram import Histogram
-from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.directory import Backlog, Claims, Directory
 from vcache_backend.metadata_server.instances import InstanceRegistry
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.promises import Promises
 from vcache_backend.metadata_server.report import Layouts, Minute, Reports, server_stats
+from vcache_backend.metadata_server.resets import Resets
 from vcache_backend.metadata_server.residents import ResidentDirectory
-from vcache_backend.metadata_server.slots import Resets, SlotRegion, SlotsTable, resets_in
+from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
 from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
@@ -39,18 +39,18 @@ class Service:
         write_seconds: float = 30.0,
         max_chunks: int = 4_000_000,
         max_segments: int = 1024,
+        resets: Resets | None = None,
         keep: Callable[[Resets], None] = lambda resets: None,
         pidfd: Callable[[ProcessId], Descriptor | None] = lambda process: None,
     ) -> None:
-        """epoch: changes with every start. now, write_seconds, max_chunks, keep: see `Directory`.
-        max_segments: the most fds to keep for segments and instances. pidfd: see `Watch.pidfd`."""
+        """epoch: changes with every start. max_segments: the most fds to keep for segments and
+        instances. pidfd: see `Watch.pidfd`. Others: see `Directory`."""
         self.max_segments, self.epoch, self._now = max_segments, epoch, now
         self.backlog, self.counters = Backlog(), Counter[str]()
-        self.promises = Promises(self.backlog, self.counters, now)
+        self.promises = Promises(self.counters, now)
         self.residents = ResidentDirectory(self.counters, self.promises.arrived)
-        self.directory = Directory(
-            now, write_seconds, self.backlog, self.counters, keep, self._was_reset, max_chunks
-        )
+        pool = self.backlog, self.counters, resets, keep, self._was_reset, max_chunks
+        self.directory = Directory(now, write_seconds, *pool)
         self.claims = Claims()
         self.instances = InstanceRegistry(self.residents, self._spare, pidfd)
         self.layouts = Layouts()
@@ -95,8 +95,6 @@ class Service:
             case m.Contains(keys):
                 present = [place is not None for place in directory.places(keys)]
                 return m.Present(present, directory.epoch(keys))
-            case m.Touch(keys):
-                return m.Count(directory.touch(keys))
             case m.Remove(keys):
                 return m.Count(directory.remove(keys))
             case m.Clear(namespace, reset):
@@ -190,16 +188,6 @@ class Service:
         """How many more fds the server may keep."""
         return self.max_segments - 2 * len(self.fds) - self.instances.descriptors
 
-    def hear(self, fd: int) -> None:
-        """Learn of the resets of an earlier server, whose table of resets a client brings. OSError
-        if this process has no descriptor left: the client may bring the table again."""
-        try:
-            self.directory.merge(resets_in(fd))
-        except OSError as error:
-            if processes.is_exhausted(error):
-                raise
-            log.warning("a client sent an fd that is not a server's table of resets: %s", error)
-
     def _was_reset(self, namespace: bytes) -> None:
         self.residents.clear(namespace)
         self.promises.clear(namespace)
@@ -240,7 +228,6 @@ class Service:
                     table = SlotsTable.create(id_, nbytes)
                 undo.callback(table.close)
                 region, own = SlotRegion(info, table), Descriptor(os.dup(table.fd))
-                processes.check_address_space(2 * processes.SPARE_BYTES)  # else the server ends
             except OSError as error:
                 ended = (
                     str(error) if error.errno != EAGAIN else "the server that had it has not ended"

@@ -37,7 +37,7 @@ from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import ProcessId
 from vcache_backend.protocol import slot_layout as layout
 from vcache_backend.protocol.messages import ChunkKey, Medium, SegmentInfo, SegmentState
-from vcache_backend.protocol.slot_layout import RECORD, RESET, SLAB, SLAB_SLOTS, SLABS, SLOTS
+from vcache_backend.protocol.slot_layout import RECORD, SLAB, SLAB_SLOTS, SLABS, SLOTS
 
 ALIGNMENT = 256
 """Slots start and end on multiples of 256, CUDA's allocation alignment: 16-byte vector accesses
@@ -74,22 +74,8 @@ class Slot(NamedTuple):
     committed: bool
 
 
-class Reset(NamedTuple):
-    """first: the number of a namespace's last reset or clearing; chunks with a smaller number do
-    not count. epoch: the number of its last reset; 0 without one."""
-
-    first: int = 0
-    epoch: int = 0
-
-
-Resets = dict[bytes, Reset]
-"""By namespace. b"" stands for all namespaces that are not listed."""
-
-
 class SlotsTable:
-    """The server's side of a table. One thread. `fd`: for clients; this object closes it.
-
-    A table without slots, made for segment "" of 0 bytes, only keeps resets."""
+    """The server's side of a table. One thread. `fd`: for clients; this object closes it."""
 
     def __init__(self, file: int, memory: mmap.mmap) -> None:
         """Use `create` or `take_over`."""
@@ -192,20 +178,6 @@ class SlotsTable:
         """Give a slab slots of another size. All its slots must be free."""
         self.words[(layout.SLABS_AT + number * SLAB.size) // 8 + 1] = slot_bytes
 
-    # ---- resets
-
-    def resets(self) -> Resets:
-        return _resets(self.memory)
-
-    def write_resets(self, resets: Resets) -> None:
-        """Replace them at once. At most `MAX_RESETS` and b""."""
-        half = 1 - (self.words[layout.RESETS_WORD] & 1)
-        for place, (namespace, reset) in enumerate(resets.items()):
-            RESET.pack_into(
-                self.memory, layout.RESETS_AT[half] + place * RESET.size, namespace, *reset
-            )
-        self.words[layout.RESETS_WORD] = len(resets) << 1 | half
-
     # ---- the end
 
     def give_up(self) -> None:
@@ -222,22 +194,6 @@ class SlotsTable:
         os.close(self._file)
         os.close(self.fd)
         self.fd = -1
-
-
-def resets_in(fd: int) -> Resets:
-    """The resets in a table without slots that another server made, perhaps a living one. The
-    caller keeps `fd`. OSError if it is no such table."""
-    with ExitStack() as undo:
-        _, memory = _opened(fd, "", 0, undo)
-        return _resets(memory)
-
-
-def _resets(memory: mmap.mmap) -> Resets:
-    (word,) = struct.unpack_from("<Q", memory, layout.RESETS_WORD * 8)
-    start, size = layout.RESETS_AT[word & 1], RESET.size
-    places = range(start, start + min(word >> 1, layout.MAX_RESETS + 1) * size, size)
-    rows = [RESET.unpack_from(memory, at) for at in places]
-    return {name if any(name) else b"": Reset(first, epoch) for name, first, epoch in rows}
 
 
 def _opened(fd: int, segment: str, nbytes: int, undo: ExitStack) -> tuple[int, mmap.mmap]:

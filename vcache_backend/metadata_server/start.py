@@ -1,8 +1,9 @@
 """Starts a metadata server for workers whose configuration asks for it, unless a server answers.
 The server outlives the workers, as the pool does.
 
-A lock lets only one of several workers start the server. The server has its own session, parent and
-log, so neither a signal to the worker's group nor the end of the worker's parent reaches it."""
+Several workers may start servers at once: the first one locks the path, and the others end. A
+server has its own session, parent and log, so neither a signal to the worker's group nor the end of
+the worker's parent reaches it."""
 
 from __future__ import annotations
 
@@ -12,24 +13,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from vcache_backend import config as configuration
-from vcache_backend.config import ClientConfig, Config, ServerConfig
+from vcache_backend.config import ClientConfig, Config
 from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.endpoint import beside, make_folder, try_lock
+from vcache_backend.metadata_server.endpoint import beside, make_folder
 from vcache_backend.protocol.client import Client
 
 log = logging.getLogger(__name__)
 
-SECONDS = 30.0
-"""How long a new server may take to answer: its interpreter starts slowly on a busy machine."""
-_PAUSE_SECONDS = 0.05
 _DETACH = (
     "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, "
     "start_new_session=True).pid)"
@@ -38,7 +32,7 @@ _DETACH = (
 The server reads the helper's stdin, and writes its log to the helper's stderr."""
 
 
-def ensure(config: Config, seconds: float = SECONDS) -> str:
+def ensure(config: Config, seconds: float = 30.0) -> str:
     """Make sure that a server answers at `config.server.path`: the present server, or a new server
     that outlives this process.
 
@@ -51,8 +45,7 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
         return present
     try:
         make_folder(path)
-        with _alone(beside(path, ".start"), deadline):
-            return _start(config, path, deadline) if _silence(path, trusted) else present
+        return _start(config, path, deadline)
     except OSError as error:
         raise ConfigError(f"server.socket: no server can be started at {path}: {error}") from error
 
@@ -68,33 +61,16 @@ def try_ensure(config: Config) -> None:
 
 def _start(config: Config, path: Path, deadline: float) -> str:
     log = beside(path, ".log")
-    server = processes.identity(_spawn(_as_before(config, path), path, log))
+    server = processes.identity(_spawn(config, path, log))
     while reason := _silence(path, config.client.server_uid):
         if not processes.lives(server):
-            # Another process may have started one.
-            deadline = min(deadline, time.monotonic() + 1.0)
+            # Another process may have started one, which has the lock and answers soon.
+            deadline = min(deadline, time.monotonic() + 3.0)
         if time.monotonic() > deadline:
             end = " | ".join(log.read_text(errors="replace").splitlines()[-3:]) or "(empty)"
             raise ServerUnavailable(f"{reason}; the new one's log, {log}, ends with: {end}")
-        time.sleep(_PAUSE_SECONDS)
-    if not processes.lives(server):
-        return f"the metadata server at {path} was started by another process"
-    where = f"{path}, pid {server.pid}, log {log}"
-    return f"metadata server started at {where}; it outlives this process"
-
-
-def _as_before(config: Config, path: Path) -> Config:
-    """`config`, with the killed server's value of each setting of section `server` that `config`
-    leaves at its default."""
-    try:
-        before = msgspec.json.decode(beside(path, ".lock").read_bytes(), type=ServerConfig)
-    except (OSError, msgspec.MsgspecError):  # none was killed here
-        return config
-    own, default = config.server, ServerConfig()
-    names = [name for name in own.__struct_fields__ if name != "socket"]
-    unset = [name for name in names if getattr(own, name) == getattr(default, name)]
-    kept = {name: getattr(before, name) for name in unset}
-    return msgspec.structs.replace(config, server=msgspec.structs.replace(own, **kept))
+        time.sleep(0.05)
+    return f"metadata server started at {path}, log {log}; it outlives this process"
 
 
 def _silence(path: Path, trusted: int | None) -> str:
@@ -102,20 +78,6 @@ def _silence(path: Path, trusted: int | None) -> str:
     asking = ClientConfig(connect_seconds=1.0, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         return client.trouble
-
-
-@contextmanager
-def _alone(path: Path, deadline: float) -> Iterator[None]:
-    """Hold the lock under which a process starts a server; ServerUnavailable at the deadline. The
-    lock ends with the process."""
-    while (lock := try_lock(path)) is None:
-        if time.monotonic() > deadline:
-            raise ServerUnavailable(f"another process holds {path} and has not started one yet")
-        time.sleep(_PAUSE_SECONDS)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _spawn(config: Config, path: Path, log: Path) -> int:
@@ -130,7 +92,7 @@ def _spawn(config: Config, path: Path, log: Path) -> int:
             stdout=subprocess.PIPE,
             stderr=out,
             check=False,
-            timeout=SECONDS,
+            timeout=30.0,
         )
     if detached.returncode:
         raise ServerUnavailable(f"no process could be started for a metadata server; see {log}")

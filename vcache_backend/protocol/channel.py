@@ -33,14 +33,6 @@ log = logging.getLogger(__name__)
 
 KILLED_SECONDS = 3.0
 """How long a killed server must stay away before this client starts another."""
-AGAIN_SECONDS = 60.0
-"""The shortest time between two such starts, in case the servers do not last."""
-REPEAT_SECONDS = 60.0
-"""The shortest time between two log lines about late answers, and between two about an absent
-server."""
-
-SOON_SECONDS = 0.05
-"""How long an early heartbeat waits, so that it delays no request under way."""
 
 R = TypeVar("R", bound=m.Reply)
 
@@ -94,12 +86,10 @@ class Channel:
         self._lock = threading.Lock()
         self._link: ServerLink | None = None
         self._unread: deque[Sent[Any]] = deque()
-        self._resets: int | None = None
         self._down = f"never connected to {path}"
         self._late = ""
         """The late call that ended the last connection, until the next attempt to connect."""
-        self._complained = ""
-        self._complained_at = self._late_at = -math.inf
+        self._complained, self._late_at = False, -math.inf
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
         away. A server that was stopped removed its socket, and is not replaced."""
@@ -146,7 +136,6 @@ class Channel:
         if forked or self._lock.acquire(timeout=self._config.control_seconds):
             if self._link is not None:
                 self._drop(self._link, "the client was closed")
-            self._keep_resets([])
             if not forked:
                 self._lock.release()
 
@@ -249,8 +238,6 @@ class Channel:
         lateness does, too."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
-        if isinstance(sent.request, m.Find) and not self.connected:
-            self._complain_again()
         self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise ServerTimeout(
@@ -296,21 +283,18 @@ class Channel:
         """Connect and say hello. Other threads see the connection only after the welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
         link: ServerLink | None = None
-        received: list[int] = []
         try:
             link = ServerLink(self._config.server_uid)
-            welcome = link.open(self._path, self._hello, deadline, self._resets, received)
+            welcome = link.open(self._path, self._hello, deadline)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             if link is not None:
                 link.close()
-            sockets.close_fds(received)
             self._down = self._no_connection(error)
             killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
             self._killed_at = min(self._killed_at, time.monotonic()) if killed else math.inf
             return False
         self._killed_at = math.inf
         try:
-            self._keep_resets(received)
             self._link = link
             self._greet(welcome)
         except Exception as error:
@@ -319,11 +303,6 @@ class Channel:
                 self._drop(link, f"an error after the connection ({error!r})")
             raise
         return True
-
-    def _keep_resets(self, fds: list[int]) -> None:
-        """Keep the table of resets of the server that welcomed this client; close the last."""
-        sockets.close_fds(([] if self._resets is None else [self._resets]) + fds[1:])
-        self._resets = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected, and what to do about it, as far as known."""
@@ -358,10 +337,10 @@ class Channel:
         self._unregistered = _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
-        elif late and now >= self._late_at + REPEAT_SECONDS:
+        elif late and now >= self._late_at + 60:
             self._late_at = now
             log.warning("vcache: %s, and let this process connect again at once", late)
-        self._complained = ""
+        self._complained = False
 
     def _drop(self, link: ServerLink, reason: str) -> None:
         """Open the breaker: close the socket, keep the reason, wake the thread. Under the lock."""
@@ -383,14 +362,14 @@ class Channel:
             self._wake.clear()
             if self._soon:
                 self._soon = False
-                self._stop.wait(SOON_SECONDS)
+                self._stop.wait(0.05)  # so that the heartbeat delays no request under way
             if self.connected and not self._stop.is_set():
-                again, self._unregistered = self._unregistered, []
-                self._unregistered = _call_all(again, "after a reconnection")
+                self._unregistered = _call_all(self._unregistered, "after a reconnection")
                 _call_all(self.on_beat, "heartbeat")
             return self._stop.is_set()
-        if not self._late:
-            self._complain()
+        if not (self._late or self._complained or self._stop.is_set()):
+            self._complained = True
+            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
         self._stop.wait(self._pauses.next())
         if self._stop.is_set():
             return True
@@ -402,7 +381,7 @@ class Channel:
         return False
 
     def _beat_soon(self) -> None:
-        """Have the thread send the next heartbeat `SOON_SECONDS` from now."""
+        """Have the thread send the next heartbeat now."""
         self._soon = True
         self._wake.set()
 
@@ -410,21 +389,8 @@ class Channel:
         """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
         if time.monotonic() >= max(self._killed_at + KILLED_SECONDS, self._start_after):
             self._killed_at = math.inf
-            self._start_after = time.monotonic() + AGAIN_SECONDS
+            self._start_after = time.monotonic() + 60  # in case the servers do not last
             self.on_killed()
-
-    def _complain(self) -> None:
-        """Log once that the server is lost."""
-        if not self._complained and not self._stop.is_set():
-            self._complained, self._complained_at = self._down, time.monotonic()
-            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
-
-    def _complain_again(self) -> None:
-        """Log that the server is still lost, for a look-up without it. In any thread."""
-        now = time.monotonic()
-        if self._complained and now >= self._complained_at + REPEAT_SECONDS:
-            self._complained_at = now
-            log.warning("vcache: %s; look-ups find nothing until it is back", self._down)
 
 
 class Standing:

@@ -102,10 +102,6 @@ class Client(Channel):
     def abort(self, reservation: int) -> int:
         return self._call(m.Abort(reservation), m.Count).count
 
-    def touch(self, keys: list[m.ChunkKey]) -> int:
-        # The first parts last: they become the most recent.
-        return self._sum(map(m.Touch, reversed(_parts(keys))))
-
     def remove(self, keys: list[m.ChunkKey]) -> int:
         return self._sum(map(m.Remove, _parts(keys)))
 

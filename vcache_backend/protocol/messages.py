@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, NewType, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -82,15 +82,8 @@ MAX_SEGMENT_BYTES = 1 << 46
 """Larger than any allocation. A larger number is refused before any system call."""
 SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
-_INVISIBLE = (
-    r"\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890-\u0891\u08e2\u180e\u200b-\u200f"
-    r"\u2028-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb"
-    r"\U000110bd\U000110cd\U00013430-\U0001343f"
-    r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f"
-)
-"""Control and format characters, for example to change the writing direction, and line separators:
-Unicode's Cc, Cf, Zl, Zp."""
-_PRINTABLE = rf"\A[^{_INVISIBLE}]*\Z"
+_PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z"
+"""No control characters, separators of lines, or changes of the writing direction."""
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
@@ -350,9 +343,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hello(Request, frozen=True, tag="hello"):
     """The first message of a connection → `Welcome`, or `Error` and the connection closes.
 
-    Fds, either of which may be missing: a pidfd of the client, and the previous server's table of
-    resets (see `Welcome`). `layout`: the instance's layout as text, field by field (see
-    `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, which
+    A pidfd of the client may come along. `layout`: the instance's layout as text, field by field
+    (see `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, which
     identifies the client where its pid is not visible. `name`: the instance's name for people, such
     as its port, `:8000`."""
 
@@ -454,13 +446,6 @@ class Pin(Request, frozen=True, tag="pin"):
 
 class Contains(Request, frozen=True, tag="contains"):
     """Which of these chunks are in the pool? No effect on recency → `Present`."""
-
-    keys: Keys
-
-
-class Touch(Request, frozen=True, tag="touch"):
-    """Make chunks recent (keys in prefix order; the first becomes the most recent) → `Count` of
-    chunks in the pool."""
 
     keys: Keys
 
@@ -616,9 +601,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """The hello was accepted; the server's table of resets comes along as an fd, to be shown to the
-    next server. `epoch`: changes with every start of the server. `mismatches`: for each other
-    namespace of the model, a line that says why the client cannot share with it."""
+    """The hello was accepted. `epoch`: changes with every start of the server. `mismatches`: for
+    each other namespace of the model, a line that says why the client cannot share with it."""
 
     epoch: int
     mismatches: list[str]
@@ -887,7 +871,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     minute: tuple[int, int] = (0, 0)
 
 
-OfChunks = Reserve | Commit | Abort | Pin | Contains | Touch | Remove | Clear
+OfChunks = Reserve | Commit | Abort | Pin | Contains | Remove | Clear
 OfResidents = Find | Publish | Promise | Listen
 _OfSegments = AddSegment | Lend | OpenSegment | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache

@@ -7,36 +7,30 @@ import hashlib
 import mmap
 import struct
 
-from vcache_backend.protocol.messages import INSTANCE_BYTES, KEY_BYTES, NAMESPACE_BYTES
+from vcache_backend.protocol.messages import INSTANCE_BYTES, KEY_BYTES
 
 HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
 """Of every table of generations: magic, version, 1 once the owner has given the table up, whose
 table it is, number of generations. The generations begin on the next page."""
 DEAD_AT = 12
 MAGIC = b"vcache-s"
-VERSION = 2
+VERSION = 3
 SLAB_SLOTS = 1 << 14
 SLABS = 64
 SLOTS = SLABS * SLAB_SLOTS
 """The generations of a table. Those of slab i begin at `i * SLAB_SLOTS`. Pages that nobody has
 written take no memory."""
-MAX_RESETS = 256
-"""The most namespaces with a reset of their own in a table."""
 
-NBYTES_AT, SCOPE_AT, RESETS_WORD = 40, 64, 12
+NBYTES_AT, SCOPE_AT = 40, 64
 RECORD = struct.Struct(f"<{KEY_BYTES}s2xIQ16xQ")
 """Key, the writer's pid and start, and the number of the fill."""
 RECORD_WORDS = RECORD.size // 8
 SLAB = struct.Struct("<3Q")
 """Offset in the segment, bytes of a slot, bytes of the slab (stored last)."""
-RESET = struct.Struct(f"<{NAMESPACE_BYTES}sQQ")
-"""A namespace, the number of its last reset or clearing, and its epoch."""
 GENERATIONS_AT = mmap.PAGESIZE
 RECORDS_AT = GENERATIONS_AT + 8 * SLOTS
 SLABS_AT = RECORDS_AT + RECORD.size * SLOTS
-RESETS_AT = (SLABS_AT + SLAB.size * SLABS, SLABS_AT + 4 * mmap.PAGESIZE)
-"""Two halves: the word at `RESETS_WORD` says which one counts, and how many resets it has."""
-TABLE_BYTES = SLABS_AT + 8 * mmap.PAGESIZE
+TABLE_BYTES = SLABS_AT + mmap.PAGESIZE
 GENERATIONS, NUMBERS = GENERATIONS_AT // 8, RECORDS_AT // 8 + RECORD_WORDS - 1
 
 

@@ -3,7 +3,6 @@ connected socket with deadlines. A packet is one MessagePack array."""
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
@@ -142,14 +141,11 @@ class ServerLink:
         self._either.register(self._socket, select.POLLIN | select.POLLOUT)
         self._spin = spin(0.0002, 0.001)
 
-    def open(
-        self, path: Path, hello: m.Hello, deadline: float, resets: int | None, received: list[int]
-    ) -> m.Welcome:
+    def open(self, path: Path, hello: m.Hello, deadline: float) -> m.Welcome:
         """Connect, say hello and wait for the welcome. OSError, also if another user serves or
         could serve at the path, or if the server refuses.
 
-        Sends nothing before the server's user is known. resets: the fd of the previous server's
-        table, sent with the hello. The fd of the new server's is put into `received`."""
+        Sends nothing before the server's user is known."""
         if fault := folder_fault(path, self._trusted):
             raise ConnectionError(f"{fault}, or name its user in client.server_uid if it is meant")
         # With a timeout of Python's, `connect` would not wait where others fill the server's queue.
@@ -170,18 +166,14 @@ class ServerLink:
         except OSError as error:
             raise ConnectionError(f"no pidfd: {error.strerror}; see `vcache doctor`") from error
         try:
-            fds = [pidfd] if resets is None else [pidfd, resets]
-            self.send(encode(hello), deadline, fds)
-            reply = self.read(deadline, received)
+            self.send(encode(hello), deadline, [pidfd])
+            reply = self.read(deadline)
         finally:
             os.close(pidfd)
         if isinstance(reply, m.Error):
             raise ConnectionError(reply.message)
         if not isinstance(reply, m.Welcome):
             raise ConnectionError(f"it answered a hello with {type(reply).__name__}")
-        if self._receiver.lacks_fds:
-            # Without the table the next server would not know of resets.
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return reply
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.Reply:

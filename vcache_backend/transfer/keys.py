@@ -42,7 +42,6 @@ from vcache_backend.protocol.messages import (
     NAMESPACE_BYTES,
     RANK_BYTES,
     ChunkKey,
-    chunk_keys,
 )
 from vcache_backend.transfer.layout import Namespace
 
@@ -129,18 +128,6 @@ def block_hashes(hashes: Sequence[bytes], first: int, stop: int, *computed_with:
     if any(computed_with):
         made = made ^ np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")
     return made.tobytes()
-
-
-class BlockHashKeys:
-    """Makes keys of rank 0 from `block_hashes`, for one namespace. hashes_per_chunk: how many
-    hashes a chunk spans. Any thread."""
-
-    def __init__(self, namespace: Namespace, hashes_per_chunk: int) -> None:
-        self.prefix, self.each = namespace.prefix, hashes_per_chunk
-
-    def keys(self, hashes: bytes) -> list[ChunkKey]:
-        """Make the keys of the whole chunks in `hashes`, which begin with a chunk."""
-        return chunk_keys(self.prefix, hashes, self.each)
 
 
 def _mask(*digests: bytes) -> bytes:

@@ -135,7 +135,7 @@ class Load:
         try:
             self.run(patience)
             if prefix:
-                session.outbox.send(partial(session.client.touch, list(prefix)), again=False)
+                session.outbox.send(partial(session.client.pin, list(prefix), 0.0), again=False)
             if chunks := self.to_promote():
                 store(session, self.places, self.keys, chunks, prefix, fetched_in=self.epoch)
         except Exception as error:  # noqa: BLE001 - the loaded chunks stay right

@@ -23,7 +23,6 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -107,8 +106,10 @@ class Generations:
     def void(self, blocks: Blocks) -> None:
         """Mark blocks as not to be read until `filled`. The caller may now write to them.
 
-        Raises IndexError, and changes nothing, if a block is outside of the cache."""
-        self.counters[blocks] = VOID
+        Raises IndexError if a block is outside of the cache."""
+        memory = self.counters.data
+        for block in blocks:
+            memory[block] = VOID
 
     def filled(self, blocks: Blocks) -> int:
         """Give void blocks the next even number, which stands for their new content. Returns the
@@ -120,15 +121,9 @@ class Generations:
         self.coming += 2
         return number
 
-    def fill(self, blocks: Blocks) -> bytes:
-        """Give those of the blocks that are void the next number. Returns the packed generations of
-        all. Raises IndexError."""
-        parity = packed(self.counters, blocks)[::GENERATION_BYTES].translate(_PARITY)
-        if parity and 0 not in parity:
-            return self.filled(blocks).to_bytes(GENERATION_BYTES, "little") * len(blocks)
-        if void := list(compress(blocks, parity)):
-            self.filled(void)
-        return packed(self.counters, blocks)
+    def has_void(self, blocks: Sequence[int]) -> bool:
+        """Whether one of these blocks must not be read."""
+        return any(map(VOID.__and__, map(self.counters.data.__getitem__, blocks)))
 
     def void_all(self) -> None:
         """Mark all blocks as not to be read until they are filled again."""

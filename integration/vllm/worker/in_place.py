@@ -17,6 +17,7 @@ from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool.copies.copier import NOTHING, Mark
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ..metadata import PublicationSpec, SavedChunks
@@ -59,12 +60,11 @@ class InPlace:
             session.client, session.stats, instance, session.rank, self._blocks
         )
 
-    def publish(self, session: Session, specs: Sequence[PublicationSpec]) -> None:
-        """Publish blocks once the step has computed them. The step's whole model run must be
-        queued."""
+    def publish(self, specs: Sequence[PublicationSpec], written: Mark = NOTHING) -> None:
+        """Publish blocks once the work before `written` is done: the whole model run of the step
+        that computes them."""
         if self.publisher is None:
             return
-        written = session.copier.mark()
         for (epoch, later), group in groupby(specs, key=attrgetter("epoch", "later")):
             runs = [run for spec in group for run in spec.runs]
             self.publisher.submit(runs, epoch, written, soon=not later)
