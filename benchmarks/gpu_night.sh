@@ -200,7 +200,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed decode short tables groups hits models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed prove decode short tables groups hits models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait
