@@ -52,7 +52,7 @@ if GPUS == 0:
 LONGEST = (
     "injector soak examples injector_lmcache planned prove real_processes vllm_versions "
     "real_modes vllm_multi real_waits bounds real_hits monitor_metrics benchmarks "
-    "disaggregated_prefill real_offload threads offload_process demo real_in_place offload_tier "
+    "disaggregated_prefill real_offload threads offload_process real_in_place offload_tier "
     "directory_stateful start_server server_socket monitor_web server_failures "
     "real_failures publications documents doctor_model vllm_groups promises "
     "resident_server publisher mappings"

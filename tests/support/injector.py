@@ -71,9 +71,9 @@ class Injecting(Serving):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         # A part that has raised may never end: nobody waits long for it.
-        mappings.CLOSE_SECONDS = worker.CLOSE_SECONDS = mappings.MAP_SECONDS = CLOSE_SECONDS
-        mappings.RETRY_SECONDS = RETRY_SECONDS
-        for close in (Outbox.close, Publisher.close, Session.flush):
+        worker.CLOSE_SECONDS, mappings.RETRY_SECONDS = CLOSE_SECONDS, RETRY_SECONDS
+        neighbours = mappings.Neighbours.close, mappings.Neighbours.expects
+        for close in (*neighbours, Outbox.close, Publisher.close, Session.flush):
             close.__defaults__ = CLOSE_SECONDS, *(close.__defaults__ or ())[1:]
         self._caches: dict[str, Any] = {}
         register = VCacheConnector.register_kv_caches
