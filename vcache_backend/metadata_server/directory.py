@@ -110,13 +110,12 @@ class Directory:
         self._last = max((reset.first for reset in self.resets.values()), default=0)
         self.chunks = OrderedDict[m.ChunkKey, int]()
         """The place of each committed chunk: a region's number and a slot of its table, as one
-        integer. The least recently used first. While `_sweeps` tasks run, some of them do not count
-        any more."""
+        integer. The least recently used first. While a sweep runs, some do not count any more."""
         self._of_space = Counter[bytes]()
         """Chunks by namespace."""
-        self._sweeps = 0
-        self._unswept = 0
-        """Resets since the running sweep began, and its own; 0 if none runs."""
+        self._stale = dict[int, None]()
+        """The regions whose chunks a sweep has yet to look at."""
+        self._sweeping = False
         self._writes: dict[int, _Write] = {}
         """In order of deadlines: all last equally long."""
         self._pending: dict[m.ChunkKey, int] = {}
@@ -163,8 +162,7 @@ class Directory:
                     void[at] = [place for place in places if place >> _SLOT_BITS != number]
                     if not void[at]:
                         self._leave(process, at)
-            self._sweeps += 1
-            self._backlog.begin(self._empty(number))
+            self._begin_sweep([number])
         return chunks
 
     # ---- reading
@@ -172,7 +170,7 @@ class Directory:
     def places(self, keys: Sequence[m.ChunkKey]) -> list[int | None]:
         """The place of each chunk; None if it is not in the pool."""
         places = list(map(self.chunks.get, keys))
-        if self._sweeps:
+        if self._sweeping:
             return [self._counts(key, at) for key, at in zip(keys, places, strict=True)]
         return places
 
@@ -589,37 +587,34 @@ class Directory:
                 self._quarantine(number)
         for name in [b""] if b"" in changed else changed:
             self._on_reset(name)
-        self._unswept += 1
-        if self._unswept == 1:
-            self._sweeps += 1
+        self._begin_sweep(self.regions)
+
+    def _begin_sweep(self, regions: Iterable[int]) -> None:
+        self._stale |= dict.fromkeys(regions)
+        if not self._sweeping:
+            self._sweeping = True
             self._backlog.begin(self._sweep())
 
     def _sweep(self) -> Steps:
-        """Forget the chunks of before the last reset. One sweep runs at a time: however many resets
-        come meanwhile, one more follows."""
-        self._unswept = 1
-        for region in list(self.regions.values()):
+        """Forget the chunks of before the last reset and of dropped segments, and those segments.
+        One sweep runs at a time: however many resets come meanwhile, one more follows."""
+        for number in list(self._stale):
+            del self._stale[number]
+            region = self.regions[number]
             yield from self._forget_in(region)
-        self._unswept -= 1
-        if self._unswept:
+            if region.state == "draining":
+                self._stale.pop(number, None)
+                del self.regions[number]
+                region.table.close()
+        if self._stale:
             self._backlog.later(self._sweep())
         else:
-            self._sweeps -= 1
-
-    def _empty(self, number: int) -> Steps:
-        """Forget the chunks of a segment that was dropped, then the segment."""
-        region = self.regions[number]
-        yield from self._forget_in(region)
-        self._sweeps -= 1
-        del self.regions[number]
-        region.table.close()
+            self._sweeping = False
 
     def _forget_in(self, region: SlotRegion) -> Steps:
         for number, slab in enumerate(region.slabs):
             for slot in range(slab.place.slots):
                 yield
-                if region.table.fd < 0:  # dropped meanwhile
-                    return
                 for one in region.table.occupied(number << SLAB_BITS | slot, 1):
                     place = self.chunks.get(one.key)
                     mine = place is not None and self._at(place) == (region, one.slot)
