@@ -28,12 +28,6 @@ from vcache_backend.metadata_server.slots import (
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import SLOTS
 
-SEARCH = 64
-"""How many chunks of other sizes may be older before a slab changes its size."""
-MAX_SEARCH = 2048
-"""The most chunks that one request passes over to evict others: a few milliseconds."""
-MAX_WRITTEN = 1 << 16
-"""About the most slots that are being written or in quarantine: a clearing voids all at once."""
 _SLOT_BITS = SLOTS.bit_length() - 1
 _SLOT_MASK = SLOTS - 1
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
@@ -87,6 +81,11 @@ class Directory:
     now: seconds of CLOCK_MONOTONIC, which all servers of this machine share: numbers of writes and
     resets are times in nanoseconds, so those of a later server are larger. Each call takes a
     bounded time; the backlog has the rest of long ones."""
+
+    SEARCH = 64
+    """How many chunks of other sizes may be older before a slab changes its size."""
+    MAX_SEARCH = 2048
+    """The most chunks that one request passes over to evict others: a few milliseconds."""
 
     def __init__(
         self,
@@ -414,8 +413,9 @@ class Directory:
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
         written = sum(len(write.places) for write in self._writes.values())
-        if written + self.quarantined().total() >= MAX_WRITTEN:
-            busy = f"{MAX_WRITTEN:,} slots are being written or in quarantine: see `vcache status`"
+        written += self.quarantined().total()
+        if written >= 1 << 16:  # a clearing voids all at once
+            busy = f"{written:,} slots are being written or in quarantine: see `vcache status`"
             return m.Refusal.FULL, busy
         largest = max((r.nbytes for r in self.regions.values() if _usable(r, client)), default=-1)
         if largest < 0:
@@ -434,7 +434,7 @@ class Directory:
     def _room(self, client: Peer, size: int, most: int) -> list[int]:
         """Take up to so many slots of this size, which the caller grants at once."""
         taken = list(islice(self._free_slots(client, size), most))
-        looks, slots = MAX_SEARCH, SLAB_SLOTS
+        looks, slots = self.MAX_SEARCH, SLAB_SLOTS
         while len(taken) < most and looks > 0 and slots > 0:
             equal, others, passed = self._victims(client, size, most - len(taken), looks)
             for key, place in equal:
@@ -442,7 +442,7 @@ class Directory:
                 self.regions[place >> _SLOT_BITS].evictions += 1
                 taken.append(place)
             self.counters["evicted"] += len(equal)
-            looks -= max(len(passed), MAX_SEARCH // 8)
+            looks -= max(len(passed), self.MAX_SEARCH // 8)
             if equal and looks > 0:
                 continue
             before = len(taken)
@@ -512,7 +512,7 @@ class Directory:
                 if usable:
                     others[at] = None
                     since += 1
-            if len(equal) == most or since == SEARCH or len(passed) == looks:
+            if len(equal) == most or since == self.SEARCH or len(passed) == looks:
                 break
         return equal, list(others), passed
 
@@ -628,8 +628,8 @@ class Directory:
         region = self.regions[number]
         for at, slab in enumerate(region.slabs):
             first = at << SLAB_BITS
-            for start in range(first, first + slab.place.slots, SEARCH):
-                stop = min(start + SEARCH, first + slab.place.slots)
+            for start in range(first, first + slab.place.slots, self.SEARCH):
+                stop = min(start + self.SEARCH, first + slab.place.slots)
                 yield from repeat(None, stop - start)
                 if region.state != "live":
                     return
