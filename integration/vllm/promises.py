@@ -9,9 +9,9 @@ from time import monotonic
 
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, Promise
-from vcache_backend.transfer.outbox import LATER_SECONDS
+from vcache_backend.transfer.outbox import LATER_SECONDS, at_once
 
-from .instance import InstanceContext, at_once
+from .instance import InstanceContext
 from .lookups import Lookups
 from .requests import Tracked
 

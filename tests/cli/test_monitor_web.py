@@ -139,4 +139,4 @@ def test_slow_connections_end(
         finally:
             served.shutdown()
             serving.join()
-    assert not [one for one in caplog.records if one.name == web.__name__]
+    assert not [one for one in caplog.records if one.name == web.log.name]

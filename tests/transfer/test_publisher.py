@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import neighbour_cases
 import numpy as np
@@ -17,7 +16,7 @@ from engine_cases import fresh as here
 from neighbour_cases import EACH, NAMESPACE, TABLES, instance
 from processes import QUICK, SECONDS, eventually
 
-from vcache_backend.errors import Refused, ServerTimeout, VCacheError
+from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import HASH_BYTES, BlockRun, Find, Found, Publish
 from vcache_backend.transfer import publisher
@@ -175,24 +174,6 @@ def test_a_closed_publisher_tells_no_more(owner: Owner, monkeypatch: pytest.Monk
     answers.set()
     owner.publisher.close(timeout=SECONDS)
     assert told == [name(0) + name(1)]
-
-
-def test_what_came_late_is_said_again_first(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else slots would stay reserved, or one client would ask for ever."""
-    answers = iter([ServerTimeout("late"), Refused("no")])
-    said = list[int]()
-
-    def abort(reservation: int) -> int:
-        said.append(reservation)
-        if (error := next(answers, None)) is not None:
-            raise error
-        return 0
-
-    monkeypatch.setattr(owner.client, "abort", abort)
-    for reservation in (5, 6):
-        owner.publisher.outbox.send(partial(owner.client.abort, reservation))
-    assert owner.publisher.outbox.flush(SECONDS)
-    assert said == [5, 5, 6]
 
 
 def test_a_step_that_failed_publishes_nothing_and_holds_nothing_up(owner: Owner) -> None:

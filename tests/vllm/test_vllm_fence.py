@@ -23,7 +23,7 @@ from vcache_backend.integration.vllm.worker.loads import Loads
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
 from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copies.copier import Completion
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
 
 FIRST, SECOND = [3, 4], [7, 8]
 KEYS = [ChunkKey(bytes([number]) * KEY_BYTES) for number in range(3)]
@@ -34,14 +34,16 @@ class Copier(UnfinishedCopier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies: list[Copied] = []
+        self.copies: list[Completion] = []
         self.ends: list[threading.Event] = []
         self.fenced: list[int] = []
 
-    def gather(self, *arguments: Any, **more: Any) -> Copied:
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
+        if not job.to_origin:
+            return super().copy(job, after)
         self.finished = threading.Event()
         self.ends.append(self.finished)
-        self.copies.append(super().gather(*arguments, **more))
+        self.copies.append(super().copy(job, after))
         return self.copies[-1]
 
     def fence(self, copy: Completion) -> None:
@@ -124,7 +126,7 @@ def test_a_model_with_states_waits_for_each_store_before_its_next_step(here: Nod
 def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(threading.Event()), threading.Event()
-    monkeypatch.setattr(worker.copier, "pull", lambda *_, **__: begun.set() or copy)
+    monkeypatch.setattr(worker.copier, "copy", lambda *_, **__: begun.set() or copy)
     loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
     eventually(lambda: loads.ends(idle=False).over == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
@@ -138,7 +140,7 @@ def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.Mo
 def test_no_step_waits_for_a_loads_end(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one that runs no model here: other expert parallel ranks wait for it."""
     worker, end = Worker(here), threading.Event()
-    monkeypatch.setattr(worker.copier, "pull", lambda *_, **__: Copied(end))
+    monkeypatch.setattr(worker.copier, "copy", lambda *_, **__: Copied(end))
     loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
     assert not any(loads.ends(idle=True).over for _ in range(3))
     end.set()

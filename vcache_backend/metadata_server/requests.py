@@ -319,7 +319,7 @@ class Service:
 
     def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if self.directory.region(id_) is None:
-            raise Refused(f"segment {id_} is not here; `vcache segment list` shows those that are")
+            raise Refused(f"segment {id_} is not here; `vcache status` shows those that are")
         chunks = self.directory.drop(id_)
         self.collect_dropped()
         return m.Dropped(chunks, self.directory.region(id_) is None)

@@ -17,7 +17,6 @@ from vcache_backend.offload.transfers import (
     DROPPED,
     Fetch,
     Reader,
-    Ring,
     Writer,
     batch_chunks,
     staging,
@@ -81,8 +80,8 @@ class OffloadTier:
         # Reading gets the buffers that writing does not need.
         batch = min(batch_chunks(chunk_bytes), count // 2)
         client = Client(config.server.path, config.client, device.name, device.medium)
-        ring, seconds = Ring(buffers[batch:]), settings.get_seconds
-        self._reader = Reader(store, stats, form, ring, seconds, self._measured)
+        seconds = settings.get_seconds
+        self._reader = Reader(store, stats, form, buffers[batch:], seconds, self._measured)
         self._writer = Writer(store, stats, form, buffers[:batch], client, pool)
         log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
 

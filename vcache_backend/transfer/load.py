@@ -14,6 +14,7 @@ from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.mappings import Neighbours
+from vcache_backend.transfer.outbox import at_once
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import (
@@ -135,7 +136,7 @@ class Load:
         try:
             self.run(patience)
             if prefix:
-                session.outbox.send(partial(session.client.pin, list(prefix), 0.0), again=False)
+                session.outbox.after(at_once, partial(session.client.pin, list(prefix), 0.0))
             if chunks := self.to_promote():
                 store(session, self.places, self.keys, chunks, prefix, fetched_in=self.epoch)
         except Exception as error:  # noqa: BLE001 - the loaded chunks stay right

@@ -25,7 +25,7 @@ from vcache_backend.protocol.messages import (
     ResidentRun,
 )
 from vcache_backend.resident.mappings import Tables
-from vcache_backend.transfer.outbox import Outbox, polled
+from vcache_backend.transfer.outbox import Outbox, at_once, polled
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.generations import UInt32s, UInt64s
@@ -73,7 +73,7 @@ class Publisher:
         self._due = math.inf
         """When to publish all blocks again; infinite while the server has them."""
         self._pauses = Backoff(RETRY_SECONDS, SLOWEST_SECONDS)
-        self.outbox = Outbox(client, stats.failed)
+        self.outbox = Outbox(stats.failed)
         client.on_return.append(self._returned)
         client.on_beat.append(self._beat)
 
@@ -124,7 +124,7 @@ class Publisher:
     def _beat(self) -> None:
         if time.monotonic() >= self._due:
             self._due = math.inf
-            self.outbox.after(lambda seconds: True, self._publish_again)
+            self.outbox.after(at_once, self._publish_again)
 
     # ---- the outbox's thread
 
@@ -138,7 +138,7 @@ class Publisher:
             runs = [run for publication in group for run in publication.runs]
             self._publish(Publish(self._instance, self._rank, runs, epoch))
 
-    def _drop_failed(self) -> None:
+    def _drop_failed(self, error: Exception) -> None:
         """Drop the next publication if nobody can know whether its step is over."""
         try:
             if self._waiting:

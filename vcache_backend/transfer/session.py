@@ -88,7 +88,7 @@ class Session:
         """Called in the commit thread with this worker's newly visible chunks."""
         if self.tier is not None:
             self.on_stored.append(self.tier.offer)
-        self.outbox = Outbox(self.client, self.stats.failed)
+        self.outbox = Outbox(self.stats.failed)
         """Commits this session's stores in their order, each after its copy."""
         self.miss = self.stats.miss
         self._paged: PagedKV | None = None

@@ -63,6 +63,13 @@ def check(fd: int, nbytes: int) -> None:
         raise SegmentError(f"fd {fd} holds {held:,} B but the segment is said to have {nbytes:,} B")
 
 
+def readable(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Map `nbytes` of `fd` for reading only. The mapping lasts as long as the array. SegmentError
+    like `check`: memory that cannot shrink raises no SIGBUS. OSError."""
+    check(fd, nbytes)
+    return np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), dtype=np.uint8)
+
+
 def map_fd(fd: int, nbytes: int, ordinal: int | None = None, step: int = 0) -> torch.Tensor:
     """Map `nbytes` of `fd`, shared, as a 1-D uint8 tensor. The mapping lasts as long as the tensor
     or a view of the tensor.

@@ -124,7 +124,7 @@ def _part_rows(kv: PagedKV, blocks: int, origins: int) -> int:
 
 
 def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> list[TablePart]:
-    """Write the kernel's table for the copy of `rows`: see `Copier.pull`. table: (rows, 3), at
+    """Write the kernel's table for the copy of `rows`: see `CopyJob`. table: (rows, 3), at
     least `table_rows` of them."""
     parts, first = list[TablePart](), 0
     for kind, its_rows, bases in of_kinds(kv, rows, origins):

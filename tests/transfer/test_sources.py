@@ -1,11 +1,10 @@
-"""Loads out of other instances' live KV caches: what is read where it lies, and every way in which
-it may not be what it was.
+"""Blocks out of other instances' live KV caches and the pool: what is read where it lies, and every way
+in which it may not be what it was.
 """
 
 from __future__ import annotations
 
 import struct
-import threading
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,15 +15,12 @@ import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
-from neighbour_cases import EACH, Owner, enters, held_up, instance, kv_mapped
-from processes import QUICK, SECONDS, Worker, asked, eventually
+from neighbour_cases import EACH, Owner, held_up, instance
+from processes import QUICK, SECONDS, asked, eventually
 from resident_cases import Reader, owner, owner_apart
 
-from vcache_backend.errors import VCacheError
-from vcache_backend.protocol.messages import InstanceId, ResidentRun
-from vcache_backend.resident.mappings import Neighbours
+from vcache_backend.protocol.messages import ResidentRun
 from vcache_backend.transfer import load as loads
-from vcache_backend.vram_pool.generations import GenerationView
 
 __all__ = ["here"]
 ROOM = 1 << 20
@@ -219,112 +215,7 @@ def test_what_a_publication_cannot_mean_is_no_block(here: Node, wrong: str) -> N
         "nobody": second._replace(instance=bytes(16)),
     }[wrong]
     assert reader.loaded(tokens, [first, second, third]) == (2, loads.ABSENT)
-    assert not copies(reader, there.instance)
-
-
-# ---- the end of an owner, and of a load
-
-
-def apart(here: Node) -> tuple[Worker, Reader, torch.Tensor, ResidentRun]:
-    """An owner in a process of its own, a reader that knows it, tokens, and where the owner has
-    computed their chunks.
-    """
-    one, reader, tokens = owner_apart(here, 1), Reader(here), prompt(3 * CHUNK)
-    there: ResidentRun = one.ask("compute", tokens, list(range(6)))
-    reader.knows(1)
-    return one, reader, tokens, there
-
-
-@pytest.mark.parametrize(("kind", "look"), [(Neighbours, "get"), (GenerationView, "leading")])
-def test_an_owner_that_ends_between_a_look_at_it_and_the_launch_is_not_read(
-    here: Node, monkeypatch: pytest.MonkeyPatch, kind: type, look: str
-) -> None:
-    one, reader, tokens, there = apart(here)
-    theirs = getattr(kind, look)
-
-    def and_it_ends(*given: Any) -> Any:
-        found = theirs(*given)
-        one.kill()
-        eventually(lambda: not kv_mapped())
-        return found
-
-    monkeypatch.setattr(kind, look, and_it_ends)
-    assert reader.loaded(tokens, [there]) == (0, loads.ABSENT)
-    assert reader.copier.pulls == []
-
-
-def copies(reader: Reader, owner: InstanceId) -> bool:
-    """Whether a copy out of the owner's KV cache runs. If none does, it is unmapped."""
-    neighbour = reader.neighbours.get(owner)
-    return neighbour is not None and not neighbour.unmap()
-
-
-def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over(here: Node) -> None:
-    one, reader, tokens, there = apart(here)
-    neighbour = reader.neighbours.get(there.instance)
-    assert neighbour is not None
-    reader.copier.finished.clear()
-    load = reader.load(tokens, [there])
-    assert load.run(0.01) == 0
-    assert load.advance()
-    one.kill()
-    eventually(lambda: not enters(neighbour))
-    assert not neighbour.unmap()
-    assert kv_mapped()
-    del load
-    reader.copier.finished.set()
-    eventually(lambda: not kv_mapped())
-
-
-def test_a_cancelled_load_begins_no_copy_and_lets_go_once_its_copy_is_over(here: Node) -> None:
-    _, reader, tokens, there = beside(here, 3)
-    early = reader.load(tokens, [there])
-    early.cancel()
-    assert early.advance()
-    assert reader.copier.pulls == []
-    reader.copier.finished.clear()
-    load = reader.load(tokens, [there])
-    assert not load.advance()
-    load.cancel()
-    assert not load.advance()
-    assert copies(reader, there.instance)
-    reader.copier.finished.set()
-    assert load.advance()
-    assert not copies(reader, there.instance)
-
-
-@pytest.mark.parametrize(
-    ("error", "runs"), [(VCacheError("planted"), False), (RuntimeError("planted"), True)]
-)
-def test_a_failed_launch_lets_go_unless_it_runs(here: Node, error: Exception, runs: bool) -> None:
-    _, reader, tokens, there = beside(here, 2)
-
-    def fail() -> None:
-        raise error
-
-    reader.copier.half_way = fail
-    assert reader.loaded(tokens, [there]) == (0, "copy")
-    assert copies(reader, there.instance) == runs
-    if runs:
-        # Or its mapping, and the thread that waits for the copy, stay as long as the process.
-        neighbour = reader.neighbours.get(there.instance)
-        assert neighbour is not None
-        neighbour.leave()
-        assert neighbour.unmap(), "one copy, and no more"
-
-
-class Broken(threading.Event):
-    """The completion of a device that failed."""
-
-    def is_set(self) -> bool:
-        raise VCacheError("planted")
-
-
-def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
-    _, reader, tokens, there = beside(here, 2)
-    reader.copier.finished = Broken()
-    assert reader.loaded(tokens, [there]) == (0, "copy")
-    assert not copies(reader, there.instance)
+    assert reader.forgotten(there.instance)() is None
 
 
 # ---- on GPUs

@@ -1,30 +1,30 @@
-"""Pools in host memory beside KV caches on GPUs, against a driver that counts what it locked; the
-KV caches here are on the CPU. On real GPUs: test_cross_process_store_retrieve.py and
-test_regions.py."""
+"""What a worker lends to the pool and maps of it, also in host memory beside a GPU: there against a
+driver that counts what it locked, with KV caches on the CPU. On real GPUs: test_engine_processes.
+"""
 
 from __future__ import annotations
 
 import gc
-import os
 import threading
-from collections.abc import Iterator
 
 import pytest
-from engine_cases import Node, get, here, put, said, served
+import torch
+from engine_cases import ROOMY, Node, get, here, put, said, served
 from fake_cuda import MIB, NOTHING, FakeCuda, cuda
 from kv_cases import CHUNK, FLASH, Cache, Sizes, layout_of, prompt
-from memory_cases import mappings, open_fds, why_not_mapped
-from processes import eventually, info
+from processes import QUICK, eventually, leaving_nothing
 
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import SegmentError
-from vcache_backend.vram_pool import devices, host_memory, pool
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.client import Client
+from vcache_backend.vram_pool import pool, regions
 from vcache_backend.vram_pool.copies.copier import HostCopier
-from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.regions import create, map_segment
+from vcache_backend.vram_pool.devices import Device, resolve
+from vcache_backend.vram_pool.memory_budget import Shortfall, shortfall
+from vcache_backend.vram_pool.pool import Pool
 
 __all__ = ["cuda", "here", "served"]
-
 HOST = Device("host:a", "host", 0)
 PIECE = MIB
 SIZES = Sizes(blocks=120)
@@ -34,98 +34,6 @@ SIZES = Sizes(blocks=120)
 def pieces(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
     monkeypatch.setattr(pool, "PIECE_BYTES", PIECE)
     return cuda
-
-
-@pytest.fixture
-def quiet(cuda: FakeCuda) -> Iterator[None]:
-    """Nothing is left of a test that asks for this, memory and descriptors included."""
-    gc.collect()
-    before = open_fds(), mappings()
-    yield
-    gc.collect()
-    assert (open_fds() <= before[0], mappings() <= before[1], cuda.holds()) == (True, True, NOTHING)
-
-
-# ---- segments
-
-
-@pytest.mark.parametrize("nbytes", [MIB, 12_345])
-def test_a_segment_is_locked_while_a_tensor_lives(cuda: FakeCuda, quiet: None, nbytes: int) -> None:
-    with create(HOST, nbytes) as owned:
-        assert cuda.holds() == NOTHING
-        mapped = map_segment(owned.info, owned.fd, HOST)
-    part = mapped.whole[:64][8:16]
-    part.fill_(7)
-    assert cuda.registered == {mapped.whole.data_ptr(): -(-nbytes // 4096) * 4096}
-    mapped.close()
-    del mapped
-    assert cuda.holds() == NOTHING | {"contexts": 1, "registered": 1}
-    assert part.tolist() == [7] * 8
-    cuda.calls.clear()
-    del part
-    assert cuda.calls.index("cuCtxSynchronize") < cuda.calls.index("cuMemHostUnregister")
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "cuDevicePrimaryCtxRetain",
-        "cuCtxPushCurrent",
-        "cuMemHostRegister",
-        "cuMemHostGetDevicePointer",
-    ],
-)
-def test_a_segment_that_failed_leaves_nothing(cuda: FakeCuda, quiet: None, call: str) -> None:
-    with create(HOST, MIB) as owned:
-        cuda.broken = call
-        message = why_not_mapped(owned, HOST)
-    assert f"segment {owned.id} of host:a: " in message
-    assert f"{call}: CUDA_ERROR" in message
-
-
-def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
-    cuda: FakeCuda, quiet: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "_STEP_BYTES", MIB // 4)
-    with create(HOST, MIB - 12_345) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
-        start, steps = mapped.whole.data_ptr(), [MIB // 4, MIB // 4, MIB // 4, MIB // 4 - 12_288]
-        assert cuda.registered == {start + at * (MIB // 4): size for at, size in enumerate(steps)}
-        mapped.whole[: owned.nbytes].fill_(3)
-    assert cuda.registered == {}
-    cuda.most_registered = MIB // 2
-    with create(HOST, MIB) as owned:
-        assert "cannot lock 262,144 B" in why_not_mapped(owned, HOST)
-
-
-def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) -> None:
-    cuda.moved = 4096
-    with create(HOST, MIB) as owned:
-        assert "GPU 0 has host memory elsewhere" in why_not_mapped(owned, HOST)
-
-
-def test_the_last_gibibyte_of_the_machine_is_left_to_others(
-    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None
-) -> None:
-    answers = [0, host_memory.SPARE_BYTES + MIB]
-    monkeypatch.setattr(devices, "host_available", lambda: answers.pop(0))
-    create(HOST, MIB).close()
-    monkeypatch.setattr(devices, "host_available", lambda: host_memory.SPARE_BYTES + MIB - 1)
-    monkeypatch.setattr(host_memory, "GROW_SECONDS", 0.0)
-    why = "1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free"
-    with pytest.raises(SegmentError, match=why):
-        create(HOST, MIB)
-
-
-def test_memory_that_is_yet_to_be_allocated_is_not_mapped_where_there_is_too_little(
-    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None, memfd: int
-) -> None:
-    """It may be another process's, and of any size."""
-    monkeypatch.setattr(devices, "host_available", lambda: host_memory.SPARE_BYTES + 1)
-    segment = info("s0", os.fstat(memfd).st_size, "host:a")
-    with pytest.raises(SegmentError, match="are not allocated yet"):
-        map_segment(segment, memfd, HOST)
-    os.pwrite(memfd, bytes(segment.nbytes), 0)
-    map_segment(segment, memfd, HOST).close()
 
 
 # ---- pools
@@ -241,3 +149,91 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     eventually(lambda: len(beats) > 3)
     assert beats[0] == beats[-1] == 3, "it is not tried again"
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
+
+
+MIB = 1 << 20
+
+
+def test_who_cannot_map_a_segment_still_stores(
+    served: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the most room, so that every store would go there; as a GPU's without peer access, or
+    one that is forged.
+    """
+    mine = Cache()
+    far = served.engine("host:far", 8 * ROOMY, layout_of(mine))
+    mapping = regions.map_segment
+
+    def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> torch.Tensor:
+        if info.device == "host:far":
+            raise SegmentError(f"{reader} has no peer access to it")
+        return mapping(info, fd, reader)
+
+    monkeypatch.setattr(regions, "map_segment", refusing)
+    served.engine("host:a", ROOMY, layout_of(mine))
+    engine = served.engine("host:b", 0, layout_of(mine))
+    put(engine, mine, prompt(CHUNK))
+    put(far, mine, prompt(2 * CHUNK))
+    assert get(engine, mine, prompt(2 * CHUNK)) == CHUNK, "what lies there is a miss"
+    for family in range(2, 6):
+        put(engine, mine, prompt(2 * CHUNK, family))
+        assert engine.lookup(prompt(2 * CHUNK, family)) == 2 * CHUNK
+        assert get(engine, mine, prompt(2 * CHUNK, family)) == 2 * CHUNK
+    served.server.kill()
+    served.serve()
+    eventually(lambda: engine.lookup(prompt(2 * CHUNK, 2)) == 2 * CHUNK)
+    put(engine, mine, prompt(2 * CHUNK, 8))
+    assert get(engine, mine, prompt(2 * CHUNK, 8)) == 2 * CHUNK
+
+
+def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_still_map(served: Node) -> None:
+    client = served.undo.enter_context(Client(served.path, QUICK, "host:a"))
+    elsewhere = Shortfall("it is mapped elsewhere", 0)
+    refusals = [None, elsewhere, elsewhere, None]
+    pool = Pool(client, Device("host:a", "host"), ROOMY, lambda whole, new: refusals.pop(0))
+    served.undo.callback(pool.close)
+    (first,) = client.list_segments()
+    with leaving_nothing(served.path):
+        served.server.kill()
+    served.serve()
+    eventually(lambda: not refusals)
+    (second,) = eventually(lambda: client.connected and client.list_segments())
+    assert second.id != first.id
+
+
+def test_a_pool_of_the_default_size_takes_what_fits_and_one_of_a_set_size_all_or_nothing(
+    served: Node,
+) -> None:
+    """On a GPU of 100 MiB beside vLLM's default utilisation, where 8 MiB are too much."""
+    lent = dict[str, int]()
+    for name, least in (("default", MIB), ("small", 4 * MIB), ("set", None)):
+        client = served.undo.enter_context(Client(served.path, QUICK, f"host:{name}"))
+
+        def over_budget(whole: int, new: int) -> Shortfall | None:
+            return shortfall(100 * MIB, 8 * MIB, whole, new, 0.92)
+
+        device = Device(f"host:{name}", "host")
+        for _ in range(2):  # and a second worker of the device adds nothing
+            pool = Pool(client, device, 8 * MIB, over_budget, least)
+            served.undo.callback(pool.close)
+        mine = [each.nbytes for each in client.list_segments() if each.device == device.name]
+        lent[name] = sum(mine)
+        said = [each.text for each in client.stats().reports if device.name in each.text]
+        assert any("gpu_memory_utilization to 0.87 or less" in line for line in said) == (not mine)
+    assert lent == {"default": 2 * MIB, "small": 0, "set": 0}
+
+
+@pytest.mark.gpu
+def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(served: Node) -> None:
+    """The two do not fit at once."""
+    device, most = resolve("cuda:0"), int(0.6 * torch.cuda.mem_get_info(0)[0])
+    client = served.undo.enter_context(Client(served.path, QUICK, device.name, "cuda"))
+    served.undo.callback(Pool(client, device, most).close)
+    served.worker("cuda:0")
+    (first,) = client.list_segments()
+    with leaving_nothing(served.path):
+        served.server.kill()
+    eventually(lambda: not client.connected)
+    served.serve()
+    (second,) = eventually(lambda: client.connected and client.list_segments())
+    assert second.id != first.id
