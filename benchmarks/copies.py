@@ -173,12 +173,10 @@ def run() -> list[Row]:
     first, host = resolve("cuda:0"), resolve("host", "cuda:0")
     copier, rows = CudaCopier(0), list[Row]()
 
-    def add(
-        name: str, case: Case, how: str, floor: float, by: CudaCopier = copier, store: bool = False
-    ) -> None:
+    def add(name: str, case: Case, how: str, floor: float, store: bool = False) -> None:
         """The row of GB/s, RUNS samples each; the copy engine and ours take turns."""
         ours, engine = (case.out, case.write) if store else (case.into, case.read)
-        works = partial(copier_seconds, partial(ours, by)), partial(engine_seconds, engine)
+        works = partial(copier_seconds, partial(ours, copier)), partial(engine_seconds, engine)
         for work in works * 3:
             work()
         rates: list[list[float]] = [[], []]
@@ -190,12 +188,8 @@ def run() -> list[Row]:
 
     peers = [resolve(f"cuda:{number}") for number in range(1, torch.cuda.device_count())]
     how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages"
-    for mib, floor in ((256, 0.95), (32, 0.95), (4, 0.90)) if peers else ():
-        case = slots(peers[0], first, mib * MIB)
-        add(f"peer_retrieve_{mib}MiB", case, how, floor)
-        if mib == 256:
-            few = CudaCopier(0, max_ctas=32)
-            add("peer_retrieve_256MiB_32cta", case, f"with 32 CTAs {how}", 0.90, few)
+    for mib, floor in ((256, 0.95), (4, 0.90)) if peers else ():
+        add(f"peer_retrieve_{mib}MiB", slots(peers[0], first, mib * MIB), how, floor)
     how = "into scattered 64-KiB pages of 32 tensors"
     if peers:
         case = in_place(peers[:1], first, 256 * MIB)
@@ -203,8 +197,6 @@ def run() -> list[Row]:
     if len(peers) > 2:
         case = in_place(peers[:3], first, 256 * MIB)
         add("inplace_copy_3_owners", case, f"out of KV caches on 3 peers {how}", 0.93)
-    own = slots(first, first, 256 * MIB)
-    add("local_store_256MiB", own, "into the own segment", 0.85, store=True)
     locked = slots(host, host, 256 * MIB)
     add("host_retrieve_256MiB", locked, "out of locked host memory", 0.85)
     add("host_store_256MiB", locked, "into locked host memory", 0.85, store=True)

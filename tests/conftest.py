@@ -52,7 +52,7 @@ if GPUS == 0:
 LONGEST = (
     "injector soak examples injector_lmcache vllm_hits vllm_prove vllm_processes vllm_versions "
     "vllm_modes vllm_multi vllm_waits bounds integrations monitor_metrics vllm_benchmarks "
-    "disaggregated_prefill vllm_offload threads offload_process demo vllm_sharing offload_tier "
+    "disaggregated_prefill vllm_offload threads offload_process vllm_sharing offload_tier "
     "directory_stateful start_server server_socket monitor_web server_failures "
     "integration_failures vllm_in_place documents doctor_model vllm_groups promises "
     "resident_server publisher mappings"

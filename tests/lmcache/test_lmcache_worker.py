@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import vllm_cases
 from processes import eventually
-from test_start_server import end_servers, servers
+from test_start import end_servers, servers
 from vllm_cases import CHUNK, Instance, Node, here, missing, new_tokens
 
 from vcache_backend.integration.lmcache.scheduler import PLAIN, TAG

@@ -12,7 +12,7 @@ import pytest
 from model import FakeClock, chunk_key
 from server_cases import A_TURN, work_of
 
-from vcache_backend.metadata_server.directory import CLAIM_SECONDS, Backlog, Claims, Directory
+from vcache_backend.metadata_server.directory import Backlog, Claims, Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
 from vcache_backend.protocol import messages as m
@@ -169,6 +169,6 @@ def test_a_claim_keeps_others_from_lending_the_same_bytes_for_a_while() -> None:
     claims = Claims()
     assert [claims.grant(client, "gpu-0", 100, 0.0) for client in (1, 2)] == [100, 0]
     assert claims.grant(2, "gpu-1", 100, 0.0) == 100
-    assert claims.grant(3, "gpu-0", 100, CLAIM_SECONDS + 1) == 100
+    assert claims.grant(3, "gpu-0", 100, 121) == 100
     claims.end(3)
-    assert claims.grant(2, "gpu-0", 60, CLAIM_SECONDS + 1) == 60
+    assert claims.grant(2, "gpu-0", 60, 121) == 60

@@ -216,7 +216,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.follow(may_go=set(KEYS))
 
     def use(self, name: str, table: SlotsTable) -> None:
-        table.words, table.generations = Stores(table.words), Stores(table.generations)
+        for view in ("words", "generations", "numbers"):
+            setattr(table, view, Stores(getattr(table, view)))
         info = SegmentInfo(SegmentId(name), "gpu-0", "host", SEGMENTS[name])
         self.directory.add(SlotRegion(info, table))
 

@@ -99,7 +99,6 @@ def test_what_is_right_stays_however_old_it_is(
 
 
 def test_a_run_ends_where_newer_ones_have_overwritten_it(owners: type[Owner]) -> None:
-    """From behind too, where hashes are not compared: there may be blocks of another table."""
     owner = owners(tables=(FULL, WINDOW))
     owner.known.publish(0, [owner.fill(range(16), 100, 1)])
     owner.table.void(range(8))
@@ -108,7 +107,6 @@ def test_a_run_ends_where_newer_ones_have_overwritten_it(owners: type[Owner]) ->
         owner.known.publish(0, [owner.fill(range(16, 16 + count), 1000 * turn)])
     owner.known.publish(0, [owner.fill(range(40, 48), 50_000)])
     assert owner.known._next == 9
-    assert owner.known.follow_back(1, prompt(16, 100, 1), 0, 16, LOOKS)[0] == 8
     assert [owner.found(100, 16, 1), owner.found(108, 8, 1)] == [0, 8]
 
 

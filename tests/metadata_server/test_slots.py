@@ -13,9 +13,8 @@ from vcache_backend import seals
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import ProcessId
-from vcache_backend.metadata_server.slots import SlabPlace, SlotsTable
+from vcache_backend.metadata_server.slots import TABLE_BYTES, SlabPlace, SlotsTable
 from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.protocol.slot_layout import TABLE_BYTES
 from vcache_backend.vram_pool.generations import GenerationView
 
 NBYTES = 4096

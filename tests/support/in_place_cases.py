@@ -21,12 +21,12 @@ from vllm_models import CONNECTOR
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
+from soak.scheduling import Planned, Tables, full, place, state
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from benchmarks.vllm.planning import Planned, Tables, full, place, state
 from vcache_backend.integration.vllm import requests
 from vcache_backend.integration.vllm.metadata import SavedChunks, StepMetadata
 from vcache_backend.protocol.messages import (

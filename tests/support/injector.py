@@ -1,9 +1,8 @@
 """Makes every function of ours that runs in a vLLM instance raise once, in a process that
 `vllm_cases.Instance` forks: see test_injector.py.
 
-A profile function raises: at a function's call before its work, at its return after it. For each
-case both halves of the connector, vLLM's scheduler and the metadata server's connections are made
-anew, and every block of the KV cache is overwritten."""
+For each case both halves of the connector, vLLM's scheduler and the metadata server's connections
+are made anew, and every block of the KV cache is overwritten."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = [*arguments[:2], "--help"]  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
-    if arguments[0] in ("demo", "mooncake", "prove", "top") or "--model" in arguments:
-        # test_demo, test_examples, test_vllm_prove, test_status and test_doctor_model run them.
+    if arguments[0] in ("mooncake", "prove", "top") or "--model" in arguments:
+        # test_examples, test_vllm_prove, test_status and test_doctor_model run them.
         arguments.append("--help")
     place.monkeypatch.setenv("VCACHE_SOCKET", place.given["VCACHE_SOCKET"])
     # `--install-completion` writes there.

@@ -13,10 +13,9 @@ from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
+from soak.hits import KINDS, measured
 from soak.planned import MODELS, TURNS, Planned, caught
-
-from benchmarks.hits import KINDS, measured
-from benchmarks.vllm.planning import Instance, Place, Tables, full, place, state, window
+from soak.scheduling import Instance, Place, Tables, full, place, state, window
 
 pytestmark = needs_vllm
 PAIRS = 60
@@ -36,7 +35,7 @@ def test_another_instance_finds_what_the_owners_own_cache_finds(where: Place, ki
     """To the token, whatever has been evicted, and wherever prompts part."""
     result = measured(where, kind, PAIRS)
     assert result.wrong == []
-    assert result.row.ok, result.row.what
+    assert 4 * result.found_some > PAIRS, "too few find anything"
 
 
 @pytest.mark.parametrize("resets", [False, True])

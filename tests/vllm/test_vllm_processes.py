@@ -19,7 +19,7 @@ import pytest
 import vllm_cases
 from page_commands import COMMANDS, commands
 from processes import ROOT, containers, eventually
-from test_start_server import end_servers
+from test_start import end_servers
 from vllm_cases import BLOCK, CHUNK, IN_PLACE, Answer, Instance, Node, complete, here, new_tokens
 from vllm_models import write_states
 

@@ -18,9 +18,15 @@ import msgspec
 from vcache_backend.metadata_server import resets as namespaces
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.resets import MAX_RESETS, Reset, Resets
-from vcache_backend.metadata_server.slots import SLAB_BITS, SlotRegion, padded
+from vcache_backend.metadata_server.slots import (
+    SLAB_BITS,
+    SLAB_SLOTS,
+    SLABS,
+    SlotRegion,
+    padded,
+)
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS, SLOTS
+from vcache_backend.protocol.generation_table import SLOTS
 
 SEARCH = 64
 """How many chunks of other sizes may be older before a slab changes its size."""
@@ -28,8 +34,6 @@ MAX_SEARCH = 2048
 """The most chunks that one request passes over to evict others: a few milliseconds."""
 MAX_WRITTEN = 1 << 16
 """About the most slots that are being written or in quarantine: a clearing voids all at once."""
-CLAIM_SECONDS = 120.0
-"""How long a worker may take to allocate its claim. Then other workers may claim the bytes."""
 _SLOT_BITS = SLOTS.bit_length() - 1
 _SLOT_MASK = SLOTS - 1
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
@@ -680,8 +684,8 @@ class Claims:
             if claimed == device and now <= until
         )
         nbytes = max(missing - others, 0)
-        if nbytes:
-            self._of_client[client] = device, nbytes, now + CLAIM_SECONDS
+        if nbytes:  # whoever takes longer to allocate it may have failed
+            self._of_client[client] = device, nbytes, now + 120
         return nbytes
 
     def end(self, client: int) -> None:

@@ -53,55 +53,38 @@ class ResidentDirectory:
     ) -> None:
         """arrived: called with chunks (keys of rank 0) that all ranks have published."""
         self._counters, self._arrived = counters, arrived
-        self._of: dict[m.InstanceId, InstancePublications] = {}
+        self.of: dict[m.InstanceId, InstancePublications] = {}
         self._news: dict[m.InstanceId, deque[News]] = {}
         """For each instance, the oldest first."""
 
-    def blocks(self, instance: m.InstanceId) -> int:
-        """How many blocks look-ups can return from an instance once it is whole."""
-        publications = self._of.get(instance)
-        return 0 if publications is None else publications.live
-
     def has(self, instance: m.InstanceId, key: m.ChunkKey) -> bool:
         """Whether an instance has published the last block of a chunk."""
-        own = self._of.get(instance)
+        own = self.of.get(instance)
         return own is not None and own.has(key[m.NAMESPACE_BYTES : -m.RANK_BYTES])
-
-    def joined(self, instance: m.InstanceId) -> m.Join | None:
-        publications = self._of.get(instance)
-        return None if publications is None else publications.join
 
     def open(self, join: m.Join, table: Callable[[], ForeignTable], new: bool = False) -> None:
         """Add an instance. Earlier publications stay, unless the request has changed or the
         instance is `new`. Refuse an instance whose blocks exceed the server's memory.
 
         table: maps the instance's generation table; what it raises leaves everything as it is."""
-        if new or self.joined(join.instance) != join:
-            others = sum(one.blocks for name, one in self._of.items() if name != join.instance)
+        known = self.of.get(join.instance)
+        if new or known is None or known.join != join:
+            others = sum(one.blocks for name, one in self.of.items() if name != join.instance)
             if (others + join.blocks) * BLOCK_BYTES > MAX_BYTES:
                 raise Refused(f"the server has no memory for {join.blocks:,} more blocks")
             made = InstancePublications(join, table())
             self.close(join.instance)
-            self._of[join.instance] = made
+            self.of[join.instance] = made
             self._news[join.instance] = deque(maxlen=MAX_COPIES)
 
-    def show(self, instance: m.InstanceId, whole: bool) -> None:
-        """Set whether look-ups may return blocks of this instance."""
-        if (publications := self._of.get(instance)) is not None:
-            publications.whole = whole
-
-    def empty(self, instance: m.InstanceId) -> None:
-        if (publications := self._of.get(instance)) is not None:
-            publications.clear()
-
     def close(self, instance: m.InstanceId) -> None:
-        self._of.pop(instance, None)
+        self.of.pop(instance, None)
         self._news.pop(instance, None)
 
     def publish(self, request: m.Publish) -> int:
         """Publish blocks of an instance. Returns how many; 0 if the instance has not joined. Refuse
         impossible runs."""
-        publications = self._of.get(request.instance)
+        publications = self.of.get(request.instance)
         if publications is None:
             return 0
         ends = publications.publish(request.rank, request.runs)
@@ -115,7 +98,7 @@ class ResidentDirectory:
 
     def clear(self, namespace: bytes) -> int:
         """Forget the publications of a namespace, or all with b"". Returns how many blocks."""
-        of = [one for one in self._of.values() if namespace in (b"", one.namespace)]
+        of = [one for one in self.of.values() if namespace in (b"", one.namespace)]
         return sum(one.clear() for one in of)
 
     # ---- chunks that two instances hold
@@ -126,7 +109,7 @@ class ResidentDirectory:
         news, told = self._news.get(instance, deque[News]()), list[m.Copies]()
         taken = [news.popleft() for _ in range(min(MAX_TOLD, len(news)))]
         for other, noted in groupby(taken, itemgetter(0)):
-            there = self._of.get(other)
+            there = self.of.get(other)
             packed = b"".join(
                 [packed for _, end, packed in noted if there is not None and there.has(end)]
             )
@@ -166,7 +149,7 @@ class ResidentDirectory:
         order."""
         alike = [
             (other, there)
-            for other, there in self._of.items()
+            for other, there in self.of.items()
             if there.named and there.whole and there.namespace == join.namespace
             if there.ranks == join.ranks and there.tables == join.tables and not there.table.dead
         ]
@@ -185,7 +168,7 @@ class ResidentDirectory:
         if others:
             return self._resident(request, others, present)
         present = present.partition(b"\0")[0]
-        own = self._of.get(request.instance)
+        own = self.of.get(request.instance)
         plain = request.pool_only or own is None or own.tables == ONE_FULL
         found = len(present) * request.each
         return m.Found(found, min(found, request.limit) if plain else 0, present)
@@ -195,11 +178,11 @@ class ResidentDirectory:
         one of them."""
         if request.pool_only or not request.hashes:
             return []
-        own = self._of.get(request.instance)
+        own = self.of.get(request.instance)
         if own is not None:
             joins = [own.join]
         else:
-            joins = [there.join for there in self._of.values() if there.whole and there.named]
+            joins = [there.join for there in self.of.values() if there.whole and there.named]
         for join in joins:
             if join.namespace == request.namespace and join.ranks == request.ranks:
                 alike = self._alike(join)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.processes import PATIENT
+from benchmarks.vllm.instances import TINY
+from benchmarks.vllm.settings import our_connector
+from vcache_backend.children import MetadataServer
 from vcache_backend.integration.vllm import lookups, requests, waits
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model.spec import ShardSpec
@@ -39,10 +44,6 @@ from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import CacheShape, LayerKind, Publish
 from vcache_backend.resident.own_cache import OwnCache
 from vcache_backend.vram_pool.exports import HostExportable
-
-from ..processes import PATIENT
-from .scale import TINY
-from .settings import our_connector
 
 CHUNK = 256
 PAGE = 8
@@ -127,6 +128,18 @@ def place(socket: Path, folder: Path) -> Iterator[Place]:
     finally:
         for (room, name), value in zip(found, before, strict=True):
             setattr(room, name, value)
+
+
+@contextmanager
+def serving() -> Iterator[Place]:
+    """The same, with a metadata server of its own."""
+    with TemporaryDirectory(prefix="vcache-planned-") as folder:
+        socket = Path(folder, "vcache.sock")
+        with (
+            MetadataServer(socket, Path(folder, "server.log")),
+            place(socket, Path(folder)) as made,
+        ):
+            yield made
 
 
 class Planned:

@@ -5,22 +5,18 @@ arrays.
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 from model import chunk_key
-from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, stage
+from processes import PATIENT, Child, Raw, Stage, eventually, stage
 
 from vcache_backend.errors import MAX_LINE_CHARS
-from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.report import MAX_COMPARED
+from vcache_backend.metadata_server.slots import SLAB_SLOTS
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.slot_layout import SLAB_SLOTS
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -189,37 +185,6 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
 # ---- one client's requests and the others'
 
 
-def unread(raw: Raw, *message: Any) -> int:
-    """Send a request as often as the server takes it, without reading an answer; how often."""
-    sent = 0
-    raw.socket.settimeout(0.3)
-    with suppress(TimeoutError):
-        while True:
-            raw.send(*message)
-            sent += 1
-    raw.socket.settimeout(SECONDS)
-    return sent
-
-
-def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: Child) -> None:
-    """A client that reads nothing is not read from; its requests wait, nobody else does, and all
-    are answered once it reads.
-    """
-
-    def answered() -> int:
-        return worker.ask("stats")[8]["Contains"][0]
-
-    worker.ask("contains", [A])
-    before, greedy = answered(), stage_.raw()
-    sent = 0
-    while more := unread(greedy, "contains", [A] * 500):
-        # It takes no more, and not because it has had no turn.
-        sent, _ = sent + more, answered()
-    made = eventually(lambda: (first := answered()) == answered() and first) - before
-    assert 0 < made < sent, "what waits for its reader costs no turn"
-    assert [greedy.receive()[0] for _ in range(sent)] == ["present"] * sent
-
-
 def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
     said = "find: 2,048 keys x 4,096 ranks; 16,384 is the limit"
     hashes = bytes(2048 * m.HASH_BYTES)
@@ -228,28 +193,3 @@ def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: R
 
 
 # ---- the process
-
-
-def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: Stage) -> None:
-    alone.server(max_clients=2)
-    first, _ = alone.raw(), alone.raw()
-    third = alone.raw(hello=False)
-    # The server may have closed it before the hello comes.
-    gone = select.poll()
-    gone.register(third.socket, select.POLLRDHUP)
-    assert gone.poll(1000 * SECONDS)
-    assert "raise server.max_clients" in third.hello()[1]
-    assert third.closed()
-    first.close()
-    eventually(lambda: hello(alone, {})[0] == "welcome")
-
-
-def test_a_process_may_have_any_name() -> None:
-    """Its name is bytes, cut at 15: half a character, brackets, newlines."""
-    name, began = Path("/proc/self/comm"), processes.started(os.getpid())
-    before = name.read_bytes()
-    name.write_bytes(b"\xe6\xa8) R 1\n(\xff")
-    try:
-        assert processes.started(os.getpid()) == began > 0
-    finally:
-        name.write_bytes(before.rstrip(b"\n"))

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 from typing import Any
 
 import instance_cases
@@ -141,7 +140,7 @@ def test_what_clients_have_read_is_seen_while_connected(alone: Stage, reader: Cl
     with ExitStack() as crowd:
         for _ in range(6):
             say(crowd.enter_context(alone.client()), *many)
-        assert len(reader.stats().reads) == instances.MAX_READS
+        assert len(reader.stats().reads) == 256
     with pytest.raises(Refused):
         say(two, *many, *many)
 
@@ -242,16 +241,14 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reade
 
 
 def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: Client) -> None:
-    owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
-    for owner, instance in zip(owners, ids, strict=True):
-        instance_cases.share(owner, instance, 8)
+    for instance in ids:
+        instance_cases.share(alone.client(), instance, 8)
     firsts = set()
     for _ in range(50):
-        there = reader.find(find(8))
-        assert [(run.first, run.stop) for run in there.residents] == [(0, 32)] * 2
-        assert len({run.instance for run in there.residents}) == 2
-        firsts.add(there.residents[0].instance)
+        first, second = reader.find(find(8)).residents
+        assert (first.count, second.count, first.instance != second.instance) == (32, 32, True)
+        firsts.add(first.instance)
     assert len(firsts) > 1
 
 
@@ -263,48 +260,8 @@ def test_blocks_that_the_owner_has_reused_are_left_out(alone: Stage, reader: Cli
         assert publish(owner, A, 3) == found(reader) == 12
         table.void([7])
         assert found(reader) == 7
-        table.filled([7])
-        assert found(reader) == 7
-        assert publish(owner, A, 1, 4, 1, generation=4) == 4
-        assert found(reader) == 12, "one has this generation, and the others are not taken"
         table.give_up()
         assert found(reader) == 0
-
-
-def test_a_hit_ends_at_the_last_state_that_is_intact(alone: Stage, reader: Client) -> None:
-    tables = [m.BlockTable("full"), m.BlockTable("state", EACH, 1)]
-    with alone.client() as owner, closing(Generations(A, 64)) as table:
-        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, tables, table.fd)
-        show(owner, A)
-        whole, size = block_run(3), m.HASH_BYTES
-        runs = [whole]
-        for number in range(3):
-            end = (number + 1) * EACH * size
-            state = numbers(20 + number), instance_cases.counts(2)
-            runs.append(m.BlockRun(1, number, whole.hashes[end - size : end], *state))
-        assert owner.publish(m.Publish(A, 0, runs)) == 15
-        for end, gone in ((12, 22), (8, 21), (4, 20), (0, 0)):
-            answer = reader.find(find(3))
-            assert (answer.found, answer.end) == (12, end)
-            states = [run.blocks for run in answer.residents if run.table == 1]
-            assert states == ([numbers(gone)] if end else [])
-            table.void([gone])
-
-
-def test_a_hit_that_ends_with_an_attention_chunk_needs_none_of_it(
-    alone: Stage, reader: Client
-) -> None:
-    tables = [m.BlockTable("full"), m.BlockTable("local", 1, 2 * EACH)]
-    with alone.client() as owner:
-        join(owner, A, tables=tables)
-        show(owner, A)
-        assert publish(owner, A, 3) == 12
-        for limit, end in ((12, 8), (8, 8), (7, 0)):
-            assert reader.find(find(3, limit=limit)).end == end
-        # A beginning of the third chunk, the second of the local ones.
-        run = block_run(3, 20, table=1).cut(8, 10)
-        assert owner.publish(m.Publish(A, 0, [run])) == 2
-        assert [reader.find(find(3, limit=limit)).end for limit in (12, 9)] == [10, 9]
 
 
 # ---- who may
@@ -333,6 +290,11 @@ def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reade
     assert found(reader) == 12
     with pytest.raises(Refused, match="has shown no cache"):
         publish(before, A, 3)
+    unsealed = make_memfd(2 * 4096, seals=False)
+    with pytest.raises(Refused, match="not sealed against shrinking"):
+        after.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, unsealed)
+    os.close(unsealed)
+    assert found(reader) == 12
     join(after, A)
     assert found(reader) == 0  # another table
     assert publish(after, A, 3) == 12
@@ -488,32 +450,6 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
         os.close(fd)
 
 
-@pytest.mark.parametrize("wrong", ["no seals", "another size", "of another instance", "a file"])
-def test_a_table_that_cannot_be_trusted_refuses_the_join(
-    alone: Stage, reader: Client, tmp_path: Path, wrong: str
-) -> None:
-    """Reading one that its owner can shrink would end the server. What was there before stays."""
-    owner = alone.client()
-    instance_cases.share(owner, A)
-    fds = {
-        "no seals": lambda: make_memfd(2 * 4096, seals=False),
-        "another size": lambda: make_table(A, 513),
-        "of another instance": lambda: make_table(B, 64),
-        "a file": lambda: os.open(tmp_path / "table", os.O_RDWR | os.O_CREAT),
-    }
-    said = {
-        "no seals": "not sealed against shrinking",
-        "another size": "but one of 64 blocks has 8,192",
-        "of another instance": f"of instance {B.hex()} with 64 blocks",
-        "a file": "not a memfd but a plain file",
-    }
-    table = fds[wrong]()
-    with pytest.raises(Refused, match=said[wrong]):
-        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table)
-    os.close(table)
-    assert found(reader) == 12
-
-
 def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader: Client) -> None:
     memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
     tables = msgspec.to_builtins(instance_cases.FULL)
@@ -550,25 +486,6 @@ def test_without_descriptors_a_cache_waits(alone: Stage, server: Child, reader: 
     server.descriptors(limit=1024)
     show(owner, A, regions=8)
     assert memories(server) == 8
-
-
-def test_unread_answers_use_up_no_descriptors(alone: Stage, server: Child, reader: Client) -> None:
-    owner = alone.client()
-    join(owner, A)
-    show(owner, A)
-    for fd in reader.open_instance(A)[1]:
-        os.close(fd)
-    raws = [alone.raw() for _ in range(8)]
-    before = len(server.descriptors())
-    for raw in raws:
-        raw.send("open_instance", A)
-        raw.send("open_cache", A, 0)
-    for fd in reader.open_cache(A, 0)[1]:
-        os.close(fd)
-    # Fewer where one of a connection was just being closed.
-    assert len(server.descriptors()) <= before
-    for raw in raws:
-        assert [(raw.receive() or ["none"])[0] for _ in range(2)] == ["joined", "cache"]
 
 
 # ---- bounds

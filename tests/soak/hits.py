@@ -1,28 +1,18 @@
 """Does a request find on another instance exactly what it would find on the owner?
 
-    python3 -m benchmarks.hits --out FILE [--only dense,window,state,local] [--pairs 500]
-
 Real schedulers of vLLM with the connector's half, a real metadata server, and no model: see
-`vllm.planning`. An owner computes prompts that begin alike, more than its blocks can hold. Of each
+`scheduling`. An owner computes prompts that begin alike, more than its blocks can hold. Of each
 question two answers are compared: how many tokens the owner's own prefix cache finds, and how many
-another instance, which has nothing, finds. It needs vLLM, for GPUs or for the CPU."""
+another instance, which has nothing, finds."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import tempfile
-from collections.abc import Sequence
+import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from vcache_backend.children import MetadataServer
-
-from .options import Measurement, names_of, parser
-from .results import Row
-from .vllm.planning import CHUNK, Instance, Place, Tables, full, local, place, state, window
+from .scheduling import CHUNK, Instance, Place, Tables, full, local, serving, state, window
 
 INTERVALS = (0, 2048, None)
 """vLLM's `prefix_cache_retention_interval`: it keeps windows and states at prompts' ends, and also
@@ -112,20 +102,16 @@ class Result(NamedTuple):
     wrong: list[str]
 
     @property
-    def row(self) -> Row:
-        """found ÷ own; right if they are equal for each question, and many find something."""
-        _, own, found = (sum(column) for column in zip(*self.pairs, strict=True))
-        some = sum(bool(one[1]) for one in self.pairs)
-        inside = sum(bool(one[1] % CHUNK) for one in self.pairs)
-        what = (
-            f"tokens that {len(self.pairs)} questions find in another instance; reference: in the "
-            f"owner's own cache; {len(self.wrong)} questions where these differ; {some} find "
-            f"something, {inside} of them no multiple of {CHUNK} tokens"
+    def found_some(self) -> int:
+        """Questions that the owner's own cache has something of."""
+        return sum(bool(own) for _, own, _ in self.pairs)
+
+    def __str__(self) -> str:
+        inside = sum(bool(own % CHUNK) for _, own, _ in self.pairs)
+        return (
+            f"{self.kind}: {len(self.pairs)} questions, {self.found_some} find something, {inside} "
+            f"of them no multiple of {CHUNK} tokens; two answers: {self.wrong or 'none'}"
         )
-        right = not self.wrong and 4 * some > len(self.pairs)
-        case, ratio = f"end_equal_own_{self.kind}", found / own if own else 0.0
-        runs = len(self.pairs)
-        return Row(case, found, "tokens", own, ratio, runs, 0.0, what, "each equal", right)
 
 
 def measured(where: Place, kind: str, pairs: int, seed: int = 1) -> Result:
@@ -145,28 +131,12 @@ def measured(where: Place, kind: str, pairs: int, seed: int = 1) -> Result:
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module's docstring. 1 if a question had two answers."""
-    options = _options(arguments)
-    made = Measurement(options)
-    with tempfile.TemporaryDirectory(prefix="vcache-hits-") as folder, ExitStack() as undo:
-        socket = Path(folder, "vcache.sock")
-        undo.enter_context(MetadataServer(socket, made.folder / "server.log"))
-        where = undo.enter_context(place(socket, Path(folder)))
-        for kind in options.only or KINDS:
-            with made.part(kind):
-                result = measured(where, kind, options.pairs)
-                print("".join(f"  {one}\n" for one in result.wrong[:20]), end="", flush=True)
-                made.report.add([result.row])
-    return made.end()
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("hits", __doc__, 300.0)
-    made.add_argument("--only", type=names_of(KINDS), help=f"of {', '.join(KINDS)}")
-    made.add_argument("--pairs", type=int, default=500, help="questions for each kind")
-    return made.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main(seconds: float, seed: int) -> int:
+    """The level: 500 questions about each kind, while there is time. 1 if one had two answers."""
+    end, wrong = time.monotonic() + seconds, list[str]()
+    with serving() as where:
+        for kind in KINDS:
+            if time.monotonic() < end:
+                print(result := measured(where, kind, 500, seed), flush=True)
+                wrong += result.wrong
+    return int(bool(wrong))

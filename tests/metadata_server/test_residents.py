@@ -137,7 +137,7 @@ class ResidentMachine(RuleBasedStateMachine):
             self.undo.callback(table.close)
         join = m.Join(instance, namespace, BLOCKS, ranks, EACH, tables)
         self.residents.open(join, partial(ForeignTable, table.fd, instance, BLOCKS))
-        self.residents.show(instance, True)
+        self.residents.of[instance].whole = True
         if known is not None and same:
             known.whole = True
         else:
@@ -145,9 +145,8 @@ class ResidentMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from(IDS), whole=st.booleans())
     def show(self, instance: m.InstanceId, whole: bool) -> None:
-        self.residents.show(instance, whole)
         if instance in self.model:
-            self.model[instance].whole = whole
+            self.residents.of[instance].whole = self.model[instance].whole = whole
 
     @rule(instance=st.sampled_from(IDS))
     @precondition(lambda self: len(self.model) == len(IDS))
@@ -156,10 +155,10 @@ class ResidentMachine(RuleBasedStateMachine):
         self.model.pop(instance, None)
 
     @rule(instance=st.sampled_from(IDS))
-    @precondition(lambda self: self.residents.blocks(IDS[0]))
+    @precondition(lambda self: IDS[0] in self.model and self.residents.of[IDS[0]].live)
     def change(self, instance: m.InstanceId) -> None:
-        self.residents.empty(instance)
         if instance in self.model:
+            self.residents.of[instance].clear()
             self.model[instance].told = {}
 
     # ---- publications
@@ -440,9 +439,9 @@ class ResidentMachine(RuleBasedStateMachine):
         for instance in IDS:
             model = self.model.get(instance)
             if model is None:
-                assert not self.residents.blocks(instance)
+                assert instance not in self.residents.of
                 continue
-            of = self.residents._of[instance]
+            of = self.residents.of[instance]
             least = sum(map(len, model.found().values()))
             assert least == of.live
             assert len(of.named) <= sum(map(bool, of._place_of)) <= len(model.told) <= BLOCKS
