@@ -53,7 +53,7 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         WORKER.run(_supply_connector)
         construct(self, *args, **kwargs)
-        SCHEDULER.config = getattr(getattr(self, "_lmcache_engine", None), "config", None)
+        SCHEDULER.adopt(getattr(getattr(self, "_lmcache_engine", None), "config", None))
         SCHEDULER.run(_patch_scheduler, self)
 
     return __init__
