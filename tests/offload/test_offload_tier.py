@@ -123,7 +123,7 @@ def test_a_bad_object_is_removed(nodes: list[Node], depot: Depot, model: str, ra
 def test_a_store_that_is_slower_than_computing_is_tried_now_and_then(
     nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "MEASURED_BYTES", 1)
+    monkeypatch.setattr(tier.OffloadTier._measured, "__defaults__", (1,))
     one, cache = engine(nodes[0], depot, model), Cache()
     two = engine(nodes[1], depot, model, min_bandwidth=ByteSize(1 << 40), retry_seconds=60.0)
     for tokens in (first := prompt(LENGTH), other := prompt(LENGTH, 2)):
@@ -137,7 +137,7 @@ def test_without_a_master_everything_else_works(
 ) -> None:
     """Its port is dead: no exception, no wait, no look-up that costs anything."""
     settings = TIER | {"mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
-    monkeypatch.setattr(transfers, "MAX_WAITING", 3)
+    monkeypatch.setattr(transfers.Writer.offer, "__defaults__", (3,))
     offload = depot.offload(**settings)
     config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=offload)
     with VCacheEngine(config, layout_of(Cache(), model=model)) as alone:

@@ -4,13 +4,14 @@ owner dies.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
 import torch
 from kv_cases import Sizes
-from neighbour_cases import Reader, enters, instance, owner, pull, read, still
+from neighbour_cases import Reader, instance, owner, pull, read, still
 from processes import SECONDS, Stage, eventually
 
 from vcache_backend.vram_pool import devices
@@ -38,16 +39,15 @@ def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Re
         neighbour = reader.there(instance(1))
         read(neighbour, reader.cache, 9, copier=copier)
         reader.cache.mark(0, 0)
-        assert neighbour.enter()
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # some 0.6 s
         copy = pull(neighbour, reader.cache, 9, copier)
         there.kill()
         assert copy.wait(SECONDS)
         assert still(neighbour.view, [9], generations)
         assert reader.cache.held(0) == 90
-        neighbour.leave()
-        eventually(lambda: not enters(neighbour))
-        eventually(lambda: not neighbour._mapped)
+        left = weakref.ref(neighbour)
+        del neighbour, copy
+        eventually(lambda: left() is None)
         reader.cache.mark(1, 7)
         torch.cuda.synchronize()
         assert reader.cache.held(1) == 7
@@ -63,8 +63,8 @@ def test_the_memory_of_a_killed_owner_that_somebody_had_mapped_is_free_for_the_n
     sizes = SIZES._replace(blocks=int(torch.cuda.mem_get_info(0)[1] * 0.4) // block)
     for life in range(1, LIVES + 1):
         with owner(stage, life, device="cuda:0", sizes=sizes) as there:
-            neighbour = reader.there(instance(life))
+            mapped = weakref.ref(reader.there(instance(life)))
             there.kill()
             # Gone from here, with nobody asking; the server lets go a moment later.
-            eventually(lambda mapped=neighbour: not mapped._mapped)
+            eventually(lambda left=mapped: left() is None)
         eventually(lambda: torch.cuda.mem_get_info(0)[0] >= sizes.blocks * block)

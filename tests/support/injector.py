@@ -1,9 +1,8 @@
 """Makes every function of ours that runs in a vLLM instance raise once, in a process that
 `vllm_cases.Instance` forks: see test_injector.py.
 
-A profile function raises: at a function's call before its work, at its return after it. For each
-case both halves of the connector, vLLM's scheduler and the metadata server's connections are made
-anew, and every block of the KV cache is overwritten."""
+For each case both halves of the connector, vLLM's scheduler and the metadata server's connections
+are made anew, and every block of the KV cache is overwritten."""
 
 from __future__ import annotations
 
@@ -82,9 +81,9 @@ class Injecting(Serving):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         # A part that has raised may never end: nobody waits long for it.
-        mappings.CLOSE_SECONDS = worker.CLOSE_SECONDS = mappings.MAP_SECONDS = CLOSE_SECONDS
-        mappings.RETRY_SECONDS = RETRY_SECONDS
-        for close in (Outbox.close, Publisher.close, Session.flush):
+        worker.CLOSE_SECONDS, mappings.RETRY_SECONDS = CLOSE_SECONDS, RETRY_SECONDS
+        neighbours = mappings.Neighbours.close, mappings.Neighbours.expects
+        for close in (*neighbours, Outbox.close, Publisher.close, Session.flush):
             close.__defaults__ = CLOSE_SECONDS, *(close.__defaults__ or ())[1:]
         self._caches: dict[str, Any] = {}
         register = VCacheConnector.register_kv_caches

@@ -83,7 +83,7 @@ class Parts:
 
         def traced(*given: Any, **named: Any) -> Any:
             # In a thread of LMCache's.
-            sys.setprofile(watch)
+            watch.follow()
             try:
                 return look_up(*given, **named)
             finally:

@@ -24,9 +24,6 @@ from vcache_backend.vram_pool.copies.kernel import TablePart, Tuning
 from vcache_backend.vram_pool.copies.plan import placed, slot_rows
 
 SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
-TUNINGS = pytest.mark.parametrize(
-    "tuning", [SMALL, replace(SMALL, stages=1)], ids=["pipelined", "registers"]
-)
 DIRECTIONS = pytest.mark.parametrize("to_origin", [True, False], ids=["gather", "scatter"])
 COMPILED = isinstance(kernel.copy_kernel, triton.JITFunction)
 INTERPRETED = pytest.mark.skipif(
@@ -144,11 +141,10 @@ SHAPES = [4, 512, 800, 1032, parts_apart, gaps_between_blocks, several_sizes, se
 
 
 @pytest.mark.parametrize("made", SHAPES)
-@TUNINGS
 @DIRECTIONS
 @DEVICE
-def test_kernel_equals_reference(made: Any, tuning: Tuning, to_origin: bool, device: str) -> None:
-    equal(partial(slots, made, 6, first=1), device, to_origin, tuning)
+def test_kernel_equals_reference(made: Any, to_origin: bool, device: str) -> None:
+    equal(partial(slots, made, 6, first=1), device, to_origin)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8, 16])
@@ -160,10 +156,9 @@ def test_slots_at_any_address_take_narrower_words(shift: int, to_origin: bool, d
 
 
 @pytest.mark.parametrize("ctas", [1, 7, 1000])
-@TUNINGS
 @DEVICE
-def test_any_number_of_programs_moves_a_piece_once(ctas: int, tuning: Tuning, device: str) -> None:
-    equal(partial(slots, 1600, 6), device, False, replace(tuning, ctas=ctas))
+def test_any_number_of_programs_moves_a_piece_once(ctas: int, device: str) -> None:
+    equal(partial(slots, 1600, 6), device, False, replace(SMALL, ctas=ctas))
 
 
 @DEVICE
@@ -226,13 +221,12 @@ OWNERS += [([1032] * 3, 5, 24), ([50] * 3, 5, 2), ([100] * 3, 5, 3), ([2624, 528
 
 @pytest.mark.parametrize(("sizes", "count", "gap"), OWNERS)
 @pytest.mark.parametrize("ctas", [1, 3])
-@TUNINGS
 @DEVICE
 def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
-    sizes: list[int], count: int, gap: int, ctas: int, tuning: Tuning, device: str
+    sizes: list[int], count: int, gap: int, ctas: int, device: str
 ) -> None:
     gaps = [gap * (owner + 1) for owner in range(count)]
-    equal(partial(owners, sizes, gaps), device, False, replace(tuning, ctas=ctas))
+    equal(partial(owners, sizes, gaps), device, False, replace(SMALL, ctas=ctas))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class BlockPlaces:
 
     def store_rows(self, chunks: Sequence[int], addresses: Sequence[int]) -> tuple[Int64s, Int64s]:
         """Plan the copy of these chunks, which have places, into slots at these addresses: rows and
-        origins, see `Copier.gather`."""
+        origins, see `CopyJob`."""
         each = self.each * self.split
         rows = self._ids[: len(self._ids) // each * each].reshape(-1, each)
         plan = placed(self.kv, rows[list(chunks)].reshape(-1), holes=self._holes)

@@ -57,14 +57,14 @@ class Tuning:
     num_warps: int = 4
     """Warps of 32 threads in a thread block."""
     stages: int = 4
-    """1 keeps the piece being read in registers; n >= 2 keeps n - 1 pieces in
-    shared memory, so that `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM."""
+    """n >= 2 keeps n - 1 pieces in shared memory, so that `(stages - 1) * block_bytes` must stay
+    under the 227 KiB of an SM."""
 
 
 PEER = Tuning(ctas=64)
 """For origins on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill
 the links at every size: measured on two H200s over NVLink (benchmarks/results/copies.json)."""
-LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
+LOCAL = Tuning(ctas=264)
 """For origins on the KV cache's GPU. Only many programs reach its memory's bandwidth."""
 
 HOST = Tuning(ctas=16)
@@ -124,7 +124,7 @@ def _part_rows(kv: PagedKV, blocks: int, origins: int) -> int:
 
 
 def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> list[TablePart]:
-    """Write the kernel's table for the copy of `rows`: see `Copier.pull`. table: (rows, 3), at
+    """Write the kernel's table for the copy of `rows`: see `CopyJob`. table: (rows, 3), at
     least `table_rows` of them."""
     parts, first = list[TablePart](), 0
     for kind, its_rows, bases in of_kinds(kv, rows, origins):
@@ -306,30 +306,11 @@ def copy_kernel(
     total = blocks * PLANES * PIECES
     offsets = tl.arange(0, BLOCK)
     first, step = tl.program_id(0), tl.num_programs(0)
-    if STAGES > 1:
-        # Through shared memory: with num_stages the compiler turns the loads of table and data into
-        # asynchronous copies, several iterations ahead.
-        for unit in tl.range(first, total, step, num_stages=STAGES):
-            source, target, piece = _locate(
-                table, unit, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
-            )
-            value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-    elif first < total:
-        # Through registers, one piece ahead.
+    # Through shared memory: with num_stages the compiler turns the loads of table and data into
+    # asynchronous copies, several iterations ahead.
+    for unit in tl.range(first, total, step, num_stages=STAGES):
         source, target, piece = _locate(
-            table, first, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
+            table, unit, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
         )
         value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-        source, next_target, next_piece = _locate(
-            table, first + step, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
-        )
-        for unit in range(first + step, total, step):
-            next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-            source, later_target, later_piece = _locate(
-                table, unit + step, total - 1, blocks, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
-            )
-            _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-            value, target, piece = next_value, next_target, next_piece
-            next_target, next_piece = later_target, later_piece
         _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)

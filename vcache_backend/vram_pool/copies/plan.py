@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -83,28 +83,76 @@ def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
     )
 
 
+class Pages(NamedTuple):
+    """Where the blocks of a load or a store lie outside of the KV cache."""
+
+    planes: Int64s
+    """For each plane of the KV cache the base of its pages, see `CopyJob.origins`. Parts of a copy
+    with the same array share it."""
+    offsets: Callable[[Int64s, int], Int64s]
+    """Called with blocks (`CopyPlan.numbers`) and the number of a kind of layers; returns what to
+    add to this kind's `planes`."""
+
+
+def in_chunks(kv: PagedKV, chunk_size: int, addresses: Int64s, first: int = 0) -> Pages:
+    """The blocks of chunks from number `first` on, each of which lies in one piece at its address.
+    All such chunks have one array of planes."""
+    each = kv.blocks_in(chunk_size)
+
+    def offsets(numbers: Int64s, kind: int) -> Int64s:
+        chunks, inside = np.divmod(numbers - first * each, each)
+        its = kv.kinds[kind]
+        found: Int64s = addresses[chunks] + inside * (its.parts * its.page_bytes)
+        return found
+
+    return Pages(chunk_planes(kv, chunk_size), offsets)
+
+
+def in_blocks(
+    planes: Int64s, strides: Sequence[int], blocks: Int64s, first: int, split: int
+) -> Pages:
+    """Blocks of another KV cache. planes: the address of each plane's block 0. strides: from block
+    to block, of each kind of layers. blocks: of `split` blocks each, from number `first` on."""
+
+    def offsets(numbers: Int64s, kind: int) -> Int64s:
+        if split > 1:
+            block, inside = np.divmod(numbers, split)
+            ids = blocks[block - first] * split + inside
+        else:
+            ids = blocks[numbers - first]
+        found: Int64s = ids * strides[kind]
+        return found
+
+    return Pages(planes, offsets)
+
+
+def copy_rows(
+    kv: PagedKV, plan: CopyPlan, parts: Sequence[tuple[Pages, int, int]]
+) -> tuple[Int64s, Int64s]:
+    """The rows and origins of a copy (see `CopyJob`). parts: where the blocks [first, stop) of the
+    plan lie; together all blocks of the plan, in order."""
+    rows = np.empty((len(plan.ids), 2 + len(kv.kinds)), dtype=np.int64)
+    rows[:, 2] = plan.ids
+    origins: dict[int, int] = {}
+    bases: list[Int64s] = []
+    bounds = np.searchsorted(plan.numbers, [part[1:] for part in parts]).tolist()
+    for (pages, _, _), (begin, end) in zip(parts, bounds, strict=True):
+        if id(pages.planes) not in origins:
+            origins[id(pages.planes)] = len(bases)
+            bases.append(pages.planes)
+        rows[begin:end, 0] = origins[id(pages.planes)]
+        for kind in range(len(kv.kinds)):
+            found = pages.offsets(plan.numbers[begin:end], kind)
+            rows[begin:end, 2 + kind if kind else 1] = found
+    return rows, np.stack(bases)
+
+
 def slot_rows(
     kv: PagedKV, chunk_size: int, plan: CopyPlan, addresses: Int64s
 ) -> tuple[Int64s, Int64s]:
-    """The rows and the origin (see `Copier.pull`) of a copy between `kv` and chunks in slots that
-    begin at these addresses: all slots are one origin, whose offsets are addresses."""
-    rows = np.zeros((len(plan.ids), 2 + len(kv.kinds)), dtype=np.int64)
-    rows[:, 2] = plan.ids
-    for kind in range(len(kv.kinds)):
-        places = slot_offsets(kv, chunk_size, kind, plan.numbers, addresses)
-        rows[:, 2 + kind if kind else 1] = places
-    return rows, chunk_planes(kv, chunk_size)[None]
-
-
-def slot_offsets(
-    kv: PagedKV, chunk_size: int, kind: int, numbers: Int64s, addresses: Int64s
-) -> Int64s:
-    """What to add to `chunk_planes` of a kind of layers for blocks with these numbers, in chunks at
-    these addresses."""
-    chunks, inside = np.divmod(numbers, kv.blocks_in(chunk_size))
-    its = kv.kinds[kind]
-    found: Int64s = addresses[chunks] + inside * (its.parts * its.page_bytes)
-    return found
+    """`copy_rows` of a copy of chunks in slots at these addresses."""
+    stop = len(addresses) * kv.blocks_in(chunk_size)
+    return copy_rows(kv, plan, [(in_chunks(kv, chunk_size, addresses), 0, stop)])
 
 
 @lru_cache(maxsize=16)
@@ -124,8 +172,8 @@ def chunk_planes(kv: PagedKV, chunk_size: int) -> Int64s:
 def of_kinds(
     kv: PagedKV, rows: Int64s, origins: Int64s
 ) -> Iterator[tuple[PagedKV, Int64s, Int64s]]:
-    """Split a copy from or to any addresses (see `Copier.pull`) into one copy for each of
-    `kv.kinds`, with rows of three columns."""
+    """Split a copy (see `CopyJob`) into one copy for each of `kv.kinds`, with rows of three
+    columns."""
     first = 0
     for number, kind in enumerate(kv.kinds):
         end = first + len(kind.pages)

@@ -14,7 +14,7 @@ from vcache_backend.vram_pool.copies.plan import of_kinds
 
 def copy(kv: PagedKV, rows: Int64s, origins: Int64s, *, to_origin: bool = False) -> None:
     """Copy blocks from raw addresses into the KV cache, or with `to_origin` out of it: see
-    `Copier.pull`."""
+    `CopyJob`."""
     for kind, its_rows, bases in of_kinds(kv, rows, origins):
         for origin in np.unique(its_rows[:, 0]).tolist():
             of_it = its_rows[its_rows[:, 0] == origin]
