@@ -28,9 +28,9 @@ def test_registering_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without = types.ModuleType("a vLLM without that class")
-    monkeypatch.setitem(sys.modules, lmcache_hooks.CONNECTOR_MODULE, without)
+    monkeypatch.setitem(sys.modules, plugin.LMCACHE, without)
     monkeypatch.setattr(lmcache_hooks, "SCHEDULER", LMCacheBoundary("scheduler"))
-    lmcache_hooks.register()
+    plugin.register()
     assert "vcache failed in LMCache's scheduler" in caplog.text
 
 
