@@ -2,9 +2,9 @@
 repeated.
 
 Our plugin for vLLM (../plugin.py) has `wrap` called once vLLM imports LMCache's connector, that is,
-when a user asked for `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's connector
-gets our part (scheduler.py). On a CPU, for which LMCache has no GPU connector, a worker gets our
-connector instead of an exception.
+when a user asked for `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the
+scheduler's connector gets our part (scheduler.py). On a CPU, for which LMCache has no GPU
+connector, a worker gets our connector instead of an exception.
 
 The plugin's backend calls `take_allocator_role` and `install` in a worker."""
 
