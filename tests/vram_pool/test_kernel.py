@@ -19,9 +19,8 @@ from triton.runtime import interpreter
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import kernel, reference
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share, placed, slot_rows
 from vcache_backend.vram_pool.copies.kernel import TablePart, Tuning
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
 
 SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
 DIRECTIONS = pytest.mark.parametrize("to_origin", [True, False], ids=["gather", "scatter"])

@@ -22,8 +22,14 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats, Origin, Read
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
-from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, Pages, copy_rows, in_blocks, in_chunks
+from vcache_backend.vram_pool.copies.geometry import (
+    CopyPlan,
+    PagedKV,
+    Pages,
+    copy_rows,
+    in_blocks,
+    in_chunks,
+)
 from vcache_backend.vram_pool.devices import where
 from vcache_backend.vram_pool.generations import GenerationView
 

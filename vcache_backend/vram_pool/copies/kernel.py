@@ -37,8 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment
-from vcache_backend.vram_pool.copies.plan import of_kinds
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment, of_kinds
 from vcache_backend.vram_pool.cuda_driver import Driver
 
 _COLUMNS = tl.constexpr(3)

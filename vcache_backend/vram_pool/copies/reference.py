@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import numpy.typing as npt
 
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import of_kinds
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, of_kinds
 
 
 def copy(kv: PagedKV, rows: Int64s, origins: Int64s, *, to_origin: bool = False) -> None:
