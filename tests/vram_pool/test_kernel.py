@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies import kernel, reference
+from vcache_backend.vram_pool.copies import kernel
+from vcache_backend.vram_pool.copies.copier import CopyJob, copy_pages
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share, placed, slot_rows
 from vcache_backend.vram_pool.copies.kernel import TablePart, Tuning
 
@@ -76,7 +77,7 @@ def launch(world: World, to_origin: bool, tuning: Tuning) -> list[TablePart]:
 def equal(make: Make, device: str, to_origin: bool, tuning: Tuning = SMALL) -> int:
     """Runs both in equal worlds. Returns the origins' alignment."""
     right, before, mine = make("cpu"), make("cpu"), make(device)
-    reference.copy(right.kv, right.rows, right.origins, to_origin=to_origin)
+    copy_pages(CopyJob(right.kv, right.rows, right.origins, to_origin=to_origin))
     parts = launch(mine, to_origin, tuning)
     for expected, found in zip(right.memory, mine.memory, strict=True):
         assert torch.equal(expected, found.cpu())
@@ -172,7 +173,7 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
     ids = np.array([blocks - 1, 0, (1 << 20) + 1, 1 << 20], dtype=np.int64)
     slot = noise("cpu", 3, 4, page)
     rows = slot_rows(kv, 16, placed(kv, ids), np.array([slot.data_ptr()]))
-    runs = [lambda: reference.copy(kv, *rows)]
+    runs = [lambda: copy_pages(CopyJob(kv, *rows))]
     if not COMPILED:
         runs.append(lambda: launch(World(kv, [], *rows), False, SMALL) and None)
     for run in runs:
@@ -267,5 +268,5 @@ def test_the_reference_is_what_indexing_gives(
             there = right[owner * layers + layer][block * (size + gaps[owner]) :][:size]
             here = right[len(gaps) * layers + layer][place * (size + 16) :][:size]
             (there if to_origin else here).copy_(here if to_origin else there)
-    reference.copy(world.kv, world.rows[:chosen], world.origins, to_origin=to_origin)
+    copy_pages(CopyJob(world.kv, world.rows[:chosen], world.origins, to_origin=to_origin))
     assert all(map(torch.equal, world.memory, right))

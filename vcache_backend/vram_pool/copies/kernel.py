@@ -1,5 +1,5 @@
 """A Triton kernel that copies all layers and all chunks of a request in one launch. Reference:
-`reference.copy`.
+`copier.copy_pages`.
 
 Its input is one int64 table with rows of three numbers, on the KV cache's device:
 
