@@ -29,11 +29,12 @@ from server_cases import A_TURN, add_region, asked, work_of
 
 from vcache_backend.errors import Refused
 from vcache_backend.log_format import LineLimit
-from vcache_backend.metadata_server import publications, residents
+from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.metadata_server.slots import SLAB_SLOTS, SLABS
 from vcache_backend.protocol import messages as m
 from vcache_backend.vram_pool.generations import Generations
@@ -99,7 +100,7 @@ def test_publications_are_bounded(
 ) -> None:
     """Also of blocks that have changed since, and of names that were published before."""
     most, blocks = 3 * publications.BLOCK_BYTES * 2048, 2048
-    monkeypatch.setattr(residents, "MAX_BYTES", most)
+    monkeypatch.setattr(ResidentDirectory, "MAX_BYTES", most)
     monkeypatch.setattr(m, "MAX_PUBLISHED", 256)
     service, undo = Service(1, now=FakeClock()), ExitStack()
     with grows_by_less_than(most), undo:

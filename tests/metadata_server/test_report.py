@@ -18,11 +18,7 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.report import (
-    MAX_REPORTS,
-    Minute,
-    fitting,
-)
+from vcache_backend.metadata_server.report import Minute, Reports, fitting
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
@@ -66,7 +62,7 @@ def test_a_report_is_logged_once_and_kept_beyond_its_connection(alone: Stage) ->
 def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd: int) -> None:
     service = made(max_segments=4096)
     text = "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20
-    for number in range(MAX_REPORTS):
+    for number in range(Reports.MOST):
         service.answer(peer(), m.Report("info", f"{number} {text}"), [])
     for number in range(m.MAX_SEGMENTS + 1):
         fds, id_ = [os.dup(memfd)], m.SegmentId(f"{number:064}")
@@ -80,7 +76,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
     assert sockets.encode(segments)
     assert sockets.encode(stats)
     assert len(stats.segments) == len(segments.segments) == m.MAX_SEGMENTS
-    assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
+    assert stats.reports[-1].text.startswith(f"{Reports.MOST - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()
 

@@ -25,8 +25,6 @@ from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
 
-MAX_INSTANCES = 64
-
 
 class ShownPart(msgspec.Struct):
     """The part of an instance that a connection shows: a scheduler's generation table, or the
@@ -238,8 +236,8 @@ class InstanceRegistry:
         if part is not None and part.peer.process != client.process:
             pid = part.peer.process.pid
             raise Refused(f"pid {pid} is this part already; an id names one start of one instance")
-        if instance not in self._of and len(self._of) >= MAX_INSTANCES:
-            raise Refused(f"{MAX_INSTANCES} instances share in place already: that is the limit")
+        if instance not in self._of and len(self._of) >= 64:
+            raise Refused("64 instances share in place already: that is the limit")
         if self._spare() < fds:
             raise Refused(f"{self.descriptors} fds of instances are kept; raise ulimit -n")
 

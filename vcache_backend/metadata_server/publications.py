@@ -22,11 +22,6 @@ from vcache_backend.protocol import messages as m
 
 BLOCK_BYTES = 256
 """About how much of the server's memory an instance takes for each of its blocks."""
-MAX_MOVED = 1024
-"""How many blocks a publication moves at most, to make room in the log. It drops the others, each a
-miss."""
-MAX_ALIKE = 16
-"""The most blocks of one name that are told apart."""
 COMPARED = 16
 """As many blocks of a run are compared in the time of a look into the tables."""
 Chunk = tuple[int, int, int]
@@ -78,6 +73,12 @@ class InstancePublications:
 
     The log has twice as many places as the instance has blocks. New blocks overwrite the oldest
     places; what is still right there is moved to the end. Place 0 is empty."""
+
+    MAX_MOVED = 1024
+    """How many blocks a publication moves at most, to make room in the log. It drops the others,
+    each a miss."""
+    MAX_ALIKE = 16
+    """The most blocks of one name that are told apart."""
 
     def __init__(self, join: m.Join, table: ForeignTable) -> None:
         self.join, self.table, self._counters = join, table, table.counters
@@ -149,7 +150,7 @@ class InstancePublications:
                 return at
         at, found = self._newest(name), 0
         # Of the newest one some ranks may still be to come.
-        for _ in range(MAX_ALIKE):
+        for _ in range(self.MAX_ALIKE):
             if not at:
                 break
             if self._agreed[at] == self._all and self._is_right(at):
@@ -241,7 +242,7 @@ class InstancePublications:
     def _same(self, name: bytes, block: int, generation: int) -> int:
         """The place at which a block is already; 0: none."""
         at = self.named.get(name, 0)
-        for _ in range(MAX_ALIKE):
+        for _ in range(self.MAX_ALIKE):
             if not at or (self._numbers[at] == block and self._generations[at] == generation):
                 return at
             at = self._before(at, name)
@@ -260,7 +261,7 @@ class InstancePublications:
             table, hashes, numbers, generations, agreed = queue.popleft()
             count = len(numbers)
             moved += count
-            if not count or moved > MAX_MOVED:
+            if not count or moved > self.MAX_MOVED:
                 continue
             if self._next + count > self._size:
                 queue.extend(self._cleared(self._next, self._size))
@@ -327,7 +328,7 @@ class InstancePublications:
 
     def _before(self, at: int, name: bytes) -> int:
         """The place that had the name before this one, and still has it; 0: none."""
-        for _ in range(MAX_ALIKE):
+        for _ in range(self.MAX_ALIKE):
             at = self._earlier[at]
             if not at or self._name(at) != name:
                 break

@@ -26,7 +26,6 @@ MAX_NAMESPACES = 128
 """The most namespaces that the statistics name."""
 MAX_COMPARED = 16
 """The most namespaces of one model that are compared, and the most instances named for a value."""
-MAX_REPORTS = 64
 
 
 class Layouts:
@@ -180,8 +179,9 @@ class Minute:
 
 
 class Reports:
-    """The newest reports, at most `MAX_REPORTS`. Each text is kept once for each connection, with
-    its latest time."""
+    """The newest reports. Each text is kept once for each connection, with its latest time."""
+
+    MOST = 64
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock
@@ -193,7 +193,7 @@ class Reports:
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
         self._kept[client.id, line] = reported
-        if len(self._kept) > MAX_REPORTS:
+        if len(self._kept) > self.MOST:
             del self._kept[next(iter(self._kept))]
         return reported if earlier is None else None
 

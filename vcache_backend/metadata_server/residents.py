@@ -23,21 +23,6 @@ from vcache_backend.metadata_server.publications import (
 )
 from vcache_backend.protocol import messages as m
 
-COPY_BYTES = m.INSTANCE_BYTES + m.COPY.size + 8
-"""The most bytes of a copy in a message."""
-MAX_BYTES = 1 << 30
-"""About the most server memory for the publications of all instances."""
-MAX_TOLD = 256
-"""The most copies in one answer."""
-MAX_COPIES = 2048
-"""The most copies of which an instance has yet to be told. Older copies are dropped."""
-MAX_NOTED = 512
-"""The most copies of which one publication tells other instances. Further instances, chosen at
-random, hear of a later copy."""
-FOUND_BLOCKS = (m.MAX_MESSAGE_BYTES - 16_384 - MAX_TOLD * COPY_BYTES) // (
-    m.NUMBER_BYTES + m.GENERATION_BYTES
-)
-"""The most resident blocks in one answer. The message's other fields take the rest."""
 ONE_FULL = [m.BlockTable("full")]
 News = tuple[m.InstanceId, bytes, bytes]
 """An instance, the last hash of a chunk that this instance holds, too, and the chunk's `COPY`."""
@@ -45,6 +30,20 @@ News = tuple[m.InstanceId, bytes, bytes]
 
 class ResidentDirectory:
     """The published blocks of all instances."""
+
+    MAX_BYTES = 1 << 30
+    """About the most server memory for the publications of all instances."""
+    MAX_TOLD = 256
+    """The most copies in one answer."""
+    MAX_COPIES = 2048
+    """The most copies of which an instance has yet to be told. Older copies are dropped."""
+    MAX_NOTED = 512
+    """The most copies of which one publication tells other instances. Further instances, chosen at
+    random, hear of a later copy."""
+    FOUND_BLOCKS = (
+        m.MAX_MESSAGE_BYTES - 16_384 - MAX_TOLD * (m.INSTANCE_BYTES + m.COPY.size + 8)
+    ) // (m.NUMBER_BYTES + m.GENERATION_BYTES)
+    """The most resident blocks in one answer. Copies and the other fields take the rest."""
 
     def __init__(
         self,
@@ -70,12 +69,12 @@ class ResidentDirectory:
         known = self.of.get(join.instance)
         if new or known is None or known.join != join:
             others = sum(one.blocks for name, one in self.of.items() if name != join.instance)
-            if (others + join.blocks) * BLOCK_BYTES > MAX_BYTES:
+            if (others + join.blocks) * BLOCK_BYTES > self.MAX_BYTES:
                 raise Refused(f"the server has no memory for {join.blocks:,} more blocks")
             made = InstancePublications(join, table())
             self.close(join.instance)
             self.of[join.instance] = made
-            self._news[join.instance] = deque(maxlen=MAX_COPIES)
+            self._news[join.instance] = deque(maxlen=self.MAX_COPIES)
 
     def close(self, instance: m.InstanceId) -> None:
         self.of.pop(instance, None)
@@ -107,7 +106,7 @@ class ResidentDirectory:
         """Take the oldest news for an instance's scheduler: chunks that another instance holds as
         well. At most `MAX_TOLD`."""
         news, told = self._news.get(instance, deque[News]()), list[m.Copies]()
-        taken = [news.popleft() for _ in range(min(MAX_TOLD, len(news)))]
+        taken = [news.popleft() for _ in range(min(self.MAX_TOLD, len(news)))]
         for other, noted in groupby(taken, itemgetter(0)):
             there = self.of.get(other)
             packed = b"".join(
@@ -129,7 +128,7 @@ class ResidentDirectory:
             if other != instance and there.each == publications.each
         ]
         own = {end: chunk for end in ends[::-1] if (chunk := publications.chunk(end)) is not None}
-        left, alone = MAX_NOTED, dict.fromkeys(own)
+        left, alone = self.MAX_NOTED, dict.fromkeys(own)
         most = MAX_LOOKS // max(1, len(others))
         for other, there in others:
             shared = [end for end in list(own if left else alone)[:most] if there.has(end)]
@@ -194,7 +193,7 @@ class ResidentDirectory:
         question, count = HitSearch(request.hashes, tables), len(request.hashes) // m.HASH_BYTES
         full = [number for number, table in enumerate(tables) if table.kind == "full"]
         alone = len(tables) == len(full) == 1
-        room = FOUND_BLOCKS - sum(
+        room = self.FOUND_BLOCKS - sum(
             4 + min(table.reach, count // table.scale) for table in tables if table.kind != "full"
         )
         found, pieces, cut = count, list[Piece](), False

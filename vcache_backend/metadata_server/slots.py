@@ -42,8 +42,6 @@ from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, Medium, Segmen
 ALIGNMENT = 256
 """Slots start and end on multiples of 256, CUDA's allocation alignment: 16-byte vector accesses
 stay aligned."""
-SLABS_WANTED = 32
-"""A slab has this part of its segment, or one slot."""
 SLAB_BITS = 14
 SLAB_SLOTS = 1 << SLAB_BITS
 """The most slots of a slab. Those of slab i begin at `i * SLAB_SLOTS`."""
@@ -279,6 +277,9 @@ class SlotRegion:
     earlier server's table were read; before that none of the free ones is granted. unused: bytes
     outside of all slabs and in free slots."""
 
+    SLABS_WANTED = 32
+    """A slab has this part of its segment, or one slot."""
+
     def __init__(self, info: SegmentInfo, table: SlotsTable) -> None:
         self.info, self.table = info, table
         self.id, self.device, self.nbytes = info.id, info.device, info.nbytes
@@ -308,7 +309,7 @@ class SlotRegion:
         left = self.nbytes - start
         # `SLABS` slabs take up the segment even if its first chunks are tiny and later ones large.
         most = max(SLAB_SLOTS, -(-self.nbytes // SLABS // size))
-        slots = min(max(self.nbytes // SLABS_WANTED // size, 1), left // size, most)
+        slots = min(max(self.nbytes // self.SLABS_WANTED // size, 1), left // size, most)
         if not slots or len(self.slabs) == SLABS:
             return None
         place = SlabPlace(start, size, slots * size)

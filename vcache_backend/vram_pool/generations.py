@@ -119,7 +119,8 @@ class Generations:
 
     def has_void(self, blocks: Sequence[int]) -> bool:
         """Whether one of these blocks must not be read."""
-        return any(map(VOID.__and__, map(self.counters.data.__getitem__, blocks)))
+        memory = self.counters.data
+        return any(memory[block] & VOID for block in blocks)
 
     def void_all(self) -> None:
         """Mark all blocks as not to be read until they are filled again."""
